@@ -1,0 +1,1 @@
+"""MLflow flavors of this project."""

@@ -1,0 +1,1 @@
+"""Everything between a decoded request and its encoded answer. See docs/structures.md."""

@@ -1,0 +1,43 @@
+"""The files of one packaged model, as an engine and a tokenizer need them.
+
+Layout under the root of a saved model (written by ``flavors.llm``, everything relative)::
+
+    model/                      config.json, *.safetensors (a sentence-transformers directory keeps modules.json, 1_Pooling/ …)
+    tokenizer/                  what AutoTokenizer.from_pretrained reads
+    adapters/<name>/            adapter_config.json, adapter_model.safetensors (peft's layout)
+    chat_template.jinja         the default template
+    chat_templates/<name>.jinja further named templates
+    manifest.json               format version, tasks, base, sizes and SHA-256 of every file above
+
+A version that holds only an adapter has no ``model/``; its manifest names the base by URI and content hash, and the
+flavor joins the two into one ``Bundle``.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from .request import Task
+
+
+class EmbeddingSpec(Struct, frozen=True, kw_only=True):
+    """How token vectors become one vector, and what is put before the text."""
+
+    pooling: str = "mean"  # mean | cls | lasttoken | max | mean_sqrt_len_tokens | weightedmean
+    normalize: bool = True
+    max_length: int | None = None
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+
+class Bundle(Struct, frozen=True, kw_only=True):
+    """Absolute paths of one model's parts. ``content_hash`` is SHA-256 over the manifest's file hashes: same hash,
+    same weights, wherever they lie, which is how processes find an engine that already has them."""
+
+    content_hash: str
+    tasks: tuple[Task, ...]
+    model_dir: str
+    tokenizer_dir: str
+    adapters: dict[str, str] = {}
+    chat_templates: dict[str, str] = {}
+    embedding: EmbeddingSpec | None = None

@@ -1,0 +1,88 @@
+"""What the rest of the server knows of an engine. Ours, one in another process, vLLM or Ray Serve: same interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol, runtime_checkable
+
+from msgspec import Struct
+
+from ..events import Event
+from ..request import Task, ValidRequest
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What validation must know of a loaded model. ``max_model_len`` is tokens, prompt and completion together.
+
+    ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
+    after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
+    """
+
+    content_hash: str
+    tasks: tuple[Task, ...]
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_kv_tokens: int
+    embedding_dim: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    quantization: str = "none"
+    pid: int = 0
+
+
+class AdapterInfo(Struct, frozen=True, kw_only=True):
+    name: str
+    rank: int
+    path: str
+
+
+class Health(Struct, frozen=True, kw_only=True):
+    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time."""
+
+    status: Literal["starting", "ready", "stalled", "dead"]
+    steps: int = 0
+    last_step_age: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class EventStream(Protocol):
+    """Iterate for events; ``close`` (also on leaving early) aborts what still runs. Closing twice is harmless."""
+
+    def __iter__(self) -> Iterator[Event]: ...
+    def __next__(self) -> Event: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Thread-safe: many callers submit at once and are batched together."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, request: ValidRequest) -> EventStream:
+        """Start a request at once; never raises for the request's sake (a ``Failed`` event says what is wrong)."""
+        ...
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Read a peft directory into the pool. Raises ``InvalidField`` where it does not fit the base."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ``NotFound`` for an unknown name, ``Conflict`` while sequences use it."""
+        ...
+
+    def adapters(self) -> tuple[AdapterInfo, ...]: ...
+
+    def health(self) -> Health: ...
+
+    def close(self) -> None:
+        """Give the engine up. Requests of this client end with ``Failed(kind="shutting_down")``."""
+        ...

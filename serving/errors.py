@@ -1,0 +1,187 @@
+"""Every error a caller can meet, in one tree.
+
+::
+
+    ServingError                 kind, status; ``message`` is safe to show to any caller
+    ├── RequestError             the caller's mistake: never retried with the same body
+    │   ├── InvalidField         400  a field, its value and what is allowed
+    │   ├── ContextTooLong       400  prompt (+ max_tokens) over the context length
+    │   ├── Unauthenticated      401
+    │   ├── PermissionDenied     403
+    │   ├── NotFound             404  endpoint, model, adapter or route
+    │   ├── MethodNotAllowed     405
+    │   ├── AlreadyExists        409
+    │   ├── Conflict             409  legal in another state (an update while one runs)
+    │   ├── PayloadTooLarge      413
+    │   └── LimitExceeded        429  a rate, token or money limit; says which and until when
+    ├── Unavailable              503  try again after ``retry_after`` seconds
+    │   ├── Overloaded           503  the queue is full
+    │   ├── ShuttingDown         503  draining
+    │   └── EngineDied           503  the engine process ended and could not be restarted
+    ├── DeadlineExceeded         504  the request's own time limit passed
+    ├── Aborted                  499  the caller went away or asked for the abort
+    └── InternalError            500  ours; the details are in the log under the request id
+    PackagingError               raised when a model is logged, saved or loaded (never over the wire)
+
+A class carries its ``kind`` and HTTP ``status``; dialects render them (``dialects/base.py``) and a test
+walks this tree and fails where a dialect has no rendering. Messages are short and never repeat a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+MAX_SHOWN_VALUE = 80
+
+
+def shown(value: Any) -> str:
+    """A caller's value as it may appear in a message: repr, cut to ``MAX_SHOWN_VALUE`` characters."""
+    try:
+        text = repr(value[: MAX_SHOWN_VALUE + 1]) if isinstance(value, str | bytes | list) else repr(value)
+    except Exception:  # a caller's object may have a repr that raises
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN_VALUE else text[: MAX_SHOWN_VALUE - 1] + "…"
+
+
+class ServingError(Exception):
+    """Base of every error that may cross a process or the wire.
+
+    ``param`` names the request field at fault, ``retry_after`` is seconds, both may be None.
+    """
+
+    kind: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class RequestError(ServingError):
+    kind = "bad_request"
+    status = 400
+
+
+class InvalidField(RequestError):
+    """``InvalidField("temperature", -1, "a number in [0, 2]")``."""
+
+    kind = "invalid_field"
+
+    def __init__(self, field: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)
+
+
+class ContextTooLong(RequestError):
+    kind = "context_too_long"
+
+
+class Unauthenticated(RequestError):
+    kind = "unauthenticated"
+    status = 401
+
+
+class PermissionDenied(RequestError):
+    kind = "permission_denied"
+    status = 403
+
+
+class NotFound(RequestError):
+    kind = "not_found"
+    status = 404
+
+
+class MethodNotAllowed(RequestError):
+    kind = "method_not_allowed"
+    status = 405
+
+
+class AlreadyExists(RequestError):
+    kind = "already_exists"
+    status = 409
+
+
+class Conflict(RequestError):
+    kind = "conflict"
+    status = 409
+
+
+class PayloadTooLarge(RequestError):
+    kind = "payload_too_large"
+    status = 413
+
+
+class LimitExceeded(RequestError):
+    """``limit`` is the limit's name (``otpm``), ``remaining`` what is left in its unit."""
+
+    kind = "limit_exceeded"
+    status = 429
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit: str = "",
+        allowed: int | None = None,
+        remaining: int | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.limit = limit
+        self.allowed = allowed
+        self.remaining = remaining
+
+
+class Unavailable(ServingError):
+    kind = "unavailable"
+    status = 503
+
+
+class Overloaded(Unavailable):
+    kind = "overloaded"
+
+
+class ShuttingDown(Unavailable):
+    kind = "shutting_down"
+
+
+class EngineDied(Unavailable):
+    kind = "engine_died"
+
+
+class DeadlineExceeded(ServingError):
+    kind = "deadline_exceeded"
+    status = 504
+
+
+class Aborted(ServingError):
+    kind = "aborted"
+    status = 499
+
+
+class InternalError(ServingError):
+    kind = "internal"
+    status = 500
+
+
+class PackagingError(ValueError):
+    """A model cannot be logged, saved or loaded as asked; the message says what to change."""
+
+
+def walk(root: type[ServingError] = ServingError) -> list[type[ServingError]]:
+    """``root`` and every class below it, parents first."""
+    found = [root]
+    for child in root.__subclasses__():
+        found.extend(walk(child))
+    return found
+
+
+def from_kind(kind: str, message: str, *, param: str | None = None) -> ServingError:
+    """The error a ``kind`` names: how an error that crossed a process is raised again."""
+    cls = next((c for c in walk() if c.kind == kind), InternalError)
+    error = cls.__new__(cls)
+    ServingError.__init__(error, message, param=param)
+    if isinstance(error, LimitExceeded):
+        error.limit, error.allowed, error.remaining = "", None, None
+    return error

@@ -1,0 +1,70 @@
+"""What an engine says while it runs a ``ValidRequest``.
+
+For each sequence: any number of ``Tokens``, then one ``Finished``; for each input of an embeddings request one
+``Embedded``. A request that cannot go on gets one ``Failed``, after which nothing follows. A stream therefore ends
+with the last sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event a request.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "deadline"]
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural log probability of ``token_id`` and of the best alternatives, most probable first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Tokens(Struct, frozen=True, tag="t", array_like=True):
+    """Tokens just sampled for sequence ``index``, end-of-text included; ``logprobs`` is () or one a token."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class PromptScored(Struct, frozen=True, tag="p", array_like=True):
+    """Log probabilities of the prompt's tokens 1.. of sequence ``index`` (the first has none)."""
+
+    index: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+class Finished(Struct, frozen=True, tag="f", array_like=True):
+    """Sequence ``index`` has ended.
+
+    ``num_cached_tokens`` prompt tokens were taken from the prefix cache; ``num_generated_tokens`` counts every
+    token sampled, delivered or not; ``queue_time`` is seconds from submission to the first step.
+    """
+
+    index: int
+    reason: FinishReason
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    queue_time: float = 0.0
+
+
+class Embedded(Struct, frozen=True, tag="e", array_like=True):
+    """The vector of input ``index``: little-endian float32 bytes, already pooled and normalised."""
+
+    index: int
+    vector: bytes
+
+
+class Failed(Struct, frozen=True, tag="x", array_like=True):
+    """The request failed; ``kind`` names a class of ``errors``. ``retry_after`` in seconds."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+
+Event: TypeAlias = Tokens | PromptScored | Finished | Embedded | Failed

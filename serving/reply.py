@@ -1,0 +1,87 @@
+"""What a caller is to be told, before a dialect puts it into bytes.
+
+``tasks.generate`` turns an engine's events into these: detokenised, stop strings matched and trimmed, counted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Exact token counts: prompt as fed to the model, completion as sampled up to the token that ended the text."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class TextLogprob(Struct, frozen=True, kw_only=True):
+    """One token's text, its bytes (a token may be part of a character), log probability and alternatives."""
+
+    token: str
+    bytes: tuple[int, ...]
+    token_id: int
+    logprob: float | None
+    top: tuple[TextLogprob, ...] = ()
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """New text of choice ``index``; may be empty where only tokens were counted."""
+
+    index: int
+    text: str
+    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """Choice ``index`` is complete. ``stop_reason``: the stop string or token id that ended it, or None."""
+
+    index: int
+    finish_reason: ReplyFinish
+    stop_reason: str | int | None = None
+
+
+class Vector(Struct, frozen=True, kw_only=True):
+    """The embedding of input ``index``: little-endian float32 bytes."""
+
+    index: int
+    data: bytes
+
+
+class Done(Struct, frozen=True, kw_only=True):
+    """The request is complete; the last piece of every successful reply."""
+
+    usage: Usage
+
+
+Piece: TypeAlias = Delta | Ended | Vector | Done
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """One finished choice, gathered for a response that is not streamed."""
+
+    index: int
+    text: str
+    finish_reason: ReplyFinish
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """A whole reply: choices or vectors in index order, and the usage."""
+
+    choices: tuple[Choice, ...] = ()
+    vectors: tuple[bytes, ...] = ()
+    usage: Usage

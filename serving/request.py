@@ -1,0 +1,164 @@
+"""A request before and after validation.
+
+``Raw*`` types are what a dialect decodes: typed, but with None wherever the caller said nothing.
+``ValidRequest`` is what everything below the dialect sees: defaults resolved, template applied, tokenised,
+seed drawn, limits checked. Only ``tasks.validate`` builds one. All are frozen msgspec structs, so that one
+type serves in a process and over the wire to an engine process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct
+
+Task: TypeAlias = Literal["chat", "completions", "embeddings"]
+ErrorBehavior: TypeAlias = Literal["error", "truncate"]
+
+
+class RawSampling(Struct, frozen=True, kw_only=True):
+    """What a caller may say of sampling; None means the default of the endpoint's profile."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    error_behavior: ErrorBehavior | None = None
+    timeout: float | None = None
+
+
+class Raw(Struct, frozen=True, kw_only=True):
+    """What every task has: the name called, the adapter, whether to stream."""
+
+    model: str | None = None
+    adapter: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    user: str | None = None
+
+
+class RawChat(Raw, frozen=True, kw_only=True):
+    """``messages`` are checked for shape by the dialect and kept as plain dicts for the template."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    sampling: RawSampling = RawSampling()
+
+
+class RawCompletion(Raw, frozen=True, kw_only=True):
+    """``prompts`` holds texts or token id lists, one a prompt; ``batched`` is whether a list was sent."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    batched: bool = False
+    suffix: str | None = None
+    echo: bool | None = None
+    use_raw_prompt: bool | None = None
+    sampling: RawSampling = RawSampling()
+
+
+class RawEmbedding(Raw, frozen=True, kw_only=True):
+    """``inputs`` holds texts or token id lists."""
+
+    inputs: tuple[str | tuple[int, ...], ...]
+    instruction: str | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    error_behavior: ErrorBehavior | None = None
+    timeout: float | None = None
+
+
+RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """Resolved sampling parameters of a request; every field has its final value.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
+    0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
+    unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class Sequence(Struct, frozen=True, kw_only=True):
+    """One text to continue or to embed.
+
+    ``resumed_token_ids`` are tokens that an earlier attempt already sampled and delivered: the engine feeds them
+    after the prompt and goes on at the position behind them, so the text is what it would have been. They count
+    towards ``max_tokens`` and penalties and are not sent again. ``seed`` (uint64) with the position decides
+    every random draw of this sequence.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    seed: int = 0
+    resumed_token_ids: tuple[int, ...] = ()
+
+
+class ValidRequest(Struct, frozen=True, kw_only=True):
+    """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
+
+    ``deadline`` is seconds on the wall clock (``time.time()``), None for none. ``priority``: lower runs first.
+    ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was cut for
+    ``error_behavior: truncate``. ``sampling`` is None for embeddings.
+    """
+
+    request_id: str
+    task: Task
+    model: str
+    sequences: tuple[Sequence, ...]
+    sampling: Sampling | None = None
+    adapter: str | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    echo: tuple[str, ...] = ()
+    suffix: str = ""
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    truncate_on_timeout: bool = False
+    truncated: bool = False
+    created: int = 0
+    deadline: float | None = None
+    priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens as billed: each prompt once, however many of the n choices came from it."""
+        return sum(len(s.prompt_token_ids) for s in self.sequences[:: self.n])
