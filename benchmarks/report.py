@@ -1,0 +1,64 @@
+"""What every benchmark prints and stores: the machine, the command, a table, and the same as JSON beside it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("mlflow-llm", "torch", "transformers", "peft", "mlflow", "sentence-transformers", "openvino-genai")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, memory in GiB, and the versions that matter."""
+    import psutil
+
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu,
+        "cores": len(psutil.Process().cpu_affinity()),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "packages": found,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows with the same keys as a Markdown table."""
+    heads = list(rows[0])
+    cells = [[_cell(row.get(head)) for head in heads] for row in rows]
+    widths = [max(len(head), *(len(line[i]) for line in cells)) for i, head in enumerate(heads)]
+    out = ["| " + " | ".join(h.ljust(w) for h, w in zip(heads, widths, strict=True)) + " |"]
+    out.append("|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    out += ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    return "\n".join(out)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def publish(name: str, rows: list[dict[str, Any]], **notes: Any) -> None:
+    """Print the table and write ``results/<name>.json``."""
+    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])])
+    print(table(rows), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    data = {"command": command, "machine": machine(), **notes, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
