@@ -53,11 +53,18 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 class EventStream(Protocol):
-    """Iterate for events; ``close`` (also on leaving early) aborts what still runs. Closing twice is harmless."""
+    """Iterate for events; ``close`` (also on leaving early) aborts what still runs. Closing twice is harmless.
+
+    ``finish(index)`` ends one sequence whose text is complete (a stop string matched above the engine) and lets the
+    others run; the sequence still gets its ``Finished`` (reason "abort"; tokens already under way may come before it).
+    For an index that has ended it does nothing. Callers find it with ``getattr``: an engine that cannot do it may leave
+    it out, and the sequence then runs on unread.
+    """
 
     def __iter__(self) -> Iterator[Event]: ...
     def __next__(self) -> Event: ...
     def close(self) -> None: ...
+    def finish(self, index: int) -> None: ...
 
 
 @runtime_checkable
