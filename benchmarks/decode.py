@@ -20,25 +20,7 @@ from typing import Any
 
 from report import publish
 
-WORDS = [
-    "the",
-    "river",
-    "carries",
-    "small",
-    "boats",
-    "past",
-    "quiet",
-    "towns",
-    "where",
-    "people",
-    "read",
-    "letters",
-    "and",
-    "plant",
-    "trees",
-    "in",
-    "spring",
-]
+WORDS = ["the", "river", "carries", "small", "boats", "past", "quiet", "towns", "where", "people", "read", "letters", "and", "plant", "trees", "in", "spring"]
 
 
 def prompt_ids(tokenizer: Any, number: int, length: int) -> list[int]:

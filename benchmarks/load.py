@@ -89,8 +89,12 @@ class ModelsServe:
 
     def __enter__(self) -> ModelsServe:
         out = self._log.open("wb") if self._log else subprocess.DEVNULL
+        # mlflow looks for uvicorn on the PATH; this interpreter's environment may not be activated.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         start = time.perf_counter()
-        self._process = subprocess.Popen(self._command, stdout=out, stderr=out, start_new_session=True, env=os.environ)
+        self._process = subprocess.Popen(
+            self._command, stdout=out, stderr=out, start_new_session=True, env={**os.environ, "PATH": path}
+        )
         while not self._answers():
             if self._process.poll() is not None or time.perf_counter() - start > 300:
                 raise RuntimeError("the server did not come up")

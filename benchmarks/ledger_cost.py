@@ -1,0 +1,70 @@
+"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Prints and writes a JSON beside it.
+
+    python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from mlflow_llm.serving.metering.lease import Reservation
+from mlflow_llm.serving.metering.ledger import Ledger
+from mlflow_llm.serving.metering.limits import Limits
+from mlflow_llm.serving.metering.money import Price
+from mlflow_llm.serving.metering.store import Store
+
+
+def one_request(ledger: Ledger, request_id: str) -> float:
+    """Milliseconds that metering takes for one request of 64 generated tokens."""
+    reservation = Reservation(
+        request_id=request_id,
+        key_id="key_1",
+        tenant="tenant",
+        endpoint="chat",
+        entity="model-1",
+        mode="pay_per_token",
+        task="chat",
+        input_tokens=100,
+        max_output_tokens=256,
+    )
+    began = time.perf_counter()
+    with ledger.reserve(reservation) as lease:
+        for _ in range(64):
+            lease.count(1)
+    return (time.perf_counter() - began) * 1000
+
+
+def run(ledger: Ledger, requests: int, tag: str) -> dict[str, float]:
+    times = [one_request(ledger, f"{tag}-{number}") for number in range(requests)]
+    cuts = statistics.quantiles(times, n=100)
+    return {"median_ms": round(cuts[49], 3), "p95_ms": round(cuts[94], 3), "p99_ms": round(cuts[98], 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--url", default=None)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store(options.url or f"{directory}/metering.db")
+        ledger = Ledger(store, state_dir=directory)
+        ledger.prices.set("model-1", Price(input=3_000_000, cached=300_000, output=15_000_000))
+        figures = {"no_limits": run(ledger, options.requests, f"a{time.time_ns()}")}
+        limits = Limits(store)
+        for scope, subject in (("key", "key_1"), ("tenant", "tenant"), ("endpoint", "chat")):
+            for kind in ("itpm", "otpm", "qph", "in_flight", "budget"):
+                limits.set(scope, subject, kind, 2**50)
+        figures["15_limits"] = run(ledger, options.requests, f"b{time.time_ns()}")
+        ledger.close()
+        store.close()
+    print(json.dumps(figures, indent=2))
+    Path(__file__).with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
