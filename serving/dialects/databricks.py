@@ -1,0 +1,64 @@
+"""The Databricks Foundation Model API (its REST reference; the open points are settled as docs/structures.md says).
+
+Replies are OpenAI's objects without the cache details; a stream's last chunk with choices carries ``usage``;
+embeddings carry an ``id``. An error is ``{"error_code", "message"}``. ``n`` and ``error_behavior`` belong to kinds of
+endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's profile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..errors import ServingError
+from ..reply import Reply
+from ..request import RawRequest, Task, ValidRequest
+from . import wire
+from .base import ErrorBody, StreamEncoder
+from .decode import decode
+from .errors import retry_headers
+from .tables import DATABRICKS
+
+ERROR_CODES: dict[str, str] = {
+    "internal": "INTERNAL_ERROR",
+    "bad_request": "INVALID_PARAMETER_VALUE",
+    "invalid_field": "INVALID_PARAMETER_VALUE",
+    "context_too_long": "INVALID_PARAMETER_VALUE",
+    "unauthenticated": "UNAUTHENTICATED",
+    "permission_denied": "PERMISSION_DENIED",
+    "not_found": "RESOURCE_DOES_NOT_EXIST",
+    "method_not_allowed": "INVALID_PARAMETER_VALUE",
+    "already_exists": "RESOURCE_ALREADY_EXISTS",
+    "conflict": "INVALID_STATE",
+    "payload_too_large": "INVALID_PARAMETER_VALUE",
+    "limit_exceeded": "REQUEST_LIMIT_EXCEEDED",
+    "unavailable": "RESOURCE_EXHAUSTED",
+    "overloaded": "RESOURCE_EXHAUSTED",
+    "shutting_down": "RESOURCE_EXHAUSTED",
+    "engine_died": "INTERNAL_ERROR",
+    "deadline_exceeded": "INTERNAL_ERROR",
+    "aborted": "INVALID_STATE",
+}
+
+
+class DatabricksDialect:
+    """``index="prompt"`` numbers completions by their prompt, as the document says; "flat" as OpenAI does."""
+
+    name = "databricks"
+
+    def __init__(self, index: Literal["flat", "prompt"] = "flat") -> None:
+        self.style = wire.Style(
+            cached_tokens=False, usage_in_last=True, index_by_prompt=index == "prompt", embedding_id=True
+        )
+
+    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
+        return decode(DATABRICKS, body, task)
+
+    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
+        return wire.reply(request, reply, self.style)
+
+    def stream(self, request: ValidRequest) -> StreamEncoder:
+        return wire.Stream(request, self.style, lambda error: self.error(error).body)
+
+    def error(self, error: ServingError) -> ErrorBody:
+        body = {"error_code": ERROR_CODES[error.kind], "message": error.message}
+        return ErrorBody(status=error.status, body=body, headers=retry_headers(error))

@@ -1,0 +1,45 @@
+"""From a body's fields to a raw request: what the OpenAI, Databricks and MLflow dialects have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidField
+from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
+from .fields import Table, task_of
+
+
+def decode(tables: Mapping[str, Table], body: Any, task: Task | None) -> RawRequest:
+    """Raises ``InvalidField``; reads only, the body is left as it was."""
+    name = task_of(body, task)
+    found = tables[name].read(body)
+    if name == "embeddings":
+        inputs, _ = found.pop("inputs")
+        return RawEmbedding(inputs=inputs, **found)
+    sampling = {key.removeprefix("sampling."): found.pop(key) for key in list(found) if key.startswith("sampling.")}
+    _join_max_tokens(found, sampling)
+    if found.get("include_usage") and not found.get("stream"):
+        raise InvalidField("stream_options", body["stream_options"], "null unless stream is true")
+    if name == "chat":
+        if sampling.get("top_logprobs") is not None and not sampling.get("logprobs"):
+            raise InvalidField("top_logprobs", sampling["top_logprobs"], "null unless logprobs is true")
+        return RawChat(sampling=msgspec.convert(sampling, RawSampling), **found)
+    prompts, batched = found.pop("prompts")
+    best_of = found.pop("best_of", None)
+    n = sampling.get("n") or 1
+    if best_of is not None and best_of != n:
+        raise InvalidField("best_of", best_of, f"n ({n}): choices are not ranked")
+    sampling["logprobs"] = sampling.get("top_logprobs") is not None
+    return RawCompletion(prompts=prompts, batched=batched, sampling=msgspec.convert(sampling, RawSampling), **found)
+
+
+def _join_max_tokens(found: dict[str, Any], sampling: dict[str, Any]) -> None:
+    newer = found.pop("max_completion_tokens", None)
+    if newer is None:
+        return
+    older = sampling.setdefault("max_tokens", newer)
+    if older != newer:
+        raise InvalidField("max_completion_tokens", newer, f"the same as max_tokens ({older}), or only one of them")

@@ -1,0 +1,225 @@
+"""The JSON objects of OpenAI's replies, which the Databricks and MLflow dialects send as well, with their own extras."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import ServingError
+from ..reply import Choice, Delta, Done, Ended, Piece, Reply, TextLogprob, Usage
+from ..request import ValidRequest
+
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+class Style(NamedTuple):
+    """Where the dialects that speak OpenAI's objects differ.
+
+    ``cached_tokens``: usage has prompt_tokens_details. ``usage_in_last``: a stream's last chunk with choices carries
+    usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat.
+    ``embedding_id``: embeddings carry an id.
+    """
+
+    cached_tokens: bool = True
+    usage_in_last: bool = False
+    index_by_prompt: bool = False
+    embedding_id: bool = False
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One server-sent event. Only ``data:`` lines: MLflow's client refuses any other."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
+    found: dict[str, Any] = {"prompt_tokens": counts.prompt_tokens}
+    if request.task != "embeddings":
+        found["completion_tokens"] = counts.completion_tokens
+    found["total_tokens"] = counts.total_tokens
+    if style.cached_tokens and request.task != "embeddings":
+        found["prompt_tokens_details"] = {"cached_tokens": counts.cached_tokens}
+    return found
+
+
+def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:
+    """id, object, created, model: how every reply and chunk begins."""
+    if request.task == "chat":
+        prefix, kind = "chatcmpl-", "chat.completion.chunk" if streamed else "chat.completion"
+    else:
+        prefix, kind = "cmpl-", "text_completion"
+    return {"id": prefix + request.request_id, "object": kind, "created": request.created, "model": request.model}
+
+
+def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
+    if request.task == "embeddings":
+        return _embeddings(request, whole, style)
+    choice = _chat_choice if request.task == "chat" else _text_choice
+    choices = [choice(request, entry, style) for entry in whole.choices]
+    return {**head(request), "choices": choices, "usage": usage(request, whole.usage, style)}
+
+
+def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text},
+        "logprobs": chat_logprobs(request, choice.logprobs),
+        "finish_reason": finish_reason(choice.finish_reason),
+    }
+
+
+def _text_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
+    return {
+        "index": _index(request, choice.index, style),
+        "text": choice.text,
+        "logprobs": text_logprobs(request, choice.logprobs, 0),
+        "finish_reason": finish_reason(choice.finish_reason),
+    }
+
+
+def _embeddings(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
+    found: dict[str, Any] = {"id": "embd-" + request.request_id} if style.embedding_id else {}
+    data = [
+        {"object": "embedding", "index": i, "embedding": _vector(request, vector)}
+        for i, vector in enumerate(whole.vectors)
+    ]
+    return {
+        **found,
+        "object": "list",
+        "data": data,
+        "model": request.model,
+        "usage": usage(request, whole.usage, style),
+    }
+
+
+def _vector(request: ValidRequest, data: bytes) -> str | list[float]:
+    if request.encoding_format == "base64":
+        return base64.b64encode(data).decode()
+    return array("f", data).tolist()
+
+
+def _index(request: ValidRequest, index: int, style: Style) -> int:
+    return index // request.n if style.index_by_prompt else index
+
+
+def finish_reason(reason: str) -> str:
+    """An aborted choice has no word of its own in this API; "stop" would claim that the text is whole."""
+    return "length" if reason == "abort" else reason
+
+
+def chat_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
+    if request.sampling is None or request.sampling.logprobs is None:
+        return None
+    content = [{**_chat_logprob(entry), "top_logprobs": [_chat_logprob(top) for top in entry.top]} for entry in found]
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
+
+
+def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...], offset: int) -> dict[str, Any] | None:
+    """The completions API's parallel lists; ``offset`` is where the first token's text starts in the choice's text."""
+    if request.sampling is None or request.sampling.logprobs is None:
+        return None
+    offsets = []
+    for entry in found:
+        offsets.append(offset)
+        offset += len(entry.token)
+    return {
+        "tokens": [entry.token for entry in found],
+        "token_logprobs": [entry.logprob for entry in found],
+        "top_logprobs": [_top(entry) for entry in found],
+        "text_offset": offsets,
+    }
+
+
+def _top(entry: TextLogprob) -> dict[str, float | None] | None:
+    """Two tokens can have one text (each half of a character): the likelier, which comes first, keeps the key."""
+    if entry.logprob is None:
+        return None
+    found: dict[str, float | None] = {}
+    for top in entry.top:
+        found.setdefault(top.token, top.logprob)
+    found.setdefault(entry.token, entry.logprob)
+    return found
+
+
+class Stream:
+    """Encodes one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
+
+    content_type = "text/event-stream; charset=utf-8"
+
+    def __init__(self, request: ValidRequest, style: Style, error_body: Any) -> None:
+        self._request = request
+        self._style = style
+        self._error_body = error_body
+        self._head = head(request, streamed=True)
+        self._started: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        self._held: dict[str, Any] | None = None  # the last chunk with choices, where it is to carry usage
+
+    def encode(self, piece: Piece) -> bytes:
+        if isinstance(piece, Delta):
+            if not piece.text and not piece.logprobs:
+                return b""
+            return self._chunk(self._delta(piece))
+        if isinstance(piece, Ended):
+            return self._chunk(self._ended(piece), last=True)
+        if isinstance(piece, Done):
+            return self._done(piece)
+        return b""
+
+    def error(self, error: ServingError) -> bytes:
+        held = b"" if self._held is None else event(self._held)
+        return held + event(self._error_body(error)) + DONE
+
+    def _delta(self, piece: Delta) -> dict[str, Any]:
+        if self._request.task == "chat":
+            logprobs = chat_logprobs(self._request, piece.logprobs)
+            content = {**self._role(piece.index), "content": piece.text}
+            return {"index": piece.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
+        offset = self._offsets.get(piece.index, 0)
+        self._offsets[piece.index] = offset + sum(len(entry.token) for entry in piece.logprobs)
+        return {
+            "index": _index(self._request, piece.index, self._style),
+            "text": piece.text,
+            "logprobs": text_logprobs(self._request, piece.logprobs, offset),
+            "finish_reason": None,
+        }
+
+    def _ended(self, piece: Ended) -> dict[str, Any]:
+        reason = finish_reason(piece.finish_reason)
+        if self._request.task == "chat":
+            role = self._role(piece.index)
+            delta = {**role, "content": ""} if role else {}
+            return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        index = _index(self._request, piece.index, self._style)
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
+
+    def _role(self, index: int) -> dict[str, Any]:
+        if index in self._started:
+            return {}
+        self._started.add(index)
+        return {"role": "assistant"}
+
+    def _chunk(self, choice: dict[str, Any], last: bool = False) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        if self._request.include_usage:
+            chunk["usage"] = None
+        elif last and self._style.usage_in_last:
+            held, self._held = self._held, chunk
+            return b"" if held is None else event(held)
+        return event(chunk)
+
+    def _done(self, piece: Done) -> bytes:
+        counts = usage(self._request, piece.usage, self._style)
+        if self._request.include_usage:
+            return event({**self._head, "choices": [], "usage": counts}) + DONE
+        if self._held is not None:
+            held, self._held = self._held, None
+            return event({**held, "usage": counts}) + DONE
+        return DONE
