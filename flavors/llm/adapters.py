@@ -1,0 +1,113 @@
+"""Adapters on their way into a model: named, written in peft's layout, and checked against the base."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ...serving.errors import PackagingError, shown
+from .checkpoints import convert, place_file
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLED_WEIGHTS = "adapter_model.bin"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+def check_name(name: Any) -> str:
+    """An adapter's name is a folder here and a part of ``endpoint:adapter`` on the wire."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith("."):
+        raise PackagingError(
+            f"adapters: the name {shown(name)} is not allowed; expected up to 128 letters, digits, '_', '-' and '.',"
+            " not starting with '-' or '.' and not ending with '.'"
+        )
+    return name
+
+
+def place_adapters(adapters: dict[str, Any] | None, peft_model: Any, root: Path, *, link: bool = False) -> list[str]:
+    """Write ``adapters`` and those inside ``peft_model`` under ``root/adapters``; gives their names, sorted."""
+    if adapters is not None and not isinstance(adapters, dict):
+        raise PackagingError(f"adapters: {shown(adapters)} is not allowed; expected {{name: PeftModel or directory}}")
+    given = {check_name(name): source for name, source in (adapters or {}).items()}
+    inside = [] if peft_model is None else [check_name(name) for name in peft_model.peft_config]
+    if twice := sorted(set(inside) & given.keys()):
+        raise PackagingError(f"adapters: {twice[0]!r} is also an adapter of the model; choose another name")
+    for name in inside:
+        _place_from_model(peft_model, name, root / "adapters" / name)
+    for name, source in given.items():
+        _place_one(name, source, root / "adapters" / name, link=link)
+    return sorted([*inside, *given])
+
+
+def check_adapters(directories: dict[str, str], model_dir: Path) -> None:
+    """Raises ``PackagingError`` naming the first adapter that does not fit the base: its type, modules or shapes."""
+    if not directories:
+        return
+    from ...serving.engine import adapter_files
+    from .checkpoints import read_shapes
+
+    shapes = read_shapes(model_dir)
+    for name, directory in directories.items():
+        try:
+            adapter_files.check_fits(adapter_files.read_adapter(directory), shapes)
+        except (PackagingError, ValueError) as error:
+            raise PackagingError(f"adapter {name!r} does not fit the base: {error}") from None
+
+
+def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:
+    if isinstance(source, str | os.PathLike):
+        _place_directory(name, Path(source).expanduser(), target, link=link)
+        return
+    from .peft_split import adapter_names, has_adapters
+
+    if not has_adapters(source):
+        raise PackagingError(
+            f"adapters: {name!r} is a {type(source).__name__}; expected a PeftModel or a directory in peft's layout"
+        )
+    inside = adapter_names(source)
+    if name not in inside and len(inside) > 1:
+        raise PackagingError(
+            f"adapters: the model given for {name!r} has several adapters ({', '.join(inside)}) and none of that name"
+        )
+    _place_from_model(source, name if name in inside else inside[0], target)
+
+
+def _place_from_model(model: Any, name: str, target: Path) -> None:
+    from .peft_split import save_adapter
+
+    save_adapter(model, name, target)
+    _write_config(_read_config(target / CONFIG), target / CONFIG)
+
+
+def _place_directory(name: str, source: Path, target: Path, *, link: bool) -> None:
+    if not (source / CONFIG).is_file():
+        raise PackagingError(f"adapters: {name!r}: {source.name} holds no {CONFIG}")
+    target.mkdir(parents=True, exist_ok=True)
+    if (source / WEIGHTS).is_file():
+        place_file(source / WEIGHTS, target, link=link)
+    elif (source / PICKLED_WEIGHTS).is_file():
+        convert(source / PICKLED_WEIGHTS, target / WEIGHTS)
+    else:
+        raise PackagingError(f"adapters: {name!r}: {source.name} holds no {WEIGHTS}")
+    _write_config(_read_config(source / CONFIG), target / CONFIG)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except ValueError:
+        raise PackagingError(f"adapters: {CONFIG} in {file.parent.name} is not valid JSON") from None
+    if not isinstance(config, dict):
+        raise PackagingError(f"adapters: {CONFIG} in {file.parent.name} is not an object")
+    return config
+
+
+def _write_config(config: dict[str, Any], file: Path) -> None:
+    """Keep the base's name where it is a hub id; a path of the machine it was trained on means nothing elsewhere."""
+    base = config.get("base_model_name_or_path")
+    if isinstance(base, str) and (not re.fullmatch(r"[\w.-]+/[\w.-]+", base) or base.startswith(".")):
+        config = config | {"base_model_name_or_path": None}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

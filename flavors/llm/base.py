@@ -1,0 +1,76 @@
+"""A registered base under an adapter that is logged alone: pinned to one version, fetched, and held to its hash."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ...serving.bundle import Bundle
+from ...serving.errors import PackagingError, shown
+from . import manifest as manifests
+from .manifest import BaseReference, Verify
+
+URI = re.compile(r"(models|runs):/+[^/].*")
+
+
+def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
+    """The reference to store for ``uri``, and the base's parts. An alias or ``latest`` becomes the version it names
+    now, so that what is stored never moves. Raises ``PackagingError`` for a path, or a base that has a base itself."""
+    if not URI.fullmatch(uri):
+        raise PackagingError(
+            f"base: {shown(uri)} is not allowed; expected models:/<name>/<version> or runs:/<id>/<path>"
+        )
+    fixed = _fixed_version(uri)
+    root = fetch(fixed)
+    manifest = manifests.read(root)
+    if manifest.base is not None:
+        raise PackagingError(f"base: {uri} holds only an adapter; name its own base, {manifest.base.uri}")
+    from .resolve import load_bundle_from
+
+    return BaseReference(uri=fixed, content_hash=manifest.content_hash), load_bundle_from(root)
+
+
+def resolve_base(reference: BaseReference, verify: Verify | None) -> Bundle:
+    """The parts of the base that an adapter was logged over. Raises ``PackagingError`` where it is another model now."""
+    root = fetch(reference.uri)
+    found = manifests.read(root).content_hash
+    if found != reference.content_hash:
+        raise PackagingError(
+            f"base: {reference.uri} is not the model this adapter was logged over: its content hash is {found[:12]}…,"
+            f" expected {reference.content_hash[:12]}…"
+        )
+    from .resolve import load_bundle_from
+
+    return load_bundle_from(root, verify=verify)
+
+
+def fetch(uri: str) -> Path:
+    """A local directory with the model at ``uri``. What lies in a local store is used where it is, not copied."""
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri))
+    except (MlflowException, OSError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise PackagingError(f"{uri} cannot be fetched: {reason}") from None
+
+
+def _fixed_version(uri: str) -> str:
+    """``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient()
+    path = re.sub(r"^models:/+", "", uri)
+    try:
+        if uri.startswith("models:") and "@" in path:
+            name, alias = path.rsplit("@", 1)
+            return f"models:/{name}/{client.get_model_version_by_alias(name, alias).version}"
+        if uri.startswith("models:") and path.endswith("/latest"):
+            name = path.removesuffix("/latest")
+            versions = client.search_model_versions(f"name='{name}'")
+            return f"models:/{name}/{max(int(v.version) for v in versions)}"
+    except (MlflowException, ValueError) as error:
+        raise PackagingError(f"base: {uri} cannot be resolved: {str(error).splitlines()[0][:200]}") from None
+    return uri

@@ -1,0 +1,113 @@
+"""Write the parts of a model under its root and prove that they belong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ...serving.bundle import Bundle
+from ...serving.errors import PackagingError, shown
+from . import templates as chat_templates
+from .adapters import check_adapters, place_adapters
+from .base import pinned_base
+from .manifest import BaseReference, Manifest, describe, write
+from .sources import place_model
+from .tasks import embedding_spec, parse_tasks, resolve_tasks
+from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
+
+
+class Parts(Struct, frozen=True, kw_only=True):
+    """What a caller gave. ``model`` or ``base`` is set, not both."""
+
+    model: Any = None
+    base: str | None = None
+    tokenizer: Any = None
+    adapters: dict[str, Any] | None = None
+    chat_template: chat_templates.Templates = None
+    task: Any = None
+    embedding: Any = None
+    default_adapter: str | None = None
+    revision: str | None = None
+    link: bool = False
+    trust_remote_code: bool = False
+
+
+def write_bundle(root: Path, parts: Parts) -> Manifest:
+    """Write model, tokenizer, adapters, templates and the manifest under ``root``.
+
+    Raises ``PackagingError`` for anything that would fail when it is served.
+    """
+    if (parts.model is None) == (parts.base is None):
+        raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
+    return _write_whole(root, parts) if parts.base is None else _write_over_base(root, parts)
+
+
+def _write_whole(root: Path, parts: Parts) -> Manifest:
+    model_dir = root / "model"
+    placed = place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
+    source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
+    if source is None:
+        raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
+    place_tokenizer(source, root / "tokenizer", link=parts.link)
+    tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
+    check_vocabulary(tokenizer, model_dir)
+    found = chat_templates.collect(parts.chat_template, tokenizer)
+    tasks = resolve_tasks(parts.task, model_dir, found)
+    if "chat" in tasks or parts.chat_template is not None:
+        chat_templates.check(found, tokenizer)
+    chat_templates.write(found, root)
+    names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
+    check_adapters({name: str(root / "adapters" / name) for name in names}, model_dir)
+    return _finish(root, parts, tasks, names, embedding=embedding_spec(tasks, model_dir, parts.embedding))
+
+
+def _write_over_base(root: Path, parts: Parts) -> Manifest:
+    """An adapter alone: no weights of the base, which is named by URI and content hash."""
+    if not parts.adapters:
+        raise PackagingError("base: it needs adapters= to put over it")
+    reference, base = pinned_base(str(parts.base))
+    names = place_adapters(parts.adapters, None, root, link=parts.link)
+    if twice := sorted(set(names) & base.adapters.keys()):
+        raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
+    check_adapters({name: str(root / "adapters" / name) for name in names}, Path(base.model_dir))
+    tokenizer_dir = Path(base.tokenizer_dir)
+    if parts.tokenizer is not None:
+        tokenizer_dir = root / "tokenizer"
+        place_tokenizer(parts.tokenizer, tokenizer_dir, link=parts.link)
+        check_vocabulary(load_tokenizer(tokenizer_dir), Path(base.model_dir))
+    if parts.chat_template is not None:
+        tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
+        found = chat_templates.collect(parts.chat_template, tokenizer)
+        chat_templates.check(found, tokenizer)
+        chat_templates.write(found, root)
+    return _finish(root, parts, _tasks_over(base, parts, root), [*names, *base.adapters], base=reference)
+
+
+def _tasks_over(base: Bundle, parts: Parts, root: Path) -> Any:
+    if parts.task is None:
+        return base.tasks
+    tasks = parse_tasks(parts.task)
+    if lacking := [task for task in tasks if task not in base.tasks]:
+        raise PackagingError(f"task: the base cannot answer {lacking[0]!r}; it answers {', '.join(base.tasks)}")
+    return tasks
+
+
+def _finish(
+    root: Path,
+    parts: Parts,
+    tasks: Any,
+    adapters: list[str],
+    *,
+    base: BaseReference | None = None,
+    embedding: Any = None,
+) -> Manifest:
+    if parts.default_adapter is not None and parts.default_adapter not in adapters:
+        known = ", ".join(sorted(adapters)) or "none"
+        raise PackagingError(
+            f"default_adapter: {shown(parts.default_adapter)} is no adapter of the model; it has {known}"
+        )
+    manifest = describe(root, tasks=tasks, base=base, default_adapter=parts.default_adapter, embedding=embedding)
+    write(manifest, root)
+    return manifest

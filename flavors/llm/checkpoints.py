@@ -1,0 +1,143 @@
+"""Weights on disk: the shapes in safetensors headers, and pickled checkpoints turned into safetensors.
+
+Only this file reads a pickle, at log time, with ``torch.load(weights_only=True)``: tensors and plain containers come
+out of it and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ...serving.errors import PackagingError
+
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.pt", "model.bin", "model.pt", "model.pth")
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+
+
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the safetensors files of ``directory``, from their headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="numpy") as stored:
+                shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise PackagingError(f"{file.name} is not a readable safetensors file: {error}") from None
+    return shapes
+
+
+def place_weights(source: Path, target: Path, *, link: bool) -> None:
+    """Put the weights of a Hugging Face directory into ``target`` as safetensors.
+
+    Safetensors files are taken as they are (the shards of the index, else ``model.safetensors``); a pickled checkpoint
+    is converted shard by shard. Raises ``PackagingError`` where there are no weights or a shard is missing.
+    """
+    if (source / SAFETENSORS_INDEX).is_file():
+        place_file(source / SAFETENSORS_INDEX, target, link=link)
+        for shard in _shards(source / SAFETENSORS_INDEX):
+            place_file(source / shard, target, link=link)
+    elif (source / SAFETENSORS).is_file():
+        place_file(source / SAFETENSORS, target, link=link)
+    elif (source / PICKLED_INDEX).is_file():
+        _convert_shards(source, target)
+    elif pickled := [name for name in PICKLED if (source / name).is_file()]:
+        convert(source / pickled[0], target / SAFETENSORS)
+    else:
+        raise PackagingError(
+            f"{source.name} holds no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED_INDEX} or one of"
+            f" {', '.join(PICKLED)}"
+        )
+
+
+def place_file(source: Path, target_dir: Path, *, link: bool, name: str | None = None) -> None:
+    """Hard-link or copy one file. A symbolic link (as in the hub's cache) is followed first."""
+    real = source.resolve()
+    if not real.is_file():
+        raise PackagingError(f"{source.name} is listed in {source.parent.name} but is not there")
+    target = target_dir / (name or source.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if link:
+        try:
+            os.link(real, target)
+            return
+        except OSError:
+            pass  # another file system, or one without hard links
+    shutil.copyfile(real, target)
+
+
+def convert(pickled: Path, target: Path) -> list[str]:
+    """Write the tensors of a pickled state dict as safetensors; gives their names."""
+    from safetensors.torch import save_file
+
+    tensors = _separate(_load(pickled))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(target), metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _convert_shards(source: Path, target: Path) -> None:
+    shards = _shards(source / PICKLED_INDEX)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        if not (source / shard).is_file():
+            raise PackagingError(f"{shard} is listed in {PICKLED_INDEX} but is not there")
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(convert(source / shard, target / name), name)
+    total = sum((target / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (target / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        raise PackagingError(f"{index.name} is not an index of weights") from None
+    if escaping := [name for name in names if Path(name).name != name]:
+        raise PackagingError(f"{index.name}: {escaping[0]!r} is not a plain file name")
+    return sorted(names)
+
+
+def _load(pickled: Path) -> dict[str, Any]:
+    """The state dict in ``pickled``, also where it is wrapped once as ``{"state_dict": …}``."""
+    import pickle
+
+    import torch
+
+    try:
+        loaded = torch.load(pickled, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PackagingError(
+            f"{pickled.name} cannot be converted: it is damaged or holds more than tensors ({reason[:120]});"
+            " save it as safetensors"
+        ) from None
+    for wrapper in ("state_dict", "model_state_dict", "model"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(wrapper), dict):
+            loaded = loaded[wrapper]
+    tensors = {k: v for k, v in loaded.items() if isinstance(v, torch.Tensor)} if isinstance(loaded, dict) else {}
+    if not tensors:
+        raise PackagingError(f"{pickled.name} holds no tensors by name")
+    return tensors
+
+
+def _separate(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Safetensors holds no two tensors in one memory: those that share it (tied weights) each get their own copy,
+    which loads in every case; a tensor that is a view of a larger one is made contiguous."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        shared = storage.data_ptr() in seen or storage.nbytes() != tensor.numel() * tensor.element_size()
+        separate[name] = tensor.clone().contiguous() if shared else tensor.contiguous()
+        seen.add(storage.data_ptr())
+    return separate

@@ -1,0 +1,150 @@
+"""``manifest.json``: what a saved model holds, with the size and SHA-256 of every file, checked when it is loaded.
+
+The content hash is SHA-256 over the lines ``<path> <sha256 of the file>`` in order of path: the same hash means the
+same bytes wherever they lie. Sizes and the list of files are checked on every load; the files themselves are hashed
+again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ...serving.bundle import EmbeddingSpec
+from ...serving.errors import PackagingError
+from ...serving.request import Task
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+DEFAULT_TEMPLATE = "chat_template.jinja"
+COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
+VERIFY_VARIABLE = "MLFLOW_LLM_VERIFY"
+
+Verify = Literal["size", "full"]
+
+
+class FileEntry(Struct, frozen=True, kw_only=True):
+    size: int
+    sha256: str
+
+
+class BaseReference(Struct, frozen=True, kw_only=True):
+    """The registered model that an adapter logged alone needs: where it is, and what it must contain."""
+
+    uri: str
+    content_hash: str
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is elsewhere.
+    ``default_adapter`` answers requests that name none."""
+
+    format_version: int = FORMAT_VERSION
+    content_hash: str
+    tasks: tuple[Task, ...]
+    files: dict[str, FileEntry]
+    base: BaseReference | None = None
+    default_adapter: str | None = None
+    embedding: EmbeddingSpec | None = None
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters stored here."""
+        return sorted({path.split("/")[1] for path in self.files if path.startswith("adapters/")})
+
+
+def describe(
+    root: Path,
+    *,
+    tasks: tuple[Task, ...],
+    base: BaseReference | None = None,
+    default_adapter: str | None = None,
+    embedding: EmbeddingSpec | None = None,
+) -> Manifest:
+    """The manifest of the files that now lie under ``root``; reads each of them once."""
+    files = {path: FileEntry(size=(root / path).stat().st_size, sha256=_sha256(root / path)) for path in _walk(root)}
+    return Manifest(
+        content_hash=_content_hash(files),
+        tasks=tasks,
+        files=files,
+        base=base,
+        default_adapter=default_adapter,
+        embedding=embedding,
+    )
+
+
+def write(manifest: Manifest, root: Path) -> None:
+    (root / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1))
+
+
+def read(root: Path) -> Manifest:
+    """Parse the manifest under ``root``. Raises ``PackagingError`` where there is none or it is of a later format."""
+    try:
+        raw = (root / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise PackagingError(f"{MANIFEST} is missing: this is not a model saved by mlflow-llm") from None
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise PackagingError(f"{MANIFEST} cannot be read: {error}") from None
+    if manifest.format_version > FORMAT_VERSION:
+        raise PackagingError(
+            f"{MANIFEST} has format version {manifest.format_version}; this release of mlflow-llm reads up to"
+            f" {FORMAT_VERSION}: install a later one"
+        )
+    return manifest
+
+
+def check(manifest: Manifest, root: Path, verify: Verify | None = None) -> None:
+    """Compare the files under ``root`` with the manifest. Raises ``PackagingError`` naming the first that differs.
+
+    ``verify`` None takes ``MLFLOW_LLM_VERIFY``, "size" where that is unset.
+    """
+    chosen = verify or os.environ.get(VERIFY_VARIABLE) or "size"
+    if chosen not in ("size", "full"):
+        raise PackagingError(f'verify: {chosen!r} is not allowed; expected "size" or "full"')
+    if _content_hash(manifest.files) != manifest.content_hash:
+        raise PackagingError(f"{MANIFEST} was changed: its content hash does not match its list of files")
+    present = set(_walk(root))
+    if extra := sorted(present - manifest.files.keys()):
+        raise PackagingError(f"{extra[0]}: this file is not in {MANIFEST}; it was added after the model was saved")
+    for path, entry in manifest.files.items():
+        if path not in present:
+            raise PackagingError(f"{path} is missing from the saved model")
+        _check_file(root / path, path, entry, full=chosen == "full")
+
+
+def _check_file(file: Path, path: str, entry: FileEntry, *, full: bool) -> None:
+    size = file.stat().st_size
+    if size != entry.size:
+        raise PackagingError(f"{path} has {size} bytes, {MANIFEST} says {entry.size}: it was changed or cut short")
+    if full and _sha256(file) != entry.sha256:
+        raise PackagingError(f"{path} was changed: its SHA-256 is not the one in {MANIFEST}")
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Every file of the covered folders; dot files are the desktop's and the network file system's, not ours."""
+    for name in COVERED:
+        top = root / name
+        if top.is_file():
+            yield name
+        for file in sorted(top.rglob("*")) if top.is_dir() else ():
+            relative = file.relative_to(root)
+            if file.is_file() and not any(part.startswith(".") for part in relative.parts):
+                yield relative.as_posix()
+
+
+def _content_hash(files: dict[str, FileEntry]) -> str:
+    lines = "".join(f"{path} {files[path].sha256}\n" for path in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,107 @@
+"""What a saved model needs: exact versions of what is installed now, and the project's own wheel beside them.
+
+The list is explicit: MLflow's inference would load the whole model in another process to see what it imports.
+MLflow's private names are used here alone (``mlflow.utils.environment``).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mlflow.utils.environment import (
+    _CONDA_ENV_FILE_NAME,
+    _CONSTRAINTS_FILE_NAME,
+    _PYTHON_ENV_FILE_NAME,
+    _REQUIREMENTS_FILE_NAME,
+    _mlflow_conda_env,
+    _process_pip_requirements,
+    _PythonEnv,
+    _validate_env_arguments,
+)
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from ...serving.errors import PackagingError
+from .wheel import DISTRIBUTION, distribution, write_wheel
+
+CONDA_ENV = _CONDA_ENV_FILE_NAME
+PYTHON_ENV = _PYTHON_ENV_FILE_NAME
+# Read by tokenizers of these kinds; pinned where they are installed.
+TOKENIZER_PACKAGES = ("tokenizers", "sentencepiece", "tiktoken", "protobuf")
+
+Requirements = list[str] | str | None
+
+
+def get_default_pip_requirements() -> list[str]:
+    """``name==version`` of each dependency that is installed, mlflow first, without the project's own line."""
+    needed = [Requirement(line) for line in distribution().requires or ()]
+    names = [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [pin for name in [*names, *TOKENIZER_PACKAGES] if (pin := _pinned(name)) is not None]
+
+
+def get_default_conda_env() -> dict[str, Any]:
+    return _mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(), install_mlflow=False)
+
+
+def write_environment(
+    root: Path, *, pip_requirements: Requirements, extra_pip_requirements: Requirements, conda_env: Any = None
+) -> None:
+    """Write requirements.txt, python_env.yaml, conda.yaml and the wheel under the model ``root``.
+
+    ``pip_requirements`` replaces the list, ``extra_pip_requirements`` adds to it, ``conda_env`` (a dict or the path
+    of a YAML file) stands as it is. The wheel and its two lines are added unless the list names mlflow-llm itself:
+    nothing could load the model without it.
+    """
+    try:
+        _validate_env_arguments(conda_env, pip_requirements, extra_pip_requirements)
+    except ValueError as error:
+        raise PackagingError(str(error)) from None
+    try:
+        conda, lines, constraints = _process_pip_requirements(
+            get_default_pip_requirements(), pip_requirements or _pip_lines(conda_env), extra_pip_requirements
+        )
+    except (InvalidRequirement, OSError, TypeError) as error:
+        raise PackagingError(f"pip requirements: {error}") from None
+    if not any(_name(line) == DISTRIBUTION for line in lines):
+        # Relative to requirements.txt, so it holds wherever the model lies (pip and uv resolve it so).
+        lines = [f"--find-links {write_wheel(root)}", *lines, f"{DISTRIBUTION}=={distribution().version}"]
+    _write_files(root, lines, constraints, conda)
+
+
+def _write_files(root: Path, lines: list[str], constraints: list[str], conda: dict[str, Any]) -> None:
+    conda["dependencies"] = [d if isinstance(d, str) else {"pip": lines} for d in conda["dependencies"]]
+    (root / CONDA_ENV).write_text(yaml.safe_dump(conda, default_flow_style=False))
+    (root / _REQUIREMENTS_FILE_NAME).write_text("\n".join(lines) + "\n")
+    if constraints:
+        (root / _CONSTRAINTS_FILE_NAME).write_text("\n".join(constraints) + "\n")
+    _PythonEnv.current().to_yaml(str(root / PYTHON_ENV))
+
+
+def _pip_lines(conda_env: Any) -> list[str] | None:
+    """The pip part of a conda environment; its conda packages cannot be kept beside a pinned torch."""
+    if conda_env is None:
+        return None
+    try:
+        parsed = conda_env if isinstance(conda_env, dict) else yaml.safe_load(Path(conda_env).read_text())
+        return [line for d in parsed["dependencies"] if isinstance(d, dict) for line in d["pip"]]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        raise PackagingError("conda_env: expected a dict or the path of a YAML file with dependencies") from None
+
+
+def _pinned(name: str) -> str | None:
+    """The public version: a build such as torch 2.13.0+cpu is on no common index under its local label."""
+    try:
+        return f"{name}=={Version(importlib.metadata.version(name)).public}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _name(line: str) -> str | None:
+    try:
+        return canonicalize_name(Requirement(line).name)
+    except InvalidRequirement:
+        return None

@@ -1,0 +1,125 @@
+"""From a saved model back to a ``Bundle``, and from there to what MLflow and people call."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...serving.bundle import Bundle
+from ...serving.errors import PackagingError
+from . import manifest as manifests
+from . import model_config as configs
+from . import templates
+from .base import fetch, resolve_base
+from .failures import FLAVOR_NAME, public
+from .manifest import Manifest, Verify
+
+if TYPE_CHECKING:
+    from .model import LanguageModel
+    from .pyfunc import PyfuncModel
+
+
+@public
+def load_bundle(model_uri: str | os.PathLike[str], verify: Verify | None = None) -> Bundle:
+    """The parts of a saved model as absolute paths, checked against its manifest.
+
+    Args:
+        model_uri: a local directory, or any URI that MLflow can download.
+        verify: "size" (the default) compares the list of files and their sizes; "full" hashes every byte.
+            None takes the environment variable MLFLOW_LLM_VERIFY.
+
+    Raises:
+        MlflowException: the model is damaged, was changed, is of a later format, or its base cannot be had.
+    """
+    return load_bundle_from(_local(model_uri), verify=verify)
+
+
+def load_bundle_from(root: Path, verify: Verify | None = None) -> Bundle:
+    manifest = manifests.read(root)
+    manifests.check(manifest, root, verify)
+    own = _own_adapters(manifest, root)
+    if manifest.base is not None:
+        return _join(manifest, root, own, resolve_base(manifest.base, verify))
+    return Bundle(
+        content_hash=manifest.content_hash,
+        tasks=manifest.tasks,
+        model_dir=str(root / "model"),
+        tokenizer_dir=str(root / "tokenizer"),
+        adapters=own,
+        chat_templates=templates.stored(root),
+        embedding=manifest.embedding,
+    )
+
+
+@public
+def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> LanguageModel:
+    """The model as an object for people: ``.chat``, ``.complete``, ``.embed``.
+
+    Args:
+        model_uri: a local directory, or any URI that MLflow can download.
+        dst_path: an existing local directory to download to; None lets MLflow choose.
+        settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
+            ``dtype="bfloat16"``; also ``default_adapter`` and ``defaults``.
+    """
+    from .model import LanguageModel
+
+    root = _local(model_uri, dst_path)
+    config = configs.parse(saved_config(root), settings)
+    return LanguageModel(load_bundle_from(root), config.settings)
+
+
+@public
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
+    """What ``mlflow.pyfunc.load_model`` calls; ``path`` is the model's root."""
+    from .pyfunc import PyfuncModel
+
+    root = Path(path)
+    config = configs.parse(saved_config(root), model_config)
+    return PyfuncModel(load_bundle_from(root), config.settings, config.request_defaults)
+
+
+def saved_config(root: Path) -> dict[str, Any]:
+    """The ``model_config`` in the MLmodel file; empty for a bundle that has none beside it."""
+    from mlflow.models import Model
+    from mlflow.models.model import MLMODEL_FILE_NAME
+    from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
+    from mlflow.pyfunc import MODEL_CONFIG
+
+    if not (root / MLMODEL_FILE_NAME).is_file():
+        return {}
+    flavors = Model.load(str(root)).flavors
+    if FLAVOR_NAME not in flavors:
+        raise PackagingError(f"this model was not saved by mlflow-llm; its flavors are {', '.join(sorted(flavors))}")
+    return dict(flavors.get(PYFUNC, {}).get(MODEL_CONFIG) or {})
+
+
+def _local(model_uri: str | os.PathLike[str], dst_path: str | None = None) -> Path:
+    path = Path(model_uri)
+    if path.is_dir() and dst_path is None:
+        return path.absolute()
+    if dst_path is None:
+        return fetch(str(model_uri))
+    import mlflow
+
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=str(model_uri), dst_path=dst_path))
+
+
+def _own_adapters(manifest: Manifest, root: Path) -> dict[str, str]:
+    return {name: str(root / "adapters" / name) for name in manifest.adapters}
+
+
+def _join(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle) -> Bundle:
+    """The base with these adapters over it; a tokenizer or template stored here replaces the base's."""
+    both = f"{base.content_hash}\n{manifest.content_hash}\n"
+    has_tokenizer = any(path.startswith("tokenizer/") for path in manifest.files)
+    return Bundle(
+        content_hash=hashlib.sha256(both.encode()).hexdigest(),
+        tasks=manifest.tasks,
+        model_dir=base.model_dir,
+        tokenizer_dir=str(root / "tokenizer") if has_tokenizer else base.tokenizer_dir,
+        adapters=base.adapters | own,
+        chat_templates=templates.stored(root) or base.chat_templates,
+        embedding=manifest.embedding or base.embedding,
+    )

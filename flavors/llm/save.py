@@ -1,0 +1,244 @@
+"""``save_model`` and ``log_model``: a language model and all that belongs to it become one MLflow model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mlflow import pyfunc
+from mlflow.models import Model, ModelSignature
+from mlflow.models.model import MLMODEL_FILE_NAME, ModelInfo
+from mlflow.models.utils import _save_example
+from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
+from mlflow.utils.file_utils import get_total_file_size
+from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
+
+from . import model_config as configs
+from .bundle_writer import Parts, write_bundle
+from .failures import FLAVOR_NAME, public
+from .manifest import FORMAT_VERSION, Manifest
+from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, write_environment
+from .signature import default_example, lossless_signature
+from .templates import Templates
+
+LOADER_MODULE = "mlflow_llm.flavors.llm"
+
+
+@public
+def save_model(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    tokenizer: Any = None,
+    adapters: dict[str, Any] | None = None,
+    chat_template: Templates = None,
+    task: str | list[str] | None = None,
+    base: str | None = None,
+    default_adapter: str | None = None,
+    defaults: dict[str, Any] | None = None,
+    embedding: Any = None,
+    revision: str | None = None,
+    mlflow_model: Model | None = None,
+    signature: ModelSignature | None = None,
+    input_example: Any = None,
+    metadata: dict[str, Any] | None = None,
+    pip_requirements: Requirements = None,
+    extra_pip_requirements: Requirements = None,
+    conda_env: Any = None,
+    code_paths: list[str] | None = None,
+    model_config: dict[str, Any] | str | None = None,
+    link_files: bool = False,
+    validate_serving_input: bool = True,
+    **settings: Any,
+) -> None:
+    """Save a language model to the local directory ``path`` as an MLflow model.
+
+    Args:
+        path: where to save; it must not exist or be empty.
+        model: a ``PreTrainedModel``; a ``PeftModel`` (base and adapters are stored apart); a Hugging Face or
+            sentence-transformers directory (files are taken as they are); a GGUF file; or a hub id.
+        tokenizer: a transformers tokenizer, or a directory. None: the model directory's own.
+        adapters: name → ``PeftModel`` or directory in peft's layout.
+        chat_template: a template, its path, or several by name (``{"default": …, "tool_use": …}``). None: the
+            tokenizer's own.
+        task: "chat", "completions", "embeddings", or several; None: what the model can do.
+        base: URI of a registered model (``models:/assistant/3``), for ``adapters`` alone over it, with ``model=None``.
+        default_adapter: the adapter of requests that name none; None: the base answers them.
+        defaults: request fields used where a request says nothing, such as ``{"max_tokens": 256}``.
+        embedding: pooling and prompts (``serving.bundle.EmbeddingSpec`` or some of its fields). None: the model's own.
+        revision: branch, tag or commit of a hub id.
+        mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
+        signature: None for the lossless one, which passes every request field on.
+        input_example: an example request; MLflow runs it when the model is logged. None saves a default one, which
+            is not run; False saves none.
+        metadata: saved in the MLmodel file.
+        pip_requirements: replaces the default list; extra_pip_requirements adds to it; conda_env gives its pip part.
+        code_paths: local files or folders to carry in the model and to put on the path when it is loaded.
+        model_config: settings by name, or the path of a YAML file.
+        link_files: hard-link the files of a local directory instead of copying them. They share their bytes then.
+        validate_serving_input: whether MLflow runs the example when the model is logged.
+        settings: engine settings (``serving.settings.EngineSettings``), such as ``dtype="bfloat16"``.
+
+    Raises:
+        MlflowException: something given is not allowed or would fail when served; the message says what.
+    """
+    config = configs.parse(model_config, settings, _given(default_adapter=default_adapter, defaults=defaults))
+    parts = Parts(
+        model=model,
+        base=base,
+        tokenizer=tokenizer,
+        adapters=adapters,
+        chat_template=chat_template,
+        task=task,
+        embedding=embedding,
+        default_adapter=config.default_adapter,
+        revision=revision,
+        link=link_files,
+        trust_remote_code=config.settings.trust_remote_code,
+    )
+    root = Path(path).absolute()
+    existed = root.exists()
+    _validate_and_prepare_target_save_path(str(root))
+    try:
+        manifest = write_bundle(root, parts)
+        write_environment(
+            root,
+            pip_requirements=pip_requirements,
+            extra_pip_requirements=extra_pip_requirements,
+            conda_env=conda_env,
+        )
+        mlflow_model = mlflow_model if mlflow_model is not None else Model()
+        _describe(mlflow_model, manifest, config, signature, metadata)
+        _write_mlmodel(root, mlflow_model, manifest, config, code_paths)
+        example = _example(input_example, manifest, run_at_log_time=mlflow_model.model_id and validate_serving_input)
+        _save_example(mlflow_model, example, str(root))
+        mlflow_model.model_size_bytes = get_total_file_size(root)
+        mlflow_model.save(str(root / MLMODEL_FILE_NAME))
+    except BaseException:
+        _remove_partial(root, keep_folder=existed)
+        raise
+
+
+@public
+def log_model(
+    model: Any = None,
+    name: str | None = None,
+    tokenizer: Any = None,
+    adapters: dict[str, Any] | None = None,
+    *,
+    registered_model_name: str | None = None,
+    await_registration_for: int | None = DEFAULT_AWAIT_MAX_SLEEP_SECONDS,
+    input_example: Any = None,
+    prompts: list[Any] | None = None,
+    params: dict[str, Any] | None = None,
+    tags: dict[str, Any] | None = None,
+    model_type: str | None = None,
+    step: int = 0,
+    model_id: str | None = None,
+    run_id: str | None = None,
+    metadata: dict[str, Any] | None = None,
+    resources: Any = None,
+    auth_policy: Any = None,
+    **kwargs: Any,
+) -> ModelInfo:
+    """Log a language model to MLflow, and register it where ``registered_model_name`` is given.
+
+    ``model``, ``tokenizer``, ``adapters``, ``input_example``, ``metadata`` and ``kwargs`` are those of ``save_model``;
+    the others are those of ``mlflow.models.Model.log``.
+
+    Raises:
+        MlflowException: something given is not allowed or would fail when served; the message says what.
+    """
+    return Model.log(
+        artifact_path=None,
+        name=name,
+        flavor=mlflow_llm_flavor(),
+        registered_model_name=registered_model_name,
+        await_registration_for=await_registration_for,
+        metadata=metadata,
+        run_id=run_id,
+        resources=resources,
+        auth_policy=auth_policy,
+        prompts=prompts,
+        model_type=model_type,
+        params=params,
+        tags=tags,
+        step=step,
+        model_id=model_id,
+        model=model,
+        tokenizer=tokenizer,
+        adapters=adapters,
+        input_example=input_example,
+        validate_serving_input=input_example is not None and input_example is not False,
+        # the files are uploaded from a temporary directory that is removed at once
+        link_files=kwargs.pop("link_files", True),
+        **kwargs,
+    )
+
+
+def mlflow_llm_flavor() -> Any:
+    """This flavor as the module that MLflow calls back."""
+    import importlib
+
+    return importlib.import_module(LOADER_MODULE)
+
+
+def _describe(
+    mlflow_model: Model,
+    manifest: Manifest,
+    config: configs.ModelConfig,
+    signature: ModelSignature | None,
+    metadata: dict[str, Any] | None,
+) -> None:
+    mlflow_model.signature = lossless_signature() if signature is None else signature
+    # MLflow and its clients read the task of an endpoint here
+    task = {"task": f"llm/v1/{manifest.tasks[0]}"}
+    mlflow_model.metadata = task | (mlflow_model.metadata or {}) | (metadata or {})
+
+
+def _write_mlmodel(
+    root: Path, mlflow_model: Model, manifest: Manifest, config: configs.ModelConfig, code_paths: list[str] | None
+) -> None:
+    code = _validate_and_copy_code_paths(code_paths, str(root))
+    pyfunc.add_to_model(
+        mlflow_model,
+        loader_module=LOADER_MODULE,
+        conda_env=CONDA_ENV,
+        python_env=PYTHON_ENV,
+        code=code,
+        model_config=config.to_dict(),
+        streamable=True,
+    )
+    from mlflow_llm import __version__
+
+    mlflow_model.add_flavor(
+        FLAVOR_NAME,
+        mlflow_llm_version=__version__,
+        format_version=FORMAT_VERSION,
+        content_hash=manifest.content_hash,
+        tasks=list(manifest.tasks),
+        adapters=manifest.adapters,
+        base=manifest.base.uri if manifest.base is not None else None,
+        code=code,
+    )
+
+
+def _example(given: Any, manifest: Manifest, *, run_at_log_time: Any) -> Any:
+    """The caller's example; else a default one, unless MLflow would start an engine to try it."""
+    if given is False or (given is None and run_at_log_time):
+        return None
+    return default_example(manifest.tasks) if given is None else given
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _remove_partial(root: Path, *, keep_folder: bool) -> None:
+    """Leave nothing half written behind a refusal."""
+    if not keep_folder:
+        shutil.rmtree(root, ignore_errors=True)
+        return
+    for child in root.iterdir():
+        shutil.rmtree(child, ignore_errors=True) if child.is_dir() else child.unlink()

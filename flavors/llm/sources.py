@@ -1,0 +1,170 @@
+"""The forms a model may come in, each written to ``model/`` as config and safetensors.
+
+A local Hugging Face directory is taken as it is, file by file, with nothing loaded into memory. A hub id is fetched
+and is then such a directory; a GGUF file is dequantised to float32; a model object is saved, and a ``PeftModel`` is
+taken apart into its pristine base and its adapters (``peft_split``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ...serving.errors import PackagingError, shown
+from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
+from .tokenizers import is_tokenizer_file
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Weights of other frameworks and the state of a training run: not part of a model to serve.
+OTHER_FORMATS = (*PICKLED_SUFFIXES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
+OTHER_FILES = frozenset({"trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"})
+NO_PICKLES = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.gguf", "onnx/*", "openvino/*"]
+
+
+class Placed(Struct, frozen=True, kw_only=True):
+    """What came with a model: where its tokenizer is (a directory or an object) and adapters still inside it."""
+
+    tokenizer: Any = None
+    peft_model: Any = None
+
+
+def place_model(model: Any, target: Path, *, link: bool = False, revision: str | None = None) -> Placed:
+    """Write ``model`` to the directory ``target``. Raises ``PackagingError`` for a form that is not known."""
+    target.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, str | os.PathLike):
+        return _place_path(model, target, link=link, revision=revision)
+    from transformers import PreTrainedModel
+
+    from .peft_split import has_adapters, save_pristine_base
+
+    if has_adapters(model):
+        save_pristine_base(model, target)
+        return Placed(peft_model=model)
+    if isinstance(model, PreTrainedModel):
+        save_model_object(model, target)
+        return Placed()
+    raise PackagingError(
+        f"model: a {type(model).__name__} is not allowed; expected a transformers PreTrainedModel, a PeftModel, a"
+        " Hugging Face or sentence-transformers directory, a GGUF file, or a hub id"
+    )
+
+
+def save_model_object(model: Any, target: Path) -> None:
+    """``save_pretrained`` of a model whose weights are all here and not quantised."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise PackagingError(
+            "model: its weights are quantised; load it without quantization_config, and set quantization='int8' to"
+            " serve it in int8"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PackagingError("model: some weights are on the meta device (offloaded); load it whole first")
+    try:
+        model.save_pretrained(target)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise PackagingError(f"model: save_pretrained failed: {str(error).splitlines()[0][:200]}") from None
+
+
+def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revision: str | None) -> Placed:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _place_directory(path, target, link=link)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise PackagingError(f"model: {path.name} is not allowed; a single file must be a GGUF file")
+        return _place_gguf(path, target)
+    if isinstance(model, str) and HUB_ID.fullmatch(model):
+        return _place_directory(fetch_from_hub(model, revision), target, link=link)
+    raise PackagingError(f"model: {shown(str(model))} is neither a directory, nor a file, nor a hub id")
+
+
+def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
+    if not (source / "config.json").is_file() and not (source / "modules.json").is_file():
+        if (source / "adapter_config.json").is_file():
+            raise PackagingError(
+                f'model: {source.name} holds an adapter, not a model; pass it as adapters={{"name": …}} beside its'
+                " base, or with base= for one that is registered"
+            )
+        raise PackagingError(f"model: {source.name} holds no config.json")
+    transformer = _transformer_folder(source)
+    for relative in _plain_files(source, transformer):
+        place_file(source / relative, target, link=link, name=relative)
+    place_weights(transformer, target / transformer.relative_to(source), link=link)
+    for module in _further_modules(source, transformer):
+        _place_module_weights(module, target / module.name, link=link)
+    return Placed(tokenizer=transformer)
+
+
+def _transformer_folder(source: Path) -> Path:
+    """Where the Hugging Face model of a sentence-transformers directory lies: mostly its root, else ``0_…``."""
+    if (source / "config.json").is_file():
+        return source
+    inside = sorted(p.parent for p in source.glob("0_*/config.json"))
+    if not inside:
+        raise PackagingError(f"model: {source.name} has modules.json but no transformer with a config.json")
+    return inside[0]
+
+
+def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
+    """Sentence-transformers modules in folders of their own: ``1_Pooling``, ``2_Dense``, …"""
+    if (source / "modules.json").is_file():
+        yield from (p for p in sorted(source.glob("[0-9]*_*/")) if p != transformer)
+
+
+def _place_module_weights(module: Path, target: Path, *, link: bool) -> None:
+    if (module / "model.safetensors").is_file():
+        place_file(module / "model.safetensors", target, link=link)
+    elif (module / "pytorch_model.bin").is_file():
+        convert(module / "pytorch_model.bin", target / "model.safetensors")
+
+
+def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
+    """Config, code and notes; without weights (placed apart), the tokenizer (stored apart) and hidden files."""
+    folders = [source, transformer, *_further_modules(source, transformer)]
+    for file in (f for folder in dict.fromkeys(folders) for f in sorted(folder.iterdir())):
+        hidden = file.name.startswith(".")
+        foreign = file.suffix.lower() in OTHER_FORMATS or file.name in OTHER_FILES or is_tokenizer_file(file.name)
+        if file.is_file() and not hidden and not foreign and not file.name.startswith("adapter_"):
+            yield file.relative_to(source).as_posix()
+
+
+def _place_gguf(file: Path, target: Path) -> Placed:
+    """Dequantise with transformers' own reader; the tokenizer is read from the same file."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise PackagingError("model: a GGUF file needs the package gguf: pip install 'mlflow-llm[gguf]'") from None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (ValueError, KeyError, OSError, NotImplementedError) as error:
+        raise PackagingError(f"model: {file.name} cannot be read: {str(error).splitlines()[0][:200]}") from None
+    # The weights are plain floats now; what is left of the quantisation would refuse to be saved.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    save_model_object(model, target)
+    return Placed(tokenizer=tokenizer)
+
+
+def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
+    """A snapshot of a hub repository in the local cache, with pickled weights only where there are no others."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision, ignore_patterns=NO_PICKLES))
+        if not any(snapshot.rglob("*.safetensors")):
+            snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise PackagingError(
+            f"model: {repo_id!r} is no local path and was not fetched from the hub: {reason}"
+        ) from None
+    return snapshot

@@ -1,0 +1,113 @@
+"""Which tasks a model can answer, read from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from ...serving.bundle import EmbeddingSpec
+from ...serving.errors import PackagingError, shown
+from ...serving.request import Task
+from .templates import DEFAULT
+
+MLFLOW_PREFIX = "llm/v1/"
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
+
+
+def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tuple[Task, ...]:
+    """The tasks of a model: as ``asked`` (a name or several; MLflow's ``llm/v1/chat`` too), else by what it is.
+
+    A causal language model answers completions, and chat where it has a template; a sentence-transformers directory
+    or an encoder answers embeddings. Raises ``PackagingError`` for a task that the model cannot answer.
+    """
+    generates = not is_sentence_transformer(model_dir) and is_causal(read_config(model_dir))
+    if asked is None:
+        if not generates:
+            return ("embeddings",)
+        return ("chat", "completions") if DEFAULT in templates else ("completions",)
+    tasks = parse_tasks(asked)
+    for task in tasks:
+        if task != "embeddings" and not generates:
+            raise PackagingError(f"task: {task!r} needs a causal language model; this model can answer embeddings")
+    if "chat" in tasks and DEFAULT not in templates:
+        raise PackagingError("task: 'chat' needs a chat template and the tokenizer has none; pass chat_template=")
+    return tasks
+
+
+def parse_tasks(asked: Any) -> tuple[Task, ...]:
+    names = [asked] if isinstance(asked, str) else asked
+    if not isinstance(names, list | tuple) or not names:
+        raise PackagingError(f"task: {shown(asked)} is not allowed; expected one or several of {', '.join(ALL_TASKS)}")
+    plain = [name.removeprefix(MLFLOW_PREFIX) if isinstance(name, str) else name for name in names]
+    for name in plain:
+        if name not in ALL_TASKS:
+            raise PackagingError(f"task: {shown(name)} is not allowed; expected one of {', '.join(ALL_TASKS)}")
+    return tuple(dict.fromkeys(plain))
+
+
+def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> EmbeddingSpec | None:
+    """How token vectors become one: ``given`` (a spec or its fields), else from the model's files, else by its kind:
+    the mean for an encoder, the last token for a decoder."""
+    if "embeddings" not in tasks:
+        return None
+    if isinstance(given, EmbeddingSpec):
+        return given
+    found = _found_spec(model_dir)
+    if given is None:
+        return found
+    try:
+        return msgspec.convert(msgspec.to_builtins(found) | given, EmbeddingSpec)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise PackagingError(f"embedding: {shown(given)} is not allowed: {error}") from None
+
+
+def is_sentence_transformer(model_dir: Path) -> bool:
+    return (model_dir / "modules.json").is_file()
+
+
+def is_causal(config: dict[str, Any]) -> bool:
+    """Whether the architecture is a language model that continues text. Raises for an encoder-decoder."""
+    if config.get("is_encoder_decoder"):
+        raise PackagingError(
+            f"model: {config.get('model_type')!r} is an encoder-decoder; decoder and encoder models can be served"
+        )
+    names = config.get("architectures") or _default_architecture(config.get("model_type"))
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    candidates = [model_dir / "config.json", *sorted(model_dir.glob("0_*/config.json"))]
+    try:
+        config = json.loads(next(c for c in candidates if c.is_file()).read_text())
+    except StopIteration:
+        raise PackagingError("model: it holds no config.json") from None
+    except ValueError:
+        raise PackagingError("model: config.json is not valid JSON") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _default_architecture(model_type: Any) -> list[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return [name] if isinstance(name, str) else []
+
+
+def _found_spec(model_dir: Path) -> EmbeddingSpec:
+    if is_sentence_transformer(model_dir):
+        from ...serving.engine.pooling import read_spec
+
+        return read_spec(str(model_dir))
+    decoder = bool(_default_architecture(read_config(model_dir).get("model_type"))) and is_decoder(model_dir)
+    return EmbeddingSpec(pooling="lasttoken" if decoder else "mean")
+
+
+def is_decoder(model_dir: Path) -> bool:
+    """Encoder families (BERT, RoBERTa, …) have causal variants too; they are decoders only where the config says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = read_config(model_dir)
+    return is_causal(config) or config.get("model_type") not in MODEL_FOR_MASKED_LM_MAPPING_NAMES

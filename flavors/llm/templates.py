@@ -1,0 +1,115 @@
+"""Chat templates: where they come from, and the proof at log time that they render.
+
+Names: ``default`` answers a chat request; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ...serving.errors import PackagingError, shown
+from .manifest import DEFAULT_TEMPLATE
+
+DEFAULT = "default"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+TURNS = [
+    {"role": "user", "content": "What colour is grass?"},
+    {"role": "assistant", "content": "Green."},
+    {"role": "user", "content": "And the clear sky?"},
+]
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look up.", "parameters": {"type": "object", "properties": {}}},
+}
+
+Templates = str | os.PathLike[str] | dict[str, Any] | list[dict[str, str]] | None
+
+
+def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
+    """Template texts by name: ``given`` where it is not None, else the tokenizer's own. Empty where there is none."""
+    chosen = given if given is not None else getattr(tokenizer, "chat_template", None)
+    if chosen is None:
+        return {}
+    if isinstance(chosen, list):  # the form that tokenizer_config.json has
+        chosen = {entry["name"]: entry["template"] for entry in chosen}
+    if not isinstance(chosen, dict):
+        return {DEFAULT: _text(chosen)}
+    for name in chosen:
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise PackagingError(f"chat_template: the name {shown(name)} is not allowed; expected letters, digits, _.-")
+    templates = {name: _text(template) for name, template in chosen.items()}
+    if DEFAULT not in templates and len(templates) == 1:
+        templates = {DEFAULT: next(iter(templates.values()))}
+    if DEFAULT not in templates:
+        raise PackagingError(f'chat_template: none of {", ".join(sorted(templates))} is named "{DEFAULT}"')
+    return templates
+
+
+def check(templates: dict[str, str], tokenizer: Any) -> None:
+    """Render each template through the tokenizer's sandboxed environment. Raises ``PackagingError`` saying why not.
+
+    The default must show the user's words, with a system message or, for a template that refuses one, without; the
+    others must render for some of: a conversation, a conversation with tools, one with documents.
+    """
+    for name, template in templates.items():
+        attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
+        if name != DEFAULT:
+            attempts += [(TURNS, {"tools": [TOOL]}), (TURNS, {"documents": [{"title": "Sky", "text": "It is blue."}]})]
+        _check_one(name, template, tokenizer, attempts)
+
+
+def write(templates: dict[str, str], root: Path) -> None:
+    for name, template in templates.items():
+        file = root / DEFAULT_TEMPLATE if name == DEFAULT else root / "chat_templates" / f"{name}.jinja"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(template.encode())
+
+
+def stored(root: Path) -> dict[str, str]:
+    """Absolute paths of the templates under a model root, by name."""
+    found = {DEFAULT: str(root / DEFAULT_TEMPLATE)} if (root / DEFAULT_TEMPLATE).is_file() else {}
+    return found | {file.stem: str(file) for file in sorted((root / "chat_templates").glob("*.jinja"))}
+
+
+def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]]) -> None:
+    import jinja2
+
+    reasons = []
+    for messages, options in attempts:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **options
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise PackagingError(f"chat_template {name!r}: line {error.lineno}: {error.message}") from None
+        except Exception as error:  # a template may call anything and raise as it likes
+            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
+            continue
+        if messages[-1]["content"] in text:
+            return
+        reasons.append("the user's message is not in the text")
+    raise PackagingError(f"chat_template {name!r} does not render a conversation: {reasons[-1]}")
+
+
+def _text(template: Any) -> str:
+    """A template's text, from a path (an object, or a string that names an existing file) or from itself."""
+    if isinstance(template, os.PathLike):
+        return _read(Path(template))
+    if not isinstance(template, str) or not template.strip():
+        raise PackagingError(f"chat_template: {shown(template)} is not allowed; expected a template or its path")
+    if "\n" not in template and "{" not in template:
+        if Path(template).is_file() or template.endswith((".jinja", ".jinja2", ".j2")):
+            return _read(Path(template))
+        raise PackagingError(f"chat_template: {shown(template)} is neither a file nor a template")
+    return template
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackagingError(f"chat_template: {path.name} cannot be read: {type(error).__name__}") from None

@@ -1,0 +1,95 @@
+"""The project's own wheel, made from the package that is running, so that a model works where no index has it.
+
+A wheel is a zip of the package's files and its metadata (PEP 427). Both are at hand however the package was installed
+(wheel or editable), so it is written directly: no build tool, no network, the same bytes every time.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...serving.errors import PackagingError
+
+DISTRIBUTION = "mlflow-llm"
+PACKAGE = "mlflow_llm"
+WHEELS = "wheels"
+EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip can hold: equal content gives an equal file
+WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: mlflow-llm\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def distribution() -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        raise PackagingError(f"{DISTRIBUTION} is not installed (only on the path); install it with pip first") from None
+
+
+def write_wheel(root: Path) -> str:
+    """Write ``wheels/<hash>/mlflow_llm-<version>-py3-none-any.whl`` under ``root``; gives ``wheels/<hash>``.
+
+    The hash is of the content. MLflow names an environment by the text of its requirements, so two builds of one
+    version (from a source tree under work) do not share an environment.
+    """
+    content = dict(_files(distribution()))
+    digest = hashlib.sha256()
+    for name, data in content.items():
+        digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
+    folder = f"{WHEELS}/{digest.hexdigest()[:12]}"
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    _write_zip(root / folder / f"{PACKAGE}-{distribution().version}-py3-none-any.whl", content)
+    return folder
+
+
+def _files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
+    """Path in the wheel and bytes of every file of the package and its metadata; RECORD last."""
+    content = dict(_package_files()) | dict(_metadata_files(dist))
+    yield from content.items()
+    record = f"{_dist_info(dist)}/RECORD"
+    lines = [f"{name},sha256={_record_hash(data)},{len(data)}" for name, data in content.items()]
+    yield record, "\n".join([*lines, f"{record},,", ""]).encode()
+
+
+def _package_files() -> Iterator[tuple[str, bytes]]:
+    import mlflow_llm
+
+    package = Path(mlflow_llm.__file__).parent
+    # plugin, flavors and serving are symbolic links in a source tree and folders in an installed one
+    for folder, folders, files in os.walk(package, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(files):
+            if not name.endswith((".pyc", ".pyo")) and not name.startswith("."):
+                file = Path(folder, name)
+                yield f"{PACKAGE}/{file.relative_to(package).as_posix()}", file.read_bytes()
+
+
+def _metadata_files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
+    for name in ("METADATA", "entry_points.txt"):
+        if (text := dist.read_text(name)) is not None:
+            yield f"{_dist_info(dist)}/{name}", text.encode()
+    for file in sorted(dist.files or (), key=str):
+        if ".dist-info/licenses/" in file.as_posix():
+            yield f"{_dist_info(dist)}/licenses/{file.name}", file.read_binary()
+    yield f"{_dist_info(dist)}/WHEEL", WHEEL_FILE.encode()
+
+
+def _dist_info(dist: importlib.metadata.Distribution) -> str:
+    return f"{PACKAGE}-{dist.version}.dist-info"
+
+
+def _record_hash(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+def _write_zip(file: Path, content: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in content.items():
+            entry = zipfile.ZipInfo(name, EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data)
