@@ -1,0 +1,61 @@
+"""int8 linears: weights by output channel, activations by token.
+
+A scale for each token, never one for the tensor: with one, a request's result depends on what shares its batch, and
+perplexity doubles. The product of int8 rows is exact in int32, so a token's result is bitwise the same alone or in
+any batch.
+
+Time of 30 layers of SmolLM2-135M's fused shapes with the quantisation, on 2 Zen 4 cores, in ms at 1 / 8 / 32 rows:
+``_int_mm`` 7.7 / 13 / 25; ``onednn.qlinear`` with zero point 128 11 / 12.5 / 22; ``_weight_int8pack_mm`` 44 / 356 /
+1416. The first is used: best at one row, exact by construction, and the same op on CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+LEVELS = 127  # symmetric: -128 is left unused so that x and -x quantise alike
+TINY = 1e-12  # a row of zeros has scale TINY rather than 0, and quantises to zeros
+CUDA_MIN_ROWS = 17  # torch._int_mm on CUDA refuses 16 rows and fewer
+CUDA_MULTIPLE = 8  # and widths that are no multiple of this
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
+    scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LEVELS).clamp_min_(TINY)
+    return (x / scale).round_().to(torch.int8), scale
+
+
+def can_quantize(weight: torch.Tensor) -> bool:
+    """Gates and scalar heads stay in float: they cost nothing and steer much. On CUDA the widths must fit the op."""
+    rows, columns = weight.shape
+    if min(rows, columns) < 16:
+        return False
+    return weight.device.type == "cpu" or (rows % CUDA_MULTIPLE == 0 and columns % CUDA_MULTIPLE == 0)
+
+
+class Int8Weight:
+    """A ``PackedWeight`` of int8 values [N, K] and float32 scales [N]."""
+
+    __slots__ = ("bias", "dtype", "in_features", "out_features", "scale", "values")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.bias = None if bias is None else bias.float()
+        values, scale = quantize_rows(weight.detach().float())
+        self.values, self.scale = values, scale.flatten()
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        q, row_scale = quantize_rows(x)
+        rows = x.shape[0]
+        if x.is_cuda and rows < CUDA_MIN_ROWS:
+            q = F.pad(q, (0, 0, 0, CUDA_MIN_ROWS - rows))
+        # The transposed view, not a transposed copy: measured 2x faster at one row.
+        y = torch._int_mm(q, self.values.t())[:rows].float().mul_(row_scale).mul_(self.scale)
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y.to(x.dtype)
+
+    def dense(self) -> torch.Tensor:
+        return (self.values.float() * self.scale[:, None]).to(self.dtype)
