@@ -10,6 +10,7 @@ from typing import Any
 
 from ...serving.errors import PackagingError, shown
 from .checkpoints import convert, place_file
+from .skeleton import linear_shapes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -42,19 +43,13 @@ def place_adapters(adapters: dict[str, Any] | None, peft_model: Any, root: Path,
     return sorted([*inside, *given])
 
 
-def check_adapters(directories: dict[str, str], model_dir: Path) -> None:
+def check_adapters(names: list[str], root: Path, skeleton: Any) -> None:
     """Raises ``PackagingError`` naming the first adapter that does not fit the base: its type, modules or shapes."""
-    if not directories:
-        return
-    from ...serving.engine import adapter_files
-    from .checkpoints import read_shapes
+    from ...serving.engine.adapter_files import check_fits, read_adapter
 
-    shapes = read_shapes(model_dir)
-    for name, directory in directories.items():
-        try:
-            adapter_files.check_fits(adapter_files.read_adapter(directory), shapes)
-        except (PackagingError, ValueError) as error:
-            raise PackagingError(f"adapter {name!r} does not fit the base: {error}") from None
+    shapes, head = linear_shapes(skeleton)
+    for name in names:
+        check_fits(read_adapter(root / "adapters" / name), shapes, head=head)
 
 
 def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:

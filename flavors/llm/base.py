@@ -31,7 +31,7 @@ def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
 
 
 def resolve_base(reference: BaseReference, verify: Verify | None) -> Bundle:
-    """The parts of the base that an adapter was logged over. Raises ``PackagingError`` where it is another model now."""
+    """The parts of the base that an adapter was logged over. Raises ``PackagingError`` where it is another."""
     root = fetch(reference.uri)
     found = manifests.read(root).content_hash
     if found != reference.content_hash:

@@ -12,9 +12,11 @@ from ...serving.errors import PackagingError, shown
 from . import templates as chat_templates
 from .adapters import check_adapters, place_adapters
 from .base import pinned_base
+from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
+from .skeleton import build, check_supported, check_weights
 from .sources import place_model
-from .tasks import embedding_spec, parse_tasks, resolve_tasks
+from .tasks import embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
@@ -50,6 +52,10 @@ def _write_whole(root: Path, parts: Parts) -> Manifest:
     source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
     if source is None:
         raise PackagingError("tokenizer: a model object brings none; pass tokenizer= (an object or a directory)")
+    skeleton = build(model_dir, trust_remote_code=parts.trust_remote_code)
+    check_weights(skeleton, read_shapes(model_dir))
+    if is_causal(read_config(model_dir)):
+        check_supported(skeleton)
     place_tokenizer(source, root / "tokenizer", link=parts.link)
     tokenizer = load_tokenizer(root / "tokenizer", trust_remote_code=parts.trust_remote_code)
     check_vocabulary(tokenizer, model_dir)
@@ -59,7 +65,7 @@ def _write_whole(root: Path, parts: Parts) -> Manifest:
         chat_templates.check(found, tokenizer)
     chat_templates.write(found, root)
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
-    check_adapters({name: str(root / "adapters" / name) for name in names}, model_dir)
+    check_adapters(names, root, skeleton)
     return _finish(root, parts, tasks, names, embedding=embedding_spec(tasks, model_dir, parts.embedding))
 
 
@@ -71,7 +77,7 @@ def _write_over_base(root: Path, parts: Parts) -> Manifest:
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")
-    check_adapters({name: str(root / "adapters" / name) for name in names}, Path(base.model_dir))
+    check_adapters(names, root, build(Path(base.model_dir), trust_remote_code=parts.trust_remote_code))
     tokenizer_dir = Path(base.tokenizer_dir)
     if parts.tokenizer is not None:
         tokenizer_dir = root / "tokenizer"

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
+import yaml  # type: ignore[import-untyped]
 from msgspec import Struct
 
+from ...serving.dialects import REFUSED_FIELDS
 from ...serving.errors import PackagingError, shown
 from ...serving.settings import EngineSettings
-from .signature import SAMPLING_FIELDS, request_fields
+from .signature import request_fields
 
-NOT_DEFAULTS = frozenset({"messages", "prompt", "input", "model", "stream", "stream_options"})
+NOT_DEFAULTS = frozenset({"messages", "prompt", "input", "model", "stream", "stream_options", *REFUSED_FIELDS})
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -73,8 +74,7 @@ def _defaults(values: Any) -> dict[str, Any]:
     allowed = set(request_fields()) - NOT_DEFAULTS
     if unknown := sorted(str(key) for key in values if key not in allowed):
         raise PackagingError(
-            f"defaults: {unknown[0]!r} cannot have a default; expected request fields such as"
-            f" {', '.join(SAMPLING_FIELDS[:6])}"
+            f"defaults: {unknown[0]!r} cannot have a default; expected request fields such as max_tokens, temperature"
         )
     return values
 

@@ -13,57 +13,10 @@ from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import AnyType, Array
 
+from ...serving.dialects import FIELDS, REFUSED_FIELDS
 from ...serving.request import Task
 
 ROW_MARKER = "_one_request_per_row"
-
-COMMON_FIELDS = (
-    "model",
-    "adapter",
-    "stream",
-    "stream_options",
-    "user",
-    "metadata",
-    "timeout",
-    "error_behavior",
-    "databricks_options",
-    "custom_inputs",
-)
-SAMPLING_FIELDS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "n",
-    "best_of",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "seed",
-    "logprobs",
-    "top_logprobs",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "chat_template",
-    "chat_template_kwargs",
-)
-COMPLETION_FIELDS = ("prompt", "suffix", "echo", "use_raw_prompt")
-EMBEDDING_FIELDS = ("input", "instruction", "dimensions", "encoding_format")
 
 REPLY_FIELDS = {
     "id": DataType.string,
@@ -83,9 +36,9 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
 
 
 def request_fields() -> tuple[str, ...]:
-    """Every field that a request of any task may carry."""
-    listed = CHAT_FIELDS + COMPLETION_FIELDS + EMBEDDING_FIELDS + SAMPLING_FIELDS + COMMON_FIELDS
-    return tuple(dict.fromkeys(listed))
+    """Every field that a request of any task may carry, with those that are refused by name: a signature without
+    them would have MLflow drop them unseen."""
+    return tuple(dict.fromkeys([*(name for names in FIELDS.values() for name in names), *REFUSED_FIELDS]))
 
 
 def lossless_signature() -> ModelSignature:

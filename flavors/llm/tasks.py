@@ -41,7 +41,7 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
     names = [asked] if isinstance(asked, str) else asked
     if not isinstance(names, list | tuple) or not names:
         raise PackagingError(f"task: {shown(asked)} is not allowed; expected one or several of {', '.join(ALL_TASKS)}")
-    plain = [name.removeprefix(MLFLOW_PREFIX) if isinstance(name, str) else name for name in names]
+    plain: list[Any] = [name.removeprefix(MLFLOW_PREFIX) if isinstance(name, str) else name for name in names]
     for name in plain:
         if name not in ALL_TASKS:
             raise PackagingError(f"task: {shown(name)} is not allowed; expected one of {', '.join(ALL_TASKS)}")
@@ -78,12 +78,17 @@ def is_causal(config: dict[str, Any]) -> bool:
     return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
+def config_file(model_dir: Path) -> Path:
+    """config.json of the model; a sentence-transformers directory may have it one folder down."""
     candidates = [model_dir / "config.json", *sorted(model_dir.glob("0_*/config.json"))]
+    if (found := next((c for c in candidates if c.is_file()), None)) is None:
+        raise PackagingError("model: it holds no config.json")
+    return found
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
     try:
-        config = json.loads(next(c for c in candidates if c.is_file()).read_text())
-    except StopIteration:
-        raise PackagingError("model: it holds no config.json") from None
+        config = json.loads(config_file(model_dir).read_text())
     except ValueError:
         raise PackagingError("model: config.json is not valid JSON") from None
     return config if isinstance(config, dict) else {}

@@ -1,0 +1,58 @@
+"""The model built without memory (on torch's meta device): names and shapes of its modules, nothing of its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...serving.errors import PackagingError
+from .tasks import config_file, is_causal, read_config
+
+
+def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
+    """An empty model of the architecture in ``model_dir``. Raises ``PackagingError`` where transformers has none."""
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    folder = config_file(model_dir).parent
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
+        with torch.device("meta"):
+            return auto.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise PackagingError(f"model: its architecture cannot be built: {reason}") from None
+
+
+def check_supported(skeleton: Any) -> None:
+    """Raises ``PackagingError`` for a causal model that the engine would run wrong."""
+    from ...serving.engine.loader import refuse_unsupported
+
+    refuse_unsupported(skeleton, skeleton.config.get_text_config())
+
+
+def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ``PackagingError`` where a stored tensor has the name of a parameter and another shape."""
+    for name, parameter in skeleton.named_parameters():
+        stored = shapes.get(name)
+        if stored is not None and stored != tuple(parameter.shape):
+            raise PackagingError(
+                f"model: {name} has shape {stored} in the weights but config.json gives {tuple(parameter.shape)}"
+            )
+
+
+def linear_shapes(skeleton: Any) -> tuple[dict[str, tuple[int, int]], str | None]:
+    """(out, in) of each linear by module name, and the name of the output head. GPT-2's Conv1D stores [in, out]."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
+    shapes: dict[str, tuple[int, int]] = {}
+    head_name = None
+    for name, module in skeleton.named_modules():
+        if type(module) in (nn.Linear, Conv1D):
+            rows, columns = module.weight.shape
+            shapes[name] = (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+            head_name = name if module is head else head_name
+    return shapes, head_name
