@@ -2,8 +2,8 @@
 
 A reader takes ``(value, path)`` and returns the value as the raw request holds it, or raises ``InvalidField`` with
 the path (``messages[2].content``), the value and what is allowed. JSON's types are kept apart: true is not 1, "1" is
-not 1, NaN and Infinity are no numbers. 2.0 counts as an integer, as in JSON Schema, since some clients have only floats.
-Null always means the default. The same tables give the MLflow signature and OpenAPI (``schema``).
+not 1, NaN and Infinity are no numbers. 2.0 counts as an integer, as in JSON Schema, since some clients have only
+floats. Null always means the default. The same tables give the MLflow signature and OpenAPI (``schema``).
 """
 
 from __future__ import annotations

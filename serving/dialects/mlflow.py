@@ -1,8 +1,8 @@
 """MLflow's form: what ``predict`` of a logged model, the scoring server and the deployments server take and give.
 
 Requests may use the fields of OpenAI and Databricks alike, and ``adapter``. Replies are OpenAI's objects; embeddings
-carry an ``id``; a stream's last chunk with choices carries ``usage``. An error is ``{"error_code", "message"}`` with the
-codes of MLflow's REST API.
+carry an ``id``; a stream's last chunk with choices carries ``usage``. An error is ``{"error_code", "message"}`` with
+the codes of MLflow's REST API.
 """
 
 from __future__ import annotations

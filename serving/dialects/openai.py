@@ -1,7 +1,7 @@
 """OpenAI's API: chat completions, completions and embeddings.
 
-Source of the format: the API reference of ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``. Sampling
-fields that vLLM and MindIE clients add are accepted (``tables.EXTENSIONS``). An error is
+Source of the format: the API reference of ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``.
+Sampling fields that vLLM and MindIE clients add are accepted (``tables.EXTENSIONS``). An error is
 ``{"error": {"message", "type", "param", "code"}}``.
 """
 

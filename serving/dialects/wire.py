@@ -1,4 +1,4 @@
-"""The JSON objects of OpenAI's replies, which the Databricks and MLflow dialects send as well, with their own extras."""
+"""The JSON objects of OpenAI's replies, which the Databricks and MLflow dialects send too, with extras."""
 
 from __future__ import annotations
 

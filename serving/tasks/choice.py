@@ -1,0 +1,144 @@
+"""The text of one choice as its tokens arrive: detokenised, stop strings matched and trimmed, tokens counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from ..events import PromptScored, TokenLogprob, Tokens
+from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
+from ..request import Sampling, ValidRequest
+from .stops import Match, StopMatcher
+from .text import TextModel
+
+
+class ChoiceText:
+    """``num_tokens`` counts up to and including the token that ended the text; ``matched`` is the stop string's match.
+
+    A token's log probabilities go out with the text it begins: tokens whose text was trimmed away with a stop string,
+    and the end-of-text token, have none in the reply.
+    """
+
+    def __init__(self, request: ValidRequest, index: int, text: TextModel) -> None:
+        assert request.sampling is not None
+        self._request = request
+        self._sampling: Sampling = request.sampling
+        self._index = index
+        self._text = text
+        self._detokenizer = text.detokenizer(request.skip_special_tokens)
+        self._stops = StopMatcher(request.stop)
+        self._pushed = 0  # characters given to the matcher
+        self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
+        self._ending_token: int | None = None
+        self.matched: Match | None = None
+        self.num_tokens = self._resume()
+
+    def _resume(self) -> int:
+        """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not told again."""
+        resumed = self._request.sequences[self._index].resumed_token_ids
+        for count, token_id in enumerate(resumed, 1):
+            self._feed(token_id, count)
+        return len(resumed)
+
+    def begin(self) -> Iterator[Piece]:
+        """The echoed prompt, unless it waits for its log probabilities."""
+        if self._echo and self._sampling.prompt_logprobs is None:
+            yield Delta(index=self._index, text=self._echo)
+
+    @property
+    def _echo(self) -> str:
+        request = self._request
+        return request.echo[self._index // request.n] if request.echo else ""
+
+    def scored(self, event: PromptScored) -> Iterator[Piece]:
+        """The echoed prompt with its log probabilities; the first token has none."""
+        first = self._request.sequences[self._index].prompt_token_ids[0]
+        head = self._logprob(first, None)
+        yield Delta(index=self._index, text=self._echo, logprobs=(head, *map(self._scored, event.logprobs)))
+
+    def push(self, event: Tokens) -> Iterator[Piece]:
+        """One delta for the event's tokens, and ``Ended`` where a stop string is complete."""
+        parts: list[str] = []
+        taken: list[int] = []
+        for position, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
+            taken.append(token_id)
+            if event.logprobs and not self._ends(token_id, self.num_tokens):
+                self._waiting.append((self._pushed, self._scored(event.logprobs[position])))
+            parts.append(self._feed(token_id, self.num_tokens))
+            if self.matched is not None:
+                break
+        text = "".join(parts)
+        if self.matched is not None:
+            text += self._trim(self.matched)
+        yield self._delta(text, tuple(taken))
+        if self.matched is not None:
+            yield from self._ended("stop", self.matched.stop)
+
+    def end(self, reason: ReplyFinish) -> Iterator[Piece]:
+        """The text still held, and ``Ended`` with the engine's reason."""
+        rest = self._detokenizer.flush()
+        self._pushed += len(rest)
+        text, self.matched = self._stops.push(rest, self.num_tokens >= self._sampling.min_tokens)
+        if self.matched is not None:
+            reason, text = "stop", text + self._trim(self.matched)
+        else:
+            text += self._stops.flush()
+        delta = self._delta(text, (), final=True)
+        if delta.text or delta.logprobs:
+            yield delta
+        stop = self.matched.stop if self.matched is not None else None
+        yield from self._ended(reason, stop if stop is not None else self._stop_token())
+
+    def _feed(self, token_id: int, count: int) -> str:
+        """The text that ``token_id`` makes certain, stop strings matched; sets ``matched``."""
+        if self._ends(token_id, count):
+            self._ending_token = token_id
+            if not self._request.include_stop_str_in_output:
+                return ""
+        new = self._detokenizer.push(token_id)
+        self._pushed += len(new)
+        free, self.matched = self._stops.push(new, count >= self._sampling.min_tokens)
+        return free
+
+    def _ends(self, token_id: int, count: int) -> bool:
+        return token_id in self._sampling.stop_token_ids and count > self._sampling.min_tokens
+
+    def _trim(self, match: Match) -> str:
+        """What belongs to the text of a match; log probabilities behind the cut are dropped."""
+        kept = self._request.include_stop_str_in_output
+        cut = match.end if kept else match.start
+        while self._waiting and self._waiting[-1][0] >= cut:
+            self._waiting.pop()
+        return match.stop if kept else ""
+
+    def _delta(self, text: str, token_ids: tuple[int, ...], final: bool = False) -> Delta:
+        ready = []
+        told = self._pushed if self.matched is not None else self._stops.position
+        while self._waiting and (final or self._waiting[0][0] < told):
+            ready.append(self._waiting.popleft()[1])
+        return Delta(
+            index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=tuple(ready)
+        )
+
+    def _ended(self, reason: ReplyFinish, stop_reason: str | int | None) -> Iterator[Piece]:
+        if self._request.suffix:
+            yield Delta(index=self._index, text=self._request.suffix)
+        # a cut prompt is an answer to less than was asked, which is what "length" tells
+        reason = "length" if self._request.truncated and reason == "stop" else reason
+        yield Ended(index=self._index, finish_reason=reason, stop_reason=stop_reason)
+
+    def _stop_token(self) -> int | None:
+        """The caller's own stop token that ended the text; the model's end of text is no news."""
+        token = self._ending_token
+        return None if token is None or token in self._text.eos_token_ids else token
+
+    def _scored(self, entry: TokenLogprob) -> TextLogprob:
+        top = tuple(self._logprob(token_id, logprob) for token_id, logprob in entry.top)
+        return self._logprob(entry.token_id, entry.logprob, top)
+
+    def _logprob(self, token_id: int, logprob: float | None, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        data = self._text.token_bytes(token_id)
+        return TextLogprob(
+            token=data.decode(errors="replace"), bytes=tuple(data), token_id=token_id, logprob=logprob, top=top
+        )

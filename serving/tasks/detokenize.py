@@ -1,0 +1,109 @@
+"""Token ids to text, one token at a time, equal in the end to decoding all of them at once.
+
+A byte-level tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM) maps each token to bytes, so an incremental UTF-8 decoder
+is exact and costs the same for every token. Others (SentencePiece's kind) decode a token by its left neighbours, so a
+window of tokens is decoded with and without the new ones and the difference is the new text. There, text is held while
+it ends in U+FFFD, the sign of an incomplete character, at most ``MAX_HELD`` tokens long.
+One case differs by intent: where a run of SentencePiece's byte tokens turns invalid after a valid character, decoding
+the whole run would take back the valid character that was already delivered; here it stays.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+MAX_HELD = 16
+
+
+class Detokenizer(Protocol):
+    """State of one sequence."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence, incomplete bytes as U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    __slots__ = ("_bytes", "_decoder")
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        """``token_bytes[i]`` are the bytes of token ``i``; b"" for one that is to be skipped."""
+        self._bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        if token_id >= len(self._bytes):  # a padded embedding row: it has no text
+            return ""
+        return self._decoder.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """``ids[start:read]`` has been delivered; ``start`` trails by one delivered stretch as left context."""
+
+    __slots__ = ("_backend", "_ids", "_read", "_skip", "_start")
+
+    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._start = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        return self._deliver(final=False)
+
+    def flush(self) -> str:
+        return self._deliver(final=True)
+
+    def _deliver(self, final: bool) -> str:
+        before = self._decode(self._ids[self._start : self._read])
+        after = self._decode(self._ids[self._start :])
+        held = len(self._ids) - self._read
+        if not final and after.endswith("\ufffd") and held < MAX_HELD:
+            return ""
+        if len(after) <= len(before) and not final:  # a skipped token, or a decoder that waits for the next
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
+        return text
+
+
+def byte_table(backend: Any, special_ids: frozenset[int]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]] | None:
+    """``(bytes of every token, the same with special tokens empty)`` of a byte-level tokenizer, else None.
+
+    As the decoder does it: a token whose characters all stand for bytes is those bytes, any other its own UTF-8.
+    """
+    if type(backend.decoder).__name__ != "ByteLevel":
+        return None
+    to_byte = {char: byte for byte, char in _byte_characters().items()}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            table[token_id] = bytes(to_byte[char] for char in token)
+        except KeyError:
+            table[token_id] = token.encode()
+    visible = tuple(b"" if i in special_ids else data for i, data in enumerate(table))
+    return tuple(table), visible
+
+
+def _byte_characters() -> dict[int, str]:
+    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {byte: chr(byte) for byte in kept}
+    others = [byte for byte in range(256) if byte not in table]
+    table.update({byte: chr(256 + i) for i, byte in enumerate(others)})
+    return table

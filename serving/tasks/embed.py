@@ -1,0 +1,52 @@
+"""Runs an embeddings request on an engine: vectors cut and renormalised, and the usage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..engine.interface import Engine, EventStream
+from ..errors import DeadlineExceeded, InternalError
+from ..events import Embedded, Failed, Finished
+from ..reply import Done, Piece, Usage, Vector
+from ..request import ValidRequest
+from .pieces import Pieces, failure
+
+
+def run(engine: Engine, request: ValidRequest) -> Pieces:
+    """One ``Vector`` an input as they come, then ``Done``. The request starts at once; closing aborts the rest.
+
+    Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
+    """
+    stream = engine.submit(request)
+    return Pieces(_pieces(stream, request), stream)
+
+
+def _pieces(stream: EventStream, request: ValidRequest) -> Iterator[Piece]:
+    missing = set(range(len(request.sequences)))
+    for event in stream:
+        if isinstance(event, Failed):
+            raise failure(event)
+        if isinstance(event, Finished):
+            if event.reason == "deadline":
+                raise DeadlineExceeded("timeout: the request's time limit passed before it was complete")
+            continue
+        if not isinstance(event, Embedded):
+            raise InternalError("the engine answered an embeddings request with tokens")
+        missing.discard(event.index)
+        yield Vector(index=event.index, data=shortened(event.vector, request.dimensions))
+        if not missing:
+            break
+    if missing:
+        raise InternalError("the engine ended the request without finishing it")
+    yield Done(usage=Usage(prompt_tokens=request.num_prompt_tokens))
+
+
+def shortened(vector: bytes, dimensions: int | None) -> bytes:
+    """The first ``dimensions`` values of a float32 vector, scaled to length 1 again; as it is where None."""
+    if dimensions is None:
+        return vector
+    kept = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
+    norm = float(np.linalg.norm(kept))
+    return (kept / norm if norm > 0 else kept).astype("<f4").tobytes()

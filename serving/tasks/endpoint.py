@@ -1,0 +1,91 @@
+"""What validation knows of the endpoint that a request came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..engine.interface import EngineInfo
+from ..errors import InvalidField, NotFound
+from .text import TextModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Defaults and limits of one endpoint.
+
+    ``default_max_tokens`` None: up to the context length. ``strict_turns``: one system message at most and first,
+    then user and assistant in turn, ending in user (the Databricks document). ``raw_prompts`` False: completions go
+    through the chat template unless ``use_raw_prompt`` is true. ``allow_n`` is what provisioned endpoints have,
+    ``allow_error_behavior`` what pay-per-token ones have. ``timeout``: seconds a request may take, None for no limit.
+    """
+
+    default_max_tokens: int | None = None
+    default_temperature: float = 1.0
+    default_top_p: float = 1.0
+    default_top_k: int = 0
+    default_system_prompt: str | None = None
+    strict_turns: bool = False
+    raw_prompts: bool = True
+    allow_n: bool = True
+    allow_error_behavior: bool = True
+    max_stop_strings: int = 64
+    max_stop_chars: int = 8192
+    max_prompts: int = 2048
+    max_choices: int = 128
+    max_sequences: int = 4096
+    max_messages: int = 4096
+    timeout: float | None = None
+
+
+# The seed of the Databricks document, by the two kinds of its endpoints.
+DATABRICKS_PROVISIONED = Profile(strict_turns=True, raw_prompts=False, allow_error_behavior=False)
+DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, allow_n=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointView:
+    """One served model as ``validate`` sees it.
+
+    ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
+    notebook, which cannot know what its callers call it. ``adapters`` is asked at each request, since they come and go.
+    """
+
+    name: str
+    info: EngineInfo
+    text: TextModel
+    adapters: Callable[[], tuple[str, ...]] | tuple[str, ...] = ()
+    profile: Profile = field(default_factory=Profile)
+    names: tuple[str, ...] | None = ()
+
+    def known_adapters(self) -> tuple[str, ...]:
+        return tuple(sorted(self.adapters() if callable(self.adapters) else self.adapters))
+
+    @property
+    def context(self) -> int:
+        """Tokens that one sequence may have, prompt and completion together."""
+        return min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)
+
+    def find_adapter(self, model: str | None, adapter: str | None) -> str | None:
+        """The adapter that ``model`` ("endpoint:adapter") and ``adapter`` name. Raises ``NotFound``."""
+        named = self._adapter_of(model)
+        if named is not None and adapter is not None and named != adapter:
+            raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
+        found = named if named is not None else adapter
+        if not found:
+            return None
+        known = self.known_adapters()
+        if found not in known:
+            listed = ", ".join(known[:32]) or "none"
+            raise NotFound(f"adapter: no adapter {found[:64]!r}; loaded: {listed}", param="adapter")
+        return found
+
+    def _adapter_of(self, model: str | None) -> str | None:
+        if model is None or model == self.name or model in (self.names or ()):
+            return None
+        name, colon, adapter = model.rpartition(":")
+        if colon and (name == self.name or name in (self.names or ())):
+            return adapter
+        if self.names is None:
+            return adapter if adapter in self.known_adapters() else None
+        raise NotFound(f"model: no model {model[:64]!r} here; this endpoint is {self.name!r}", param="model")

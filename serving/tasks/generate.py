@@ -1,0 +1,109 @@
+"""Runs a chat or completions request on an engine and tells the caller's side of it: text, ends, usage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..engine.interface import Engine, EventStream
+from ..errors import DeadlineExceeded, InternalError
+from ..events import Embedded, Failed, Finished, PromptScored, Tokens
+from ..reply import Delta, Done, Piece, Usage
+from ..request import ValidRequest
+from .choice import ChoiceText
+from .pieces import Pieces, failure, gather
+from .text import TextModel
+
+__all__ = ["OnTokens", "Pieces", "gather", "run"]
+
+OnTokens = Callable[[int, int], None]
+
+
+def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTokens | None = None) -> Pieces:
+    """Pieces of one reply, ``Done`` last. The request starts at once; closing the iterator aborts what still runs.
+
+    ``on_tokens(index, count)`` is called before each piece that counts tokens is given out, so that a ledger has seen
+    whatever a caller has seen. Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
+    """
+    stream = engine.submit(request)
+    return Pieces(_Run(request, text, stream, on_tokens or _ignore).pieces(), stream)
+
+
+def _ignore(index: int, count: int) -> None:
+    pass
+
+
+class _Run:
+    """One request's choices. ``open``: indexes whose text goes on; ``reported``: those the engine has ended."""
+
+    def __init__(self, request: ValidRequest, text: TextModel, stream: EventStream, on_tokens: OnTokens) -> None:
+        self._request = request
+        self._stream = stream
+        self._on_tokens = on_tokens
+        self._finish: Any = getattr(stream, "finish", None)
+        self._choices = [ChoiceText(request, index, text) for index in range(len(request.sequences))]
+        self._open = set(range(len(self._choices)))
+        self._reported: set[int] = set()
+        self._cached = [0] * len(self._choices)
+
+    def pieces(self) -> Iterator[Piece]:
+        for choice in self._choices:
+            yield from choice.begin()
+        for event in self._stream:
+            if isinstance(event, Failed):
+                raise failure(event)
+            yield from self._on_event(event)
+            if self._complete():
+                break
+        if self._open:
+            raise InternalError("the engine ended the request without finishing it")
+        yield Done(usage=self._usage())
+
+    def _on_event(self, event: Tokens | PromptScored | Finished | Embedded) -> Iterator[Piece]:
+        if isinstance(event, Embedded):
+            raise InternalError("the engine answered a generating request with a vector")
+        choice = self._choices[event.index]
+        if isinstance(event, Finished):
+            self._reported.add(event.index)
+            self._cached[event.index] = event.num_cached_tokens
+            if event.index in self._open:
+                yield from self._end(choice, event)
+        elif event.index in self._open:
+            pieces = choice.scored(event) if isinstance(event, PromptScored) else choice.push(event)
+            for piece in pieces:
+                self._count(piece)
+                yield piece
+            if choice.matched is not None:
+                self._open.discard(event.index)
+                if self._finish is not None:
+                    self._finish(event.index)
+
+    def _end(self, choice: ChoiceText, event: Finished) -> Iterator[Piece]:
+        reason: Any = event.reason
+        if reason == "deadline":
+            if not self._request.truncate_on_timeout:
+                raise DeadlineExceeded("timeout: the request's time limit passed before it was complete")
+            reason = "length"
+        for piece in choice.end(reason):
+            self._count(piece)
+            yield piece
+        self._open.discard(event.index)
+
+    def _count(self, piece: Piece) -> None:
+        if isinstance(piece, Delta) and piece.num_tokens:
+            self._on_tokens(piece.index, piece.num_tokens)
+
+    def _complete(self) -> bool:
+        """All told. An engine that can end single sequences reports each; one that cannot is closed at once."""
+        if self._open:
+            return False
+        return self._finish is None or len(self._reported) == len(self._choices)
+
+    def _usage(self) -> Usage:
+        """Prompts count once each; cached tokens are those of each prompt's first choice (later choices of the same
+        prompt find in the cache what the first one put there)."""
+        return Usage(
+            prompt_tokens=self._request.num_prompt_tokens,
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(self._cached[:: self._request.n]),
+        )

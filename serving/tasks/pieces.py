@@ -1,0 +1,92 @@
+"""The iterator of a reply's pieces, and a whole reply gathered from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..engine.interface import EventStream
+from ..errors import ServingError, from_kind
+from ..events import Failed
+from ..reply import Choice, Delta, Ended, Piece, Reply, Usage, Vector
+
+
+class Pieces:
+    """An iterator of pieces over an engine's stream, which it closes at the end, on an error and when dropped.
+
+    Not a bare generator: closing one that was never asked for a piece would leave the engine running.
+    """
+
+    def __init__(self, pieces: Iterator[Piece], stream: EventStream) -> None:
+        self._pieces = pieces
+        self._stream = stream
+
+    def __iter__(self) -> Pieces:
+        return self
+
+    def __next__(self) -> Piece:
+        try:
+            return next(self._pieces)
+        except BaseException:  # StopIteration too: nothing follows
+            self._stream.close()
+            raise
+
+    def close(self) -> None:
+        """Abort what still runs; harmless when repeated."""
+        self._stream.close()
+
+    def __enter__(self) -> Pieces:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def failure(event: Failed) -> ServingError:
+    """The error that an engine's ``Failed`` names."""
+    error = from_kind(event.kind, event.message, param=event.param)
+    error.retry_after = event.retry_after
+    return error
+
+
+def gather(pieces: Iterable[Piece]) -> Reply:
+    """A whole reply of its pieces."""
+    choices: dict[int, _Gathered] = {}
+    vectors: dict[int, bytes] = {}
+    usage = Usage(prompt_tokens=0)
+    for piece in pieces:
+        if isinstance(piece, Delta):
+            choices.setdefault(piece.index, _Gathered()).add(piece)
+        elif isinstance(piece, Ended):
+            choices.setdefault(piece.index, _Gathered()).ended = piece
+        elif isinstance(piece, Vector):
+            vectors[piece.index] = piece.data
+        else:
+            usage = piece.usage
+    return Reply(
+        choices=tuple(choices[index].choice(index) for index in sorted(choices)),
+        vectors=tuple(vectors[index] for index in sorted(vectors)),
+        usage=usage,
+    )
+
+
+class _Gathered:
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.ended: Ended | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def choice(self, index: int) -> Choice:
+        ended = self.ended or Ended(index=index, finish_reason="abort")
+        return Choice(
+            index=index,
+            text="".join(delta.text for delta in self.deltas),
+            finish_reason=ended.finish_reason,
+            stop_reason=ended.stop_reason,
+            token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
+            logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
+        )

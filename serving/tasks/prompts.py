@@ -1,0 +1,234 @@
+"""From what a caller wrote to the token ids of each prompt: template, turns, context length, truncation.
+
+With ``error_behavior: truncate`` an over-long prompt loses its oldest tokens (a leading BOS stays) until
+``max_tokens`` fits behind it, or a quarter of the context where the caller set none; ``max_tokens`` itself is held to
+half of the context, so that some prompt is always left. An over-long embedding input loses its end instead: the
+encoders were trained so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..errors import ContextTooLong, InvalidField
+from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling
+from .endpoint import EndpointView
+
+
+class Prompt(NamedTuple):
+    """``text`` is what the caller wrote, for ``echo``; "" for a chat."""
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    truncated: bool = False
+
+
+def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
+    """Whether prompts go to the model as they stand: asked for, the profile's way, or there is no template."""
+    if raw.use_raw_prompt is not None:
+        return raw.use_raw_prompt or not endpoint.text.templates
+    return endpoint.profile.raw_prompts or not endpoint.text.templates
+
+
+def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
+    profile = endpoint.profile
+    if len(raw.messages) > profile.max_messages:
+        raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
+    if profile.strict_turns:
+        check_turns(raw.messages)
+    messages = _with_system(raw.messages, endpoint)
+    variables = _template_variables(raw.chat_template_kwargs)
+    return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables)
+
+
+def _with_system(messages: tuple[dict[str, Any], ...], endpoint: EndpointView) -> tuple[dict[str, Any], ...]:
+    system = endpoint.profile.default_system_prompt
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": system}, *messages)
+
+
+def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
+    if len(raw.prompts) > endpoint.profile.max_prompts:
+        raise InvalidField("prompt", f"{len(raw.prompts)} prompts", f"at most {endpoint.profile.max_prompts}")
+    return [
+        _completion_prompt(entry, raw, endpoint, f"prompt[{i}]" if raw.batched else "prompt")
+        for i, entry in enumerate(raw.prompts)
+    ]
+
+
+def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
+    if len(raw.inputs) > endpoint.profile.max_prompts:
+        raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
+    prefix = _instruction(raw, endpoint)
+    return [_embedding_input(entry, prefix, raw, endpoint, i) for i, entry in enumerate(raw.inputs)]
+
+
+def check_turns(messages: tuple[dict[str, Any], ...]) -> None:
+    """One system message at most and first; then user and assistant in turn, ending in user.
+
+    An assistant message with tool calls is followed by the tool messages that answer them, and by the assistant again.
+    """
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    start = len(messages) - len(turns)
+    expected: tuple[str, ...] = ("user",)
+    open_calls: set[str] = set()
+    for i, message in enumerate(turns, start):
+        role = message["role"]
+        if role not in expected:
+            raise InvalidField(f"messages[{i}].role", role, " or ".join(expected) + " at this place")
+        if role == "tool":
+            if message["tool_call_id"] not in open_calls:
+                raise InvalidField(
+                    f"messages[{i}].tool_call_id", message["tool_call_id"], "the id of an open tool call"
+                )
+            open_calls.discard(message["tool_call_id"])
+            expected = ("tool",) if open_calls else ("assistant", "user")
+        elif message.get("tool_calls"):
+            open_calls = {call["id"] for call in message["tool_calls"]}
+            expected = ("tool",)
+        else:
+            expected = ("user",) if role == "assistant" else ("assistant",)
+    if not turns or turns[-1]["role"] not in ("user", "tool") or open_calls:
+        last = messages[-1]["role"]
+        raise InvalidField(f"messages[{len(messages) - 1}].role", last, "user: the last message is the user's")
+
+
+# What belongs to rendering itself and not to a template; a template's own variables have other names.
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "self",
+    )
+)
+
+
+def _template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    for name, value in (given or {}).items():
+        if not name.isidentifier() or name in RESERVED:
+            raise InvalidField(f"chat_template_kwargs.{name[:64]}", value, "variables of the template, by their names")
+    return given or {}
+
+
+def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoint: EndpointView, path: str) -> Prompt:
+    if not isinstance(entry, str):
+        _check_token_ids(entry, endpoint, path)
+        cut, truncated = _fit(entry, endpoint, raw.sampling, path)
+        return Prompt(cut, endpoint.text.decode(entry, skip_special_tokens=False) if raw.echo else "", truncated)
+    if not is_raw(raw, endpoint):
+        messages = _with_system(({"role": "user", "content": entry},), endpoint)
+        return _templated(messages, endpoint, raw.sampling, None, {}, path)._replace(text=entry)
+    truncate = raw.sampling.error_behavior == "truncate"
+    over = endpoint.text.surely_over(entry, endpoint.context)
+    if over is not None and not truncate:
+        raise too_long(path, f"more than {endpoint.context}", endpoint)
+    text = entry if over is None else endpoint.text.tail(entry, endpoint.context)
+    ids = endpoint.text.encode(text)
+    if not ids:
+        raise InvalidField(path, entry, "a text of at least one token")
+    cut, truncated = _fit(ids, endpoint, raw.sampling, path)
+    return Prompt(cut, entry, truncated or over is not None)
+
+
+def _templated(
+    messages: tuple[dict[str, Any], ...],
+    endpoint: EndpointView,
+    sampling: RawSampling,
+    template: str | None,
+    variables: dict[str, Any],
+    path: str = "messages",
+) -> Prompt:
+    truncate = sampling.error_behavior == "truncate"
+    ids = endpoint.text.chat(
+        messages, template=template, variables=variables, limit=None if truncate else endpoint.context
+    )
+    if isinstance(ids, int):
+        raise too_long(path, f"more than {endpoint.context}", endpoint)
+    if not ids:
+        raise InvalidField(path, "", "something: the template made an empty prompt of it")
+    cut, truncated = _fit(ids, endpoint, sampling, path)
+    return Prompt(cut, "", truncated)
+
+
+def _fit(
+    ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
+) -> tuple[tuple[int, ...], bool]:
+    """``(ids, truncated)``: ids with room for at least one token behind them."""
+    context = endpoint.context
+    if sampling.error_behavior != "truncate":
+        if len(ids) >= context:
+            raise too_long(path, str(len(ids)), endpoint)
+        return ids, False
+    room = max(1, min(sampling.max_tokens or context // 4, context // 2))
+    if len(ids) + room <= context:
+        return ids, False
+    if sampling.max_tokens is None and len(ids) < context:
+        return ids, False
+    keep = context - room
+    lead = endpoint.text.leading_ids
+    if lead and ids[: len(lead)] == lead and keep > len(lead):
+        return lead + ids[len(ids) - keep + len(lead) :], True
+    return ids[len(ids) - keep :], True
+
+
+def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
+    context = f"the context of this model is {endpoint.context} tokens, prompt and completion together"
+    return ContextTooLong(f"{path}: {count} tokens; {context}", param=path)
+
+
+def _check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str) -> None:
+    size = endpoint.info.vocab_size
+    for i, token_id in enumerate(ids):
+        if token_id >= size:
+            raise InvalidField(f"{path}[{i}]", token_id, f"a token id below {size}")
+
+
+def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
+    """What goes before each input: the model's prompt of that name, or the instruction itself and a space."""
+    spec = endpoint.text.embedding
+    prompts = spec.prompts if spec is not None else {}
+    if raw.instruction is None:
+        name = spec.default_prompt if spec is not None else None
+        return prompts.get(name, "") if name is not None else ""
+    if raw.instruction in prompts:
+        return prompts[raw.instruction]
+    return raw.instruction if not raw.instruction or raw.instruction[-1].isspace() else raw.instruction + " "
+
+
+def _embedding_input(
+    entry: str | tuple[int, ...], prefix: str, raw: RawEmbedding, endpoint: EndpointView, index: int
+) -> Prompt:
+    path = f"input[{index}]" if len(raw.inputs) > 1 else "input"
+    spec = endpoint.text.embedding
+    limit = min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
+    if isinstance(entry, str):
+        # the beginning decides, however long the rest: only a beginning of very few tokens needs the whole text
+        beginning = prefix + entry[: 64 * limit]
+        ids, cut = endpoint.text.encode_embedding(beginning, limit)
+        if not cut and len(entry) > 64 * limit:
+            ids, cut = endpoint.text.encode_embedding(prefix + entry, limit)
+    else:
+        _check_token_ids(entry, endpoint, path)
+        if raw.instruction is not None:
+            raise InvalidField("instruction", raw.instruction, "null where input is token ids")
+        ids, cut = entry[:limit], len(entry) > limit
+    if cut and raw.error_behavior != "truncate":
+        raise ContextTooLong(f"{path}: more than {limit} tokens, which is the longest this model takes", param=path)
+    if not ids:
+        raise InvalidField(path, entry, "a text of at least one token")
+    return Prompt(ids, "", cut)

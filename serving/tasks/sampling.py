@@ -1,0 +1,91 @@
+"""Sampling parameters resolved against an endpoint: every field gets its final value."""
+
+from __future__ import annotations
+
+from ..errors import ContextTooLong, InvalidField
+from ..request import RawChat, RawCompletion, Sampling
+from .endpoint import EndpointView
+
+MASK = 2**64 - 1
+
+
+def resolve(
+    raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int, score_prompt: bool = False
+) -> Sampling:
+    """``longest_prompt`` in tokens. Raises ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
+    asked, profile = raw.sampling, endpoint.profile
+    max_tokens = _max_tokens(raw, endpoint, longest_prompt)
+    if asked.min_tokens is not None and asked.min_tokens > max_tokens:
+        raise InvalidField("min_tokens", asked.min_tokens, f"at most max_tokens, {max_tokens}")
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    eos = () if asked.ignore_eos else endpoint.text.eos_token_ids
+    top_k = profile.default_top_k if asked.top_k is None else asked.top_k
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=asked.min_tokens or 0,
+        temperature=_or(asked.temperature, profile.default_temperature),
+        top_p=_or(asked.top_p, profile.default_top_p),
+        top_k=0 if top_k >= endpoint.info.vocab_size else top_k,
+        min_p=_or(asked.min_p, 0.0),
+        typical_p=_or(asked.typical_p, 1.0),
+        repetition_penalty=_or(asked.repetition_penalty, 1.0),
+        presence_penalty=_or(asked.presence_penalty, 0.0),
+        frequency_penalty=_or(asked.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(asked.logit_bias, endpoint),
+        stop_token_ids=_stop_token_ids(asked.stop_token_ids, eos, endpoint),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if score_prompt else None,
+    )
+
+
+def seeds(first: int, count: int) -> list[int]:
+    """Distinct uint64 seeds of a request's sequences; the first is the request's own, so n=1 is choice 0 of any n.
+
+    The others are SplitMix64's output: one far-away value for each step, the same wherever it runs.
+    """
+    return [first, *(_splitmix(first, i) for i in range(1, count))]
+
+
+def _splitmix(seed: int, step: int) -> int:
+    z = (seed + step * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _max_tokens(raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int) -> int:
+    room = endpoint.context - longest_prompt
+    asked = raw.sampling.max_tokens
+    if asked is None:
+        return min(room, endpoint.profile.default_max_tokens or room)
+    if asked <= room:
+        return asked
+    if raw.sampling.error_behavior == "truncate":
+        return room
+    text = (
+        f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and the context of this model is "
+        f"{endpoint.context}, which leaves {room}"
+    )
+    raise ContextTooLong(text, param="max_tokens")
+
+
+def _logit_bias(given: dict[int, float] | None, endpoint: EndpointView) -> tuple[tuple[int, float], ...]:
+    for token_id in given or {}:
+        if token_id >= endpoint.info.vocab_size:
+            raise InvalidField("logit_bias", token_id, f"token ids below {endpoint.info.vocab_size}")
+    return tuple(sorted((given or {}).items()))
+
+
+def _stop_token_ids(
+    given: tuple[int, ...] | None, eos: tuple[int, ...], endpoint: EndpointView
+) -> tuple[int, ...]:  # fmt: skip
+    if given is not None and len(given) > endpoint.profile.max_stop_strings:
+        raise InvalidField("stop_token_ids", f"{len(given)} ids", f"at most {endpoint.profile.max_stop_strings}")
+    for i, token_id in enumerate(given or ()):
+        if token_id >= endpoint.info.vocab_size:
+            raise InvalidField(f"stop_token_ids[{i}]", token_id, f"a token id below {endpoint.info.vocab_size}")
+    return tuple(dict.fromkeys((*eos, *(given or ()))))

@@ -1,0 +1,216 @@
+"""The text side of a model: its tokenizer, chat templates and end-of-text ids.
+
+Thread-safe: encoding and decoding go through a private copy of the fast tokenizer that nothing changes after it is
+made. transformers' own object is entered only to render templates, and under a lock where it changes its state.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from ..bundle import Bundle, EmbeddingSpec
+from ..errors import InvalidField, PackagingError
+from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+
+CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
+DEFAULT_TEMPLATE = "default"
+
+
+class TextModel:
+    """``chat_templates``: Jinja sources by name, as in the bundle's files; "default" is used unless named."""
+
+    def __init__(self, bundle: Bundle, trust_remote_code: bool = False) -> None:
+        self._hf: Any = _load_tokenizer(bundle.tokenizer_dir, trust_remote_code)
+        self._backend = Tokenizer.from_str(self._hf.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = False
+        self._lock = threading.Lock()
+        added = self._hf.added_tokens_decoder
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control = re.compile("|".join(re.escape(token.content) for token in added.values()) or "(?!)")
+        self._tables = byte_table(self._backend, self._special_ids)
+        self.templates = _templates(bundle, self._hf)
+        self.embedding: EmbeddingSpec | None = bundle.embedding
+        self.eos_token_ids = _eos_ids(bundle, self._hf)
+        self.vocab_size = len(self._hf)
+        self._bos: str | None = self._hf.bos_token
+        self._embedders: dict[int, Tokenizer] = {}
+
+    # -- to tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a raw text. A text that already begins with the BOS token's text gets no second one."""
+        if add_special_tokens and self._bos and text.startswith(self._bos):
+            add_special_tokens = not self._prepends_bos()
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_embedding(self, text: str, limit: int) -> tuple[tuple[int, ...], bool]:
+        """``(ids, cut)``: ids with the model's special tokens, cut to ``limit`` tokens from the end of the text."""
+        embedder = self._embedders.get(limit)
+        if embedder is None:
+            embedder = Tokenizer.from_str(self._backend.to_str())
+            embedder.enable_truncation(limit)
+            self._embedders[limit] = embedder
+        encoding = embedder.encode(text)
+        return tuple(encoding.ids), bool(encoding.overflowing)
+
+    def surely_over(self, text: str, limit: int) -> int | None:
+        """A number of tokens above ``limit`` that ``text`` surely has, or None where only encoding it tells.
+
+        Costs about ``limit`` tokens, however long the text: stretches are encoded until they sum up to clearly more
+        than the limit. A cut between two stretches can add tokens but a few, which the margin covers.
+        """
+        if len(text) <= max(CHUNK, 4 * limit):
+            return None
+        count, margin = 0, limit // 4 + 64
+        for start in range(0, len(text), CHUNK):
+            stretch = text[start : start + CHUNK]
+            count += len(self._backend.encode(stretch, add_special_tokens=False).ids)
+            if count > limit + margin:
+                return limit + 1
+        return None
+
+    def tail(self, text: str, limit: int) -> str:
+        """An end of ``text`` with at least ``limit`` tokens, where that can be had without encoding all of it."""
+        size = max(CHUNK, 4 * limit)
+        while size < len(text):
+            end = text[-size:]
+            if len(self._backend.encode(end, add_special_tokens=False).ids) > limit + 16:
+                return end
+            size *= 2
+        return text
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> tuple[int, ...] | int:
+        """Token ids of a conversation, or only a count above ``limit`` where it surely does not fit.
+
+        The template's text is tokenised exactly once and nothing is added. Special tokens that callers write in
+        messages are encoded as ordinary text. Raises ``InvalidField`` where the template refuses the messages.
+        """
+        source = self.template(template)
+        given = [dict(message) for message in messages]
+        kwargs = dict(variables or {})
+        rendered = self._render(given, source, kwargs, tokenize=False)
+        if limit is not None and (over := self.surely_over(rendered, limit)) is not None:
+            return over
+        if not self._has_control_text([given, kwargs]):
+            return tuple(self._backend.encode(rendered, add_special_tokens=False).ids)
+        with self._lock:
+            return tuple(self._render(given, source, kwargs, tokenize=True))
+
+    def template(self, name: str | None) -> str:
+        """Raises ``InvalidField`` for a name the model does not have; a template's source itself is never taken."""
+        found = self.templates.get(name or DEFAULT_TEMPLATE)
+        if found is None and name is None:
+            raise InvalidField("messages", "a chat", "a prompt: this model has no chat template")
+        if found is None:
+            raise InvalidField("chat_template", name, "one of " + ", ".join(sorted(self.templates)))
+        return found
+
+    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any], tokenize: bool) -> Any:
+        try:
+            found = self._hf.apply_chat_template(
+                messages,
+                chat_template=source,
+                add_generation_prompt=True,
+                tokenize=tokenize,
+                sanitize_control_tokens=tokenize,
+                **kwargs,
+            )
+        except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
+            roles = [message["role"] for message in messages[:16]]
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise InvalidField("messages", roles, f"what the model's chat template accepts: {reason}") from None
+        return found["input_ids"] if tokenize else found
+
+    def _has_control_text(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return self._control.search(value) is not None
+        if isinstance(value, dict):
+            return any(self._has_control_text(entry) for entry in value.values())
+        if isinstance(value, list | tuple):
+            return any(self._has_control_text(entry) for entry in value)
+        return False
+
+    def _prepends_bos(self) -> bool:
+        ids = self._backend.encode("").ids
+        return bool(ids) and ids[0] == self._hf.bos_token_id
+
+    @property
+    def leading_ids(self) -> tuple[int, ...]:
+        """What the tokenizer puts before every raw text (BOS), often nothing."""
+        return (self._hf.bos_token_id,) if self._prepends_bos() else ()
+
+    # -- to text
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh state for one sequence."""
+        if self._tables is not None:
+            return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0])
+        return WindowDetokenizer(self._backend, skip_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself (special tokens: their name); b"" for an id without a token."""
+        if self._tables is not None:
+            table = self._tables[0]
+            return table[token_id] if token_id < len(table) else b""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode() if token_id not in self._special_ids else token.encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; part of a character is U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    if not getattr(tokenizer, "is_fast", False):
+        raise PackagingError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); convert it and log again")
+    return tokenizer
+
+
+def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
+    """The bundle's templates; where it has none, those the tokenizer's own files hold."""
+    if bundle.chat_templates:
+        return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+    own = tokenizer.chat_template
+    if isinstance(own, dict):
+        return dict(own)
+    return {DEFAULT_TEMPLATE: own} if own else {}
+
+
+def _eos_ids(bundle: Bundle, tokenizer: Any) -> tuple[int, ...]:
+    """End-of-text ids of the generation config (a chat model ends a turn and a text), the config, the tokenizer."""
+    found: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        path = Path(bundle.model_dir) / name
+        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, int) and entry >= 0:
+                found[entry] = None
+    if tokenizer.eos_token_id is not None:
+        found[tokenizer.eos_token_id] = None
+    return tuple(found)
