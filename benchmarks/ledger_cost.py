@@ -1,6 +1,6 @@
 """What metering adds to a request: reserve, count 64 tokens one by one, settle. Prints and writes a JSON beside it.
 
-    python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
+python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
 """
 
 from __future__ import annotations

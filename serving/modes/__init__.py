@@ -1,0 +1,9 @@
+"""How requests are admitted: pay-per-token or provisioned throughput; and the endpoints they are sent to."""
+
+from __future__ import annotations
+
+from .base import Admission, Mode, ModeProfile, Target, check_fields
+from .pay_per_token import PayPerToken
+from .provisioned import Provisioned
+
+__all__ = ["Admission", "Mode", "ModeProfile", "PayPerToken", "Provisioned", "Target", "check_fields"]

@@ -1,0 +1,142 @@
+"""The reservation's transaction: row, limits, windows and bucket, all or nothing."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from . import windows
+from .lease import Bucket, Reservation
+from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
+from .money import Price, cost
+from .settlement import load_windows, save_windows
+from .store import Store
+from .tables import buckets, ledger, limits
+from .tables import windows as window_table
+from .windows import Amounts, WindowState
+
+
+class WindowMissing(Exception):
+    """A limit has no window yet; ``open_windows`` makes it and the reservation starts over."""
+
+    def __init__(self, subjects: tuple[Subject, ...]) -> None:
+        super().__init__(subjects)
+        self.subjects = subjects
+
+
+class Admitted(Struct, frozen=True, kw_only=True):
+    limits: tuple[LimitStatus, ...]
+    within_reserve: bool
+
+
+_insert = sa.insert(ledger)
+_find_limits = sa.select(limits).where(
+    sa.or_(
+        *(
+            sa.and_(limits.c.scope == scope, limits.c.subject == sa.bindparam(scope))
+            for scope in ("endpoint", "key", "tenant", "user")
+        )
+    )
+)
+
+
+def reserve(
+    connection: sa.Connection, store: Store, reservation: Reservation, *, row: dict[str, object], now: int
+) -> Admitted:
+    """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
+
+    The row goes in first: on PostgreSQL that takes the ledger's row lock, so a window that is being built is either
+    seen whole below or waits for this transaction. ``now`` moves forward to the windows' latest second where another
+    host's clock is ahead, so that windows only ever move on.
+    """
+    connection.execute(_insert, row)
+    found = connection.execute(
+        _find_limits,
+        {
+            "endpoint": reservation.endpoint,
+            "key": reservation.key_id,
+            "tenant": reservation.tenant,
+            "user": reservation.endpoint,
+        },
+    )
+    set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
+    states = load_windows(connection, row)
+    checked = _pair(set_limits, states, row)
+    if states:
+        now = max([now, *(state.latest for state in states.values())])
+        _charge(connection, checked, states, _wanted(reservation, row), now)
+    taken = 0
+    if reservation.bucket is not None:
+        taken = _take(connection, store, reservation, reservation.bucket, int(str(row["started_ms"])))
+    if now != row["charged_at"] or taken:
+        own = ledger.c.request_id == reservation.request_id
+        connection.execute(sa.update(ledger).where(own).values(charged_at=now, bucket_milli=taken))
+    return Admitted(limits=standing(checked, now), within_reserve=reservation.bucket is None or taken > 0)
+
+
+def _wanted(reservation: Reservation, row: dict[str, object]) -> Amounts:
+    return Amounts(
+        input=reservation.input_tokens,
+        output=reservation.max_output_tokens,
+        queries=1,
+        in_flight=1,
+        money=int(str(row["reserved_cost"])),
+    )
+
+
+def _charge(
+    connection: sa.Connection,
+    checked: list[tuple[Limit, WindowState]],
+    states: dict[Subject, WindowState],
+    wanted: Amounts,
+    now: int,
+) -> None:
+    admit(checked, now, wanted)
+    for state in states.values():
+        windows.charge(state, now, wanted)
+    save_windows(connection, states)
+
+
+def _pair(
+    set_limits: list[Limit], states: dict[Subject, WindowState], row: dict[str, object]
+) -> list[tuple[Limit, WindowState]]:
+    subjects = dict(subjects_of(row))  # type: ignore[arg-type]
+    missing = {(limit.scope, subjects[limit.scope]) for limit in set_limits} - set(states)
+    if missing:
+        raise WindowMissing(tuple(sorted(missing)))
+    return [(limit, states[limit.scope, subjects[limit.scope]]) for limit in set_limits]
+
+
+def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subject, ...]) -> None:
+    """Build windows from the ledger while nothing else writes to it."""
+    store.lock_ledger(connection)
+    for scope, subject in subjects:
+        state = windows.encode(rebuilt(connection, (scope, subject)))
+        insert = store.insert(window_table).values(scope=scope, subject=subject, state=state)
+        connection.execute(insert.on_conflict_do_nothing())
+
+
+def _take(connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, now_ms: int) -> int:
+    """Thousandths of tokens taken from the reserve's bucket; 0 where it has not enough, and then nothing is taken.
+
+    The bucket refills at ``rate`` and holds ``rate × burst_seconds``: over any T seconds at most
+    ``rate × (T + burst_seconds)`` tokens run within the reserve. A request larger than the bucket needs a full one.
+    """
+    subject = f"{reservation.endpoint}\n{reservation.entity}"
+    capacity = bucket.rate * bucket.burst_seconds * 1000
+    wanted = reservation.max_output_tokens * 1000 + reservation.input_tokens * bucket.prompt_weight_milli
+    of_subject = buckets.c.subject == subject
+    new = store.insert(buckets).values(subject=subject, level_milli=capacity, at_ms=now_ms)
+    connection.execute(new.on_conflict_do_nothing())
+    level, at_ms = connection.execute(
+        sa.select(buckets.c.level_milli, buckets.c.at_ms).where(of_subject).with_for_update()
+    ).one()
+    level = min(capacity, level + max(0, now_ms - at_ms) * bucket.rate)
+    taken = wanted if level >= min(wanted, capacity) else 0
+    update = sa.update(buckets).where(of_subject)
+    connection.execute(update.values(level_milli=level - taken, at_ms=max(now_ms, at_ms)))
+    return taken
+
+
+def reserved_cost(reservation: Reservation, price: Price) -> int:
+    return cost(price, prompt=reservation.input_tokens, cached=0, completion=reservation.max_output_tokens)

@@ -1,0 +1,157 @@
+"""One admitted request: what it reserved, what it has used, and the one exit through which it is settled."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
+
+from ..errors import Aborted
+from .limits import LimitStatus
+from .settlement import Settlement, Status
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+    from .owner import Owner
+
+
+class Bucket(Struct, frozen=True, kw_only=True):
+    """A provisioned reserve: ``rate`` tokens/s, up to ``burst_seconds`` of them saved up.
+
+    A prompt token costs ``prompt_weight_milli`` thousandths of a generated one (it is cheaper to compute).
+    """
+
+    rate: int
+    burst_seconds: int = 60
+    prompt_weight_milli: int = 1000
+
+
+class Reservation(Struct, frozen=True, kw_only=True):
+    """What a request may use at most. ``max_output_tokens`` is over all its sequences together.
+
+    ``request_id`` is the server's own, unique for ever (1 to 256 bytes); not an id that callers choose.
+    """
+
+    request_id: str
+    key_id: str
+    tenant: str
+    endpoint: str
+    entity: str
+    mode: str
+    task: str
+    input_tokens: int
+    max_output_tokens: int
+    adapter: str | None = None
+    bucket: Bucket | None = None
+
+
+class Lease:
+    """Use as a context manager: leaving it settles, whatever happened. Thread-safe.
+
+    ``limits``: for each kind the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
+    ``within_reserve``: the reservation's bucket had room (True without a bucket).
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        owner: Owner,
+        reservation: Reservation,
+        *,
+        limits: tuple[LimitStatus, ...],
+        within_reserve: bool,
+    ) -> None:
+        self.reservation = reservation
+        self.limits = limits
+        self.within_reserve = within_reserve
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._ledger = ledger
+        self._owner = owner
+        self._slot = owner.progress.take(reservation.request_id)
+        self._lock = threading.Lock()
+        self._settled = False
+
+    @property
+    def request_id(self) -> str:
+        return self.reservation.request_id
+
+    @property
+    def settled(self) -> bool:
+        return self._settled
+
+    def count(self, completion_tokens: int = 0, *, prompt: int | None = None, cached: int | None = None) -> None:
+        """Add generated tokens; call it before they are sent on. ``prompt`` and ``cached`` replace what was known.
+
+        The first call says that the request has run: from then on its prompt (all input tokens that were reserved,
+        unless ``prompt`` says otherwise) is billed however it ends. Survives ``kill -9``. After ``settle``: no effect.
+        """
+        if completion_tokens < 0 or (prompt or 0) < 0 or (cached or 0) < 0:
+            raise ValueError("token counts are never negative")
+        with self._lock:
+            if self._settled:
+                return
+            if prompt is not None:
+                self.prompt_tokens = prompt
+            elif not self.prompt_tokens:
+                self.prompt_tokens = self.reservation.input_tokens
+            if cached is not None:
+                self.cached_tokens = min(cached, self.prompt_tokens)
+            self.completion_tokens += completion_tokens
+            self._owner.progress.put(self._slot, self.prompt_tokens, self.cached_tokens, self.completion_tokens)
+
+    def settle(
+        self,
+        *,
+        prompt: int | None = None,
+        cached: int | None = None,
+        completion: int | None = None,
+        finish_reason: str | None = None,
+        status: Literal["ok", "error", "aborted"] = "ok",
+    ) -> None:
+        """Close the row with exact numbers; None means what was counted. Only the first call has an effect.
+
+        A successful request bills its prompt even if nothing was counted (embeddings). Never raises for the store's
+        sake: what it cannot take is spooled.
+        """
+        with self._lock:
+            if self._settled:
+                return
+            settlement = self._settlement(prompt, cached, completion, finish_reason, status)
+            self._settled = True
+        self._ledger.close_lease(self, self._owner, self._slot, settlement)
+
+    def _settlement(
+        self, prompt: int | None, cached: int | None, completion: int | None, finish_reason: str | None, status: Status
+    ) -> Settlement:
+        if prompt is None:
+            prompt = self.prompt_tokens or (self.reservation.input_tokens if status == "ok" else 0)
+        completion = self.completion_tokens if completion is None else completion
+        cached = min(self.cached_tokens if cached is None else cached, prompt)
+        if prompt < 0 or completion < 0 or cached < 0:
+            raise ValueError("token counts are never negative")
+        return Settlement(
+            request_id=self.request_id,
+            prompt=prompt,
+            cached=cached,
+            completion=completion,
+            finish_reason=finish_reason,
+            status=status,
+            ended_ms=self._ledger.now_ms(),
+        )
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.settle()
+        elif issubclass(kind, Exception) and not issubclass(kind, Aborted | ConnectionError):
+            self.settle(finish_reason="error", status="error")
+        else:  # GeneratorExit, GreenletExit, a closed socket: the caller went away
+            self.settle(finish_reason="abort", status="aborted")

@@ -1,0 +1,234 @@
+"""The ledger: one row a request, reserved at admission and settled at the end. See docs/metering.md."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from ..errors import AlreadyExists, InvalidField, Unavailable
+from . import admission, recovery
+from .admission import Admitted, WindowMissing
+from .lease import Lease, Reservation
+from .owner import Owner
+from .prices import Prices
+from .progress import MAX_ID
+from .settlement import Settlement, settle_in
+from .store import Store
+from .tables import ledger
+
+log = logging.getLogger(__name__)
+
+ADMISSION_TIMEOUT = 2.0
+SETTLE_TIMEOUT = 0.5
+CLOSED_SECONDS = 1.0
+"""For how long after a failure of the store admissions are refused and settlements spooled without asking it."""
+MAX_TOKENS = 2**40
+
+
+class Ledger:
+    """``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end.
+
+    ``state_dir`` holds locks, progress and spools of the processes of this host: a directory on a local disk, the
+    same for all workers. ``clock`` is seconds since the epoch.
+    """
+
+    def __init__(self, store: Store, *, state_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self.prices = Prices(store, clock=clock)
+        self.state_dir = Path(state_dir)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._owner: Owner | None = None
+        self._open: dict[str, Lease] = {}
+        self._unspooled: list[tuple[Owner, int, Settlement]] = []
+        self._closed_until = 0.0
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def reserve(self, reservation: Reservation) -> Lease:
+        """Admit a request and reserve what it may use.
+
+        Raises ``LimitExceeded`` (which limit, what is left, when), ``AlreadyExists`` for a request id in use,
+        ``Unavailable`` while the store does not answer: nothing is admitted that could not be accounted for.
+        """
+        _check(reservation)
+        if time.monotonic() < self._closed_until:
+            raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
+        owner = self._own()
+        try:
+            admitted = self._reserve(owner, reservation)
+        except Unavailable:
+            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            raise
+        lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)
+        self._open[reservation.request_id] = lease
+        return lease
+
+    def _reserve(self, owner: Owner, reservation: Reservation) -> Admitted:
+        started = self._clock()
+        price = self.prices.at(reservation.entity, started)
+        row = _row(reservation, owner.name, started)
+        row |= {"price_input": price.input, "price_cached": price.cached, "price_output": price.output}
+        row["reserved_cost"] = admission.reserved_cost(reservation, price)
+
+        def work(connection: sa.Connection) -> Admitted:
+            return admission.reserve(connection, self.store, reservation, row=row, now=int(started))
+
+        while True:
+            try:
+                return self.store.write(work, timeout=ADMISSION_TIMEOUT)
+            except WindowMissing as missing:
+                build = partial(admission.open_windows, store=self.store, subjects=missing.subjects)
+                self.store.write(build, timeout=ADMISSION_TIMEOUT)
+            except IntegrityError:
+                return self._committed_before(reservation, str(row["nonce"]))
+
+    def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
+        """A commit whose answer was lost went through after all: same row, same nonce. Otherwise the id is taken."""
+        query = sa.select(ledger.c.nonce, ledger.c.bucket_milli).where(ledger.c.request_id == reservation.request_id)
+        found = self.store.read(lambda connection: connection.execute(query).one_or_none(), timeout=ADMISSION_TIMEOUT)
+        if found is None or found.nonce != nonce:
+            raise AlreadyExists("a request of this id is in the ledger already")
+        return Admitted(limits=(), within_reserve=reservation.bucket is None or found.bucket_milli > 0)
+
+    def close_lease(self, lease: Lease, owner: Owner, slot: int, settlement: Settlement) -> None:
+        """Settle in the store, else in the spool, else keep it in memory for ``maintain`` (the disk is full)."""
+        self._open.pop(lease.request_id, None)
+        stored = False
+        try:
+            stored = self._settled_in_store(settlement)
+        finally:  # also when a greenlet is killed inside the transaction
+            if not stored:
+                self._spool(owner, slot, settlement)
+        if stored:
+            owner.progress.give_back(slot)
+
+    def _settled_in_store(self, settlement: Settlement) -> bool:
+        if time.monotonic() < self._closed_until:
+            return False
+        try:
+            settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
+        except Unavailable:
+            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            return False
+        except Exception:
+            log.exception("settlement of %s failed; it is spooled", settlement.request_id)
+            return False
+        return True
+
+    def _spool(self, owner: Owner, slot: int, settlement: Settlement) -> None:
+        try:
+            owner.spool.append(settlement)
+        except OSError:
+            log.exception("settlement of %s cannot be spooled; it is kept in memory", settlement.request_id)
+            with self._lock:
+                self._unspooled.append((owner, slot, settlement))
+        else:
+            owner.progress.give_back(slot)
+
+    def _own(self) -> Owner:
+        with self._lock:
+            if self._owner is None or self._owner.pid != os.getpid():
+                if self._owner is not None:  # a fork: the parent's leases are the parent's
+                    self._open, self._unspooled, self._thread = {}, [], None
+                self._owner = Owner(self.state_dir)
+            return self._owner
+
+    def maintain(self) -> None:
+        """One round of upkeep; ``start`` does it every few seconds. Raises ``Unavailable`` with the store away."""
+        owner = self._own()
+        with self._lock:
+            kept, self._unspooled = self._unspooled, []
+        for of_owner, slot, settlement in kept:
+            self._spool(of_owner, slot, settlement)
+        recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
+        if owner.spool.pending:
+            owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
+        self.recover()
+
+    def recover(self) -> int:
+        """Settle what ended processes left open, by what they had counted; how many rows. Safe at any time."""
+        return recovery.recover(self.store, self.state_dir, self.now_ms())
+
+    def start(self, interval: float = 2.0) -> None:
+        """Recover now, then keep up every ``interval`` seconds on a daemon thread (under gevent: a greenlet)."""
+        self._own()
+        if self._thread is None:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._upkeep, args=(interval, self._stop), name="ledger-upkeep", daemon=True
+            )
+            self._thread.start()
+
+    def _upkeep(self, interval: float, stop: threading.Event) -> None:
+        while True:
+            try:
+                self.maintain()
+            except Unavailable:
+                log.warning("the metering store does not answer; settlements wait in the spool")
+            except Exception:
+                log.exception("ledger upkeep failed; it is tried again")
+            if stop.wait(interval):
+                return
+
+    def close(self) -> None:
+        """Stop upkeep and hand over: what is still open or spooled is settled by the next process that recovers."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+        self._thread = None
+        owner, self._owner = self._owner, None
+        if owner is None or owner.pid != os.getpid():
+            return
+        try:
+            owner.spool.drain(lambda settlement: settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT))
+        except Unavailable:
+            log.warning("settlements stay in the spool until a process recovers them")
+        owner.close(settled=not self._open and not self._unspooled)
+
+
+def _check(reservation: Reservation) -> None:
+    if not 0 < len(reservation.request_id.encode()) <= MAX_ID:
+        raise InvalidField("request_id", reservation.request_id, f"an id of 1 to {MAX_ID} bytes")
+    for name in ("input_tokens", "max_output_tokens"):
+        value = getattr(reservation, name)
+        if not 0 <= value <= MAX_TOKENS:
+            raise InvalidField(name, value, f"an integer from 0 to {MAX_TOKENS}")
+
+
+def _row(reservation: Reservation, owner: str, started: float) -> dict[str, object]:
+    return {
+        "request_id": reservation.request_id,
+        "nonce": secrets.token_hex(8),
+        "owner": owner,
+        "key_id": reservation.key_id,
+        "tenant": reservation.tenant,
+        "endpoint": reservation.endpoint,
+        "entity": reservation.entity,
+        "adapter": reservation.adapter,
+        "mode": reservation.mode,
+        "task": reservation.task,
+        "reserved_input": reservation.input_tokens,
+        "reserved_output": reservation.max_output_tokens,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "cost": 0,
+        "charged_at": int(started),
+        "bucket_milli": 0,
+        "prompt_weight_milli": reservation.bucket.prompt_weight_milli if reservation.bucket else 0,
+        "started_ms": int(started * 1000),
+        "status": "open",
+    }

@@ -1,0 +1,78 @@
+"""Prices by entity and the time they take effect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import sqlalchemy as sa
+
+from ..errors import InvalidField
+from .money import FREE, Price
+from .store import Store
+from .tables import prices
+
+CACHE_SECONDS = 2.0
+ANY = "*"
+"""The entity whose price holds for every entity without one of its own."""
+
+
+class Prices:
+    """A price holds from its time on; a request pays what held when it was admitted."""
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
+
+    def set(self, entity: str, price: Price, *, effective: float | None = None) -> None:
+        """``effective`` (epoch seconds, now if None) must not lie in the past: what is admitted keeps its price.
+
+        A price set for this moment reaches the other processes within ``CACHE_SECONDS``.
+        """
+        now = self._clock()
+        at = now if effective is None else effective
+        if not entity or len(entity) > 256:
+            raise InvalidField("entity", entity, "a name of 1 to 256 characters")
+        if at < now - 1:
+            raise InvalidField("effective", effective, "a time that is not past")
+        values = {
+            "input": price.input,
+            "cached": price.cached,
+            "output": price.output,
+            "unit_minute": price.unit_minute,
+        }
+        insert = self._store.insert(prices).values(entity=entity, effective_ms=int(at * 1000), **values)
+        statement = insert.on_conflict_do_update(index_elements=["entity", "effective_ms"], set_=values)
+        self._store.write(lambda connection: connection.execute(statement))
+        self._cache.pop(entity, None)
+
+    def list(self) -> tuple[tuple[str, int, Price], ...]:
+        """(entity, effective_ms, price), by entity and time."""
+        query = sa.select(prices).order_by(prices.c.entity, prices.c.effective_ms)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple((row.entity, int(row.effective_ms), _price(row)) for row in rows)
+
+    def at(self, entity: str, when: float) -> Price:
+        """The price of ``entity`` at ``when``; that of ``"*"``, or nothing, where it has none."""
+        for name in (entity, ANY):
+            for effective_ms, price in self._of(name):
+                if effective_ms <= when * 1000:
+                    return price
+        return FREE
+
+    def _of(self, entity: str) -> tuple[tuple[int, Price], ...]:
+        """Newest first."""
+        now = time.monotonic()
+        known = self._cache.get(entity)
+        if known is not None and now - known[0] < CACHE_SECONDS:
+            return known[1]
+        query = sa.select(prices).where(prices.c.entity == entity).order_by(prices.c.effective_ms.desc())
+        rows = self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0)
+        found = tuple((int(row.effective_ms), _price(row)) for row in rows)
+        self._cache[entity] = (now, found)
+        return found
+
+
+def _price(row: sa.Row) -> Price:
+    return Price(input=int(row.input), cached=int(row.cached), output=int(row.output), unit_minute=int(row.unit_minute))

@@ -1,0 +1,103 @@
+"""What each open request has used so far, in a memory-mapped file: written in a microsecond, and still there after
+the process was killed (the kernel owns the pages; only the end of the machine itself can lose the last seconds).
+
+::
+
+    slot (288 bytes)   0  id length │ 8  id, UTF-8, zero padded (256) │ 264 prompt │ 272 cached │ 280 completion
+    segment            1024 slots; the file grows by segments and is sparse
+
+Each count is one aligned 8-byte store, so a reader after a kill never sees half a number. The id's length is written
+last when a slot is taken and first when it is given back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from pathlib import Path
+
+from msgspec import Struct
+
+MAX_ID = 256
+_SLOT = 288
+_WORDS = _SLOT // 8
+_PER_SEGMENT = 1024
+_SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096: segments begin on a page
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    request_id: str
+    prompt: int
+    cached: int
+    completion: int
+
+
+class ProgressFile:
+    """One writer process, many threads; each slot belongs to one lease."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = threading.Lock()
+        self._maps: list[mmap.mmap] = []
+        self._words: list[memoryview] = []
+        self._free: list[int] = []
+
+    def take(self, request_id: str) -> int:
+        """A slot for ``request_id`` with counts 0."""
+        encoded = request_id.encode()
+        assert 0 < len(encoded) <= MAX_ID
+        with self._lock:
+            if not self._free:
+                self._grow()
+            slot = self._free.pop()
+        segment, index = divmod(slot, _PER_SEGMENT)
+        start = index * _SLOT
+        self._maps[segment][start + 8 : start + _SLOT] = encoded.ljust(MAX_ID, b"\0") + bytes(24)
+        self._words[segment][index * _WORDS] = len(encoded)
+        return slot
+
+    def put(self, slot: int, prompt: int, cached: int, completion: int) -> None:
+        segment, index = divmod(slot, _PER_SEGMENT)
+        words, at = self._words[segment], index * _WORDS
+        words[at + 33] = prompt
+        words[at + 34] = cached
+        words[at + 35] = completion
+
+    def give_back(self, slot: int) -> None:
+        segment, index = divmod(slot, _PER_SEGMENT)
+        self._words[segment][index * _WORDS] = 0
+        with self._lock:
+            self._free.append(slot)
+
+    def _grow(self) -> None:
+        number = len(self._maps)
+        os.ftruncate(self._fd, (number + 1) * _SEGMENT)
+        self._maps.append(mmap.mmap(self._fd, _SEGMENT, offset=number * _SEGMENT))
+        self._words.append(memoryview(self._maps[-1]).cast("q"))
+        first = number * _PER_SEGMENT
+        self._free.extend(range(first + _PER_SEGMENT - 1, first - 1, -1))
+
+    def close(self) -> None:
+        for words, mapped in zip(self._words, self._maps, strict=True):
+            words.release()
+            mapped.close()
+        self._words, self._maps, self._free = [], [], []
+        os.close(self._fd)
+
+
+def read_progress(path: Path) -> list[Progress]:
+    """Every slot in use in the file a dead process left; [] where there is none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for start in range(0, len(data) - _SLOT + 1, _SLOT):
+        (length,) = struct.unpack_from("=q", data, start)
+        if 0 < length <= MAX_ID:
+            prompt, cached, completion = struct.unpack_from("=qqq", data, start + 8 + MAX_ID)
+            request_id = data[start + 8 : start + 8 + length].decode(errors="replace")
+            found.append(Progress(request_id=request_id, prompt=prompt, cached=cached, completion=completion))
+    return found

@@ -1,0 +1,97 @@
+"""Settlements that the store could not take: kept in files until it can.
+
+One JSON object a line, appended and fsynced before ``append`` returns. ``drain`` closes the current file, applies the
+closed ones in order and unlinks each when all of it is in the store. Applying a settlement twice changes nothing, so a
+crash at any point loses none and bills none twice. A torn last line is an ``append`` that never returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from .settlement import Settlement
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Settlement).decode
+
+
+class Spool:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._draining = threading.Lock()
+        self._number = max((_number(path) for path in spooled(directory)), default=0) + 1
+        self._fd: int | None = None
+
+    def append(self, settlement: Settlement) -> None:
+        """Durable when it returns. Raises ``OSError`` (a full disk)."""
+        line = _encode(settlement) + b"\n"
+        with self._lock:
+            if self._fd is None:
+                self._fd = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                _sync(self._directory)
+            written = os.write(self._fd, line)
+            if written != len(line):  # a disk that filled up inside the line: end the file, the rest is ignored
+                self._close()
+                raise OSError("short write to the spool")
+            os.fsync(self._fd)
+
+    @property
+    def pending(self) -> bool:
+        return bool(spooled(self._directory))
+
+    def drain(self, apply: Callable[[Settlement], object]) -> int:
+        """Apply and remove everything spooled so far; how many. An exception of ``apply`` leaves its file."""
+        with self._draining:
+            with self._lock:
+                self._close()
+            return sum(drain_file(path, apply) for path in spooled(self._directory) if _number(path) < self._number)
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _path(self) -> Path:
+        return self._directory / f"spool-{self._number:08d}.jsonl"
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+            self._number += 1
+
+
+def spooled(directory: Path) -> list[Path]:
+    """The spool files of an owner's directory, oldest first."""
+    return sorted(directory.glob("spool-*.jsonl"))
+
+
+def drain_file(path: Path, apply: Callable[[Settlement], object]) -> int:
+    """Apply every whole line of ``path`` and unlink it."""
+    lines = path.read_bytes().split(b"\n")
+    settlements = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            settlements.append(_decode(line))
+    for settlement in settlements:
+        apply(settlement)
+    path.unlink(missing_ok=True)
+    return len(settlements)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("spool-"))
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

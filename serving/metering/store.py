@@ -1,0 +1,162 @@
+"""One SQL database behind all metering: SQLite in WAL mode by default, PostgreSQL by URL.
+
+``write`` runs a function in one read-write transaction and repeats it from the start while the database is busy, so
+the function must have no other effect. On SQLite a write begins with BEGIN IMMEDIATE: writers come one after another,
+over threads and processes. On PostgreSQL it runs at READ COMMITTED and the callers lock the rows they check, always
+in the order ledger, windows (sorted), buckets.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from ..errors import Unavailable
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_MS = 20
+"""How long SQLite itself waits for a lock. It blocks the whole gevent worker, so it is short; ``write`` then sleeps
+cooperatively between attempts."""
+
+_MIGRATION_LOCK = 0x6D6C6C6D  # any constant: the key of PostgreSQL's advisory lock
+_READ = "mlflow_llm_read"
+_inherited: list[Any] = []  # pools of a parent process: closing its SQLite handles after a fork would be unsafe
+
+
+class Store:
+    """``Store("sqlite:///path")``, ``Store("postgresql+psycopg://…")``; a plain path is SQLite's.
+
+    ``?synchronous=FULL`` on a SQLite URL makes every commit survive a power cut (NORMAL, the default, survives the
+    end of any process). Opening migrates the schema; many processes may open a new database at once.
+    Raises ``Unavailable`` where the database does not answer within ``timeout`` seconds.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 5.0) -> None:
+        if "://" not in url:
+            url = f"sqlite:///{url}"
+        parsed = sa.make_url(url)
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        self.timeout = timeout
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
+        if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
+            raise ValueError(f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
+        self.engine = self._open(parsed.difference_update_query(["synchronous"]))
+        stores.add(self)
+        self._migrate()
+
+    def _open(self, url: sa.URL) -> sa.Engine:
+        if not self.is_sqlite:
+            return sa.create_engine(url, pool_size=8, max_overflow=56, pool_timeout=2.0, pool_pre_ping=True)
+        if not url.database or url.database == ":memory:":
+            raise ValueError("the metering store needs a file: a database in memory is not shared by workers")
+        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        engine = sa.create_engine(
+            url,
+            poolclass=sa.QueuePool,
+            pool_size=4,
+            max_overflow=60,
+            pool_timeout=2.0,
+            connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False},
+        )
+        sa.event.listen(engine, "connect", self._prepare)
+        sa.event.listen(engine, "begin", _begin)
+        return engine
+
+    def _prepare(self, connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # transactions begin where ``_begin`` says, also before DDL
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", f"synchronous={self._synchronous}", "foreign_keys=ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    def _migrate(self) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+        head = ScriptDirectory.from_config(config).get_current_head()
+
+        def current(connection: sa.Connection) -> str | None:
+            return MigrationContext.configure(connection).get_current_revision()
+
+        def upgrade(connection: sa.Connection) -> None:
+            if not self.is_sqlite:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            if current(connection) != head:
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+
+        if self.read(current, timeout=60) != head:
+            self.write(upgrade, timeout=60)
+
+    def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
+        """Run ``work`` in a transaction and commit; an exception of its own rolls back and passes through."""
+        return self._retry(lambda: self._transact(work, read=False), timeout)
+
+    def read(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
+        return self._retry(lambda: self._transact(work, read=True), timeout)
+
+    def _transact(self, work: Callable[[sa.Connection], T], *, read: bool) -> T:
+        with self.engine.connect() as connection:
+            if read:
+                connection = connection.execution_options(**{_READ: True})
+            with connection.begin():
+                return work(connection)
+
+    def _retry(self, attempt: Callable[[], T], timeout: float | None) -> T:
+        until = time.monotonic() + (self.timeout if timeout is None else timeout)
+        pause = 0.001
+        while True:
+            try:
+                return attempt()
+            except (IntegrityError, ProgrammingError):
+                raise
+            except (DBAPIError, PoolTimeout) as error:
+                if time.monotonic() + pause > until:
+                    raise Unavailable("the metering store does not answer", retry_after=1.0) from error
+            time.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(pause * 2, 0.05)
+
+    def insert(self, table: sa.Table) -> Any:
+        """The dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""
+        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+
+    def lock_ledger(self, connection: sa.Connection) -> None:
+        """Keep every reservation and settlement out until this transaction ends. SQLite's writers already are."""
+        if not self.is_sqlite:
+            connection.exec_driver_sql("LOCK TABLE ledger IN SHARE ROW EXCLUSIVE MODE")
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _begin(connection: sa.Connection) -> None:
+    read = connection.get_execution_options().get(_READ, False)
+    connection.exec_driver_sql("BEGIN" if read else "BEGIN IMMEDIATE")
+
+
+stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(stores):
+        _inherited.append(store.engine.pool)
+        store.engine.dispose(close=False)
+
+
+os.register_at_fork(after_in_child=_after_fork)

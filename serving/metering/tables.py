@@ -1,0 +1,166 @@
+"""The tables of the metering store, as SQLAlchemy Core sees them. Migrations create them; see docs/metering.md.
+
+Times ending in ``_ms`` are milliseconds since the epoch, ``charged_at`` is whole seconds. Money is integer
+micro-units (a millionth of the currency's unit), prices are micro-units per million tokens.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData()
+
+tenants = sa.Table(
+    "tenants",
+    metadata,
+    sa.Column("tenant", sa.String(128), primary_key=True),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+)
+
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("key_id", sa.String(32), primary_key=True),
+    sa.Column("hash", sa.String(64), nullable=False, unique=True),
+    sa.Column("prefix", sa.String(16), nullable=False),
+    sa.Column("tenant", sa.String(128), sa.ForeignKey("tenants.tenant"), nullable=False),
+    sa.Column("name", sa.String(256), nullable=False),
+    sa.Column("scopes", sa.String(256), nullable=False),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+    sa.Column("revoked_ms", sa.BigInteger),
+)
+
+ledger = sa.Table(
+    "ledger",
+    metadata,
+    sa.Column("request_id", sa.String(256), primary_key=True),
+    sa.Column("nonce", sa.String(32), nullable=False),
+    sa.Column("owner", sa.String(128), nullable=False),
+    sa.Column("key_id", sa.String(128), nullable=False),
+    sa.Column("tenant", sa.String(128), nullable=False),
+    sa.Column("endpoint", sa.String(256), nullable=False),
+    sa.Column("entity", sa.String(256), nullable=False),
+    sa.Column("adapter", sa.String(256)),
+    sa.Column("mode", sa.String(32), nullable=False),
+    sa.Column("task", sa.String(32), nullable=False),
+    sa.Column("reserved_input", sa.BigInteger, nullable=False),
+    sa.Column("reserved_output", sa.BigInteger, nullable=False),
+    sa.Column("reserved_cost", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+    sa.Column("price_input", sa.BigInteger, nullable=False),
+    sa.Column("price_cached", sa.BigInteger, nullable=False),
+    sa.Column("price_output", sa.BigInteger, nullable=False),
+    sa.Column("cost", sa.BigInteger, nullable=False),
+    sa.Column("charged_at", sa.BigInteger, nullable=False),
+    sa.Column("bucket_milli", sa.BigInteger, nullable=False),
+    sa.Column("prompt_weight_milli", sa.BigInteger, nullable=False),
+    sa.Column("started_ms", sa.BigInteger, nullable=False),
+    sa.Column("ended_ms", sa.BigInteger),
+    sa.Column("finish_reason", sa.String(32)),
+    sa.Column("status", sa.String(16), nullable=False),
+    sa.Index("ledger_by_time", "started_ms", "request_id"),
+    sa.Index("ledger_by_key", "key_id", "charged_at"),
+    sa.Index("ledger_by_tenant", "tenant", "charged_at"),
+    sa.Index("ledger_by_endpoint", "endpoint", "charged_at"),
+    sa.Index(
+        "ledger_open",
+        "owner",
+        sqlite_where=sa.text("status = 'open'"),
+        postgresql_where=sa.text("status = 'open'"),
+    ),
+)
+
+limits = sa.Table(
+    "limits",
+    metadata,
+    sa.Column("scope", sa.String(16), primary_key=True),
+    sa.Column("subject", sa.String(256), primary_key=True),
+    sa.Column("kind", sa.String(32), primary_key=True),
+    sa.Column("value", sa.BigInteger, nullable=False),
+)
+
+windows = sa.Table(
+    "windows",
+    metadata,
+    sa.Column("scope", sa.String(16), primary_key=True),
+    sa.Column("subject", sa.String(512), primary_key=True),
+    sa.Column("state", sa.LargeBinary, nullable=False),
+)
+
+buckets = sa.Table(
+    "buckets",
+    metadata,
+    sa.Column("subject", sa.String(512), primary_key=True),
+    sa.Column("level_milli", sa.BigInteger, nullable=False),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+)
+
+prices = sa.Table(
+    "prices",
+    metadata,
+    sa.Column("entity", sa.String(256), primary_key=True),
+    sa.Column("effective_ms", sa.BigInteger, primary_key=True),
+    sa.Column("input", sa.BigInteger, nullable=False),
+    sa.Column("cached", sa.BigInteger, nullable=False),
+    sa.Column("output", sa.BigInteger, nullable=False),
+    sa.Column("unit_minute", sa.BigInteger, nullable=False),
+)
+
+owners = sa.Table(
+    "owners",
+    metadata,
+    sa.Column("owner", sa.String(128), primary_key=True),
+    sa.Column("heartbeat_ms", sa.BigInteger, nullable=False),
+)
+
+provisioned_minutes = sa.Table(
+    "provisioned_minutes",
+    metadata,
+    sa.Column("endpoint", sa.String(256), primary_key=True),
+    sa.Column("entity", sa.String(256), primary_key=True),
+    sa.Column("minute", sa.BigInteger, primary_key=True),
+    sa.Column("tenant", sa.String(128), nullable=False),
+    sa.Column("units", sa.BigInteger, nullable=False),
+    sa.Column("unit_price", sa.BigInteger, nullable=False),
+    sa.Column("cost", sa.BigInteger, nullable=False),
+    sa.Index("provisioned_minutes_by_tenant", "tenant", "minute"),
+)
+
+endpoints = sa.Table(
+    "endpoints",
+    metadata,
+    sa.Column("name", sa.String(256), primary_key=True),
+    sa.Column("id", sa.String(32), nullable=False),
+    sa.Column("creator", sa.String(128), nullable=False),
+    sa.Column("description", sa.Text, nullable=False),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+    sa.Column("updated_ms", sa.BigInteger, nullable=False),
+    sa.Column("tasks", sa.String(128), nullable=False),
+    sa.Column("ready", sa.String(16), nullable=False),
+    sa.Column("config_update", sa.String(24), nullable=False),
+    sa.Column("message", sa.Text, nullable=False),
+    sa.Column("active_version", sa.Integer),
+    sa.Column("pending_version", sa.Integer),
+    sa.Column("last_version", sa.Integer, nullable=False),
+)
+
+endpoint_configs = sa.Table(
+    "endpoint_configs",
+    metadata,
+    sa.Column("name", sa.String(256), sa.ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True),
+    sa.Column("config", sa.Text, nullable=False),
+    sa.Column("tasks", sa.String(128), nullable=False),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+    sa.Column("outcome", sa.String(16), nullable=False),
+)
+
+endpoint_tags = sa.Table(
+    "endpoint_tags",
+    metadata,
+    sa.Column("name", sa.String(256), sa.ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("key", sa.String(256), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)

@@ -1,0 +1,179 @@
+"""What was used: the ledger's rows by time, tenant and endpoint in pages, and sums by day, tenant and model."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from ..errors import InvalidField
+from .store import Store
+from .tables import ledger, provisioned_minutes
+
+MAX_PAGE = 10_000
+DAY_MS = 86_400_000
+GroupBy: TypeAlias = Literal["day", "tenant", "endpoint", "entity", "key_id"]
+GROUPS: tuple[GroupBy, ...] = ("day", "tenant", "endpoint", "entity", "key_id")
+
+
+class UsageFilter(Struct, frozen=True, kw_only=True):
+    """Rows that started in [start_ms, end_ms) and match what is given."""
+
+    start_ms: int = 0
+    end_ms: int | None = None
+    tenant: str | None = None
+    endpoint: str | None = None
+    entity: str | None = None
+    key_id: str | None = None
+    status: str | None = None
+
+
+class UsageRow(Struct, frozen=True, kw_only=True):
+    """One request. ``cost`` is micro-units; an open row has what it last checkpointed and ``cost`` 0."""
+
+    request_id: str
+    key_id: str
+    tenant: str
+    endpoint: str
+    entity: str
+    adapter: str | None
+    mode: str
+    task: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    price_input: int
+    price_cached: int
+    price_output: int
+    cost: int
+    started_ms: int
+    ended_ms: int | None
+    finish_reason: str | None
+    status: str
+
+
+class UsagePage(Struct, frozen=True, kw_only=True):
+    """``next_cursor`` None: this was the last page so far."""
+
+    rows: tuple[UsageRow, ...]
+    next_cursor: str | None
+
+
+class UsageSum(Struct, frozen=True, kw_only=True):
+    """``group`` has the values of the columns grouped by, in their order (a day as "2026-11-21", UTC)."""
+
+    group: tuple[str, ...]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost: int
+
+
+_COLUMNS = [ledger.c[name] for name in UsageRow.__struct_fields__]
+
+
+class Usage:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def page(self, what: UsageFilter, *, limit: int = 100, cursor: str | None = None) -> UsagePage:
+        """Rows by (start, request id), oldest first. A cursor stays right while rows are added and settled.
+
+        Raises ``InvalidField`` for ``limit`` and ``cursor``.
+        """
+        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_PAGE:
+            raise InvalidField("limit", limit, f"an integer from 1 to {MAX_PAGE}")
+        query = sa.select(*_COLUMNS).where(*_conditions(what))
+        if cursor is not None:
+            started_ms, request_id = _from_cursor(cursor)
+            after = sa.and_(ledger.c.started_ms == started_ms, ledger.c.request_id > request_id)
+            query = query.where(ledger.c.started_ms >= started_ms).where(
+                sa.or_(ledger.c.started_ms > started_ms, after)
+            )
+        query = query.order_by(ledger.c.started_ms, ledger.c.request_id).limit(limit + 1)
+        found = self._store.read(lambda connection: connection.execute(query).all())
+        rows = tuple(UsageRow(**row._mapping) for row in found[:limit])
+        return UsagePage(rows=rows, next_cursor=_to_cursor(rows[-1]) if len(found) > limit else None)
+
+    def rows(self, what: UsageFilter) -> Iterator[UsageRow]:
+        """Every matching row, read in pages."""
+        cursor = None
+        while True:
+            page = self.page(what, limit=MAX_PAGE, cursor=cursor)
+            yield from page.rows
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def sums(self, what: UsageFilter, by: tuple[GroupBy, ...] = ("day", "tenant", "entity")) -> tuple[UsageSum, ...]:
+        """Sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``."""
+        if not by or set(by) - set(GROUPS) or len(set(by)) != len(by):
+            raise InvalidField("by", list(by), "one or more of " + ", ".join(GROUPS))
+        columns = [ledger.c.started_ms // DAY_MS if name == "day" else ledger.c[name] for name in by]
+        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+        query = sa.select(*columns, sa.func.count(), *(sa.func.sum(ledger.c[name]) for name in counts))
+        places = [sa.text(str(place + 1)) for place in range(len(by))]  # by position: the day is an expression
+        query = query.where(*_conditions(what), ledger.c.status != "open").group_by(*places).order_by(*places)
+        found = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple(_sum(by, row) for row in found)
+
+    def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]:
+        """(tenant, endpoint, entity, unit-minutes, micro-units) of reserved throughput in the filter's time."""
+        table = provisioned_minutes.c
+        names = (table.tenant, table.endpoint, table.entity)
+        query = sa.select(*names, sa.func.sum(table.units), sa.func.sum(table.cost))
+        query = query.where(table.minute * 60_000 >= what.start_ms)
+        if what.end_ms is not None:
+            query = query.where(table.minute * 60_000 < what.end_ms)
+        for name in ("tenant", "endpoint", "entity"):
+            if getattr(what, name) is not None:
+                query = query.where(table[name] == getattr(what, name))
+        query = query.group_by(*names).order_by(*names)
+        found = self._store.read(lambda connection: connection.execute(query).all())
+        return tuple((row[0], row[1], row[2], int(row[3]), int(row[4])) for row in found)
+
+
+def _conditions(what: UsageFilter) -> list[sa.ColumnElement[bool]]:
+    conditions = [ledger.c.started_ms >= what.start_ms]
+    if what.end_ms is not None:
+        conditions.append(ledger.c.started_ms < what.end_ms)
+    for name in ("tenant", "endpoint", "entity", "key_id", "status"):
+        if getattr(what, name) is not None:
+            conditions.append(ledger.c[name] == getattr(what, name))
+    return conditions
+
+
+def _sum(by: tuple[GroupBy, ...], row: Any) -> UsageSum:
+    group = tuple(day(int(value)) if name == "day" else str(value) for name, value in zip(by, row, strict=False))
+    requests, prompt, cached, completion, cost = (int(value) for value in row[len(by) :])
+    return UsageSum(
+        group=group,
+        requests=requests,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        cost=cost,
+    )
+
+
+def day(number: int) -> str:
+    """Days since the epoch as an ISO date."""
+    return (datetime.date(1970, 1, 1) + datetime.timedelta(days=number)).isoformat()
+
+
+def _to_cursor(row: UsageRow) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode((row.started_ms, row.request_id))).decode()
+
+
+def _from_cursor(cursor: str) -> tuple[int, str]:
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(cursor.encode()), type=tuple[int, str])
+    except (binascii.Error, msgspec.MsgspecError, ValueError) as error:
+        raise InvalidField("cursor", cursor, "a next_cursor of an earlier page") from error

@@ -1,0 +1,161 @@
+"""Rate windows: exact, in O(1) space and time, without a store or a clock of their own.
+
+A window is a row of slots. Minute windows (``itpm``, ``otpm``, ``qpm``) have slots of 1 s, the hour window (``qph``) of
+60 s; each keeps the current slot and the 60 before it::
+
+    slot    s-60  s-59  …  s-1   s        61 slots, the last one still filling
+            └──────── sum ≤ limit ────┘   checked before anything is added to slot s
+
+Any 60 s (3,600 s) that end inside slot s lie within these 61 slots, so in *no* window of that length, wherever it
+begins, is the limit exceeded by one token. The price is that a token leaves the window up to one slot late.
+Output is charged when it is reserved, in the slot of the admission; what was not used is taken back from that slot.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+Kind: TypeAlias = Literal["itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month"]
+KINDS: tuple[Kind, ...] = ("itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month")
+UNITS: dict[Kind, str] = {
+    "itpm": "input tokens a minute",
+    "otpm": "output tokens a minute",
+    "qpm": "queries a minute",
+    "qph": "queries an hour",
+    "in_flight": "requests in flight",
+    "budget": "micro-units in all",
+    "budget_day": "micro-units a day",
+    "budget_month": "micro-units a month",
+}
+SLOTS_BEFORE = 60
+_SLOT_SECONDS: dict[Kind, int] = {"itpm": 1, "otpm": 1, "qpm": 1, "qph": 60}
+DAY = 86_400
+
+
+class Amounts(Struct, frozen=True, kw_only=True):
+    """What one request adds to a window, or (negative) what is taken back. ``money`` is micro-units."""
+
+    input: int = 0
+    output: int = 0
+    queries: int = 0
+    in_flight: int = 0
+    money: int = 0
+
+    def of(self, kind: Kind) -> int:
+        if kind == "itpm":
+            return self.input
+        if kind == "otpm":
+            return self.output
+        if kind in ("qpm", "qph"):
+            return self.queries
+        return self.in_flight if kind == "in_flight" else self.money
+
+
+class WindowState(Struct, array_like=True):
+    """All windows of one subject. ``slots[kind]`` maps slot number to amount; ``money`` is in all and by UTC period."""
+
+    latest: int = 0
+    slots: dict[str, dict[int, int]] = {}
+    in_flight: int = 0
+    money: int = 0
+    day: tuple[int, int] = (0, 0)
+    month: tuple[int, int] = (0, 0)
+
+    def copy(self) -> WindowState:
+        return decode(encode(self))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(WindowState)
+encode = _encoder.encode
+decode = _decoder.decode
+
+
+def month_of(second: int) -> int:
+    """Months since year 0 of a time in seconds, UTC (proleptic Gregorian, from the day number)."""
+    days = second // DAY + 719_468
+    era = days // 146_097
+    day_of_era = days - era * 146_097
+    year_of_era = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
+    day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
+    month = (5 * day_of_year + 2) // 153 + 2  # March is 2, February 13: months since January of the year's start
+    return (year_of_era + era * 400) * 12 + month
+
+
+def month_end(second: int) -> int:
+    """First second of the next month."""
+    this = month_of(second)
+    day = second // DAY + 1
+    while month_of(day * DAY) == this:
+        day += 1
+    return day * DAY
+
+
+def charge(state: WindowState, at: int, amounts: Amounts) -> None:
+    """Add ``amounts`` to the slots of second ``at``. A slot that has left its window is left alone."""
+    state.latest = max(state.latest, at)
+    for kind, seconds in _SLOT_SECONDS.items():
+        value = amounts.of(kind)
+        first = state.latest // seconds - SLOTS_BEFORE
+        slots = state.slots.setdefault(kind, {})
+        for slot in [s for s in slots if s < first]:
+            del slots[slot]
+        if value and at // seconds >= first:
+            slots[at // seconds] = slots.get(at // seconds, 0) + value
+            if not slots[at // seconds]:
+                del slots[at // seconds]
+    state.in_flight += amounts.in_flight
+    state.money += amounts.money
+    state.day = _in_period(state.day, at // DAY, amounts.money)
+    state.month = _in_period(state.month, month_of(at), amounts.money)
+
+
+def _in_period(have: tuple[int, int], period: int, money: int) -> tuple[int, int]:
+    if period > have[0]:
+        return (period, money)
+    return (period, have[1] + money) if period == have[0] else have
+
+
+def used(state: WindowState, kind: Kind, now: int) -> int:
+    """What counts against a limit of ``kind`` at second ``now``."""
+    if kind == "in_flight":
+        return state.in_flight
+    if kind == "budget":
+        return state.money
+    if kind == "budget_day":
+        return state.day[1] if state.day[0] == now // DAY else 0
+    if kind == "budget_month":
+        return state.month[1] if state.month[0] == month_of(now) else 0
+    first = now // _SLOT_SECONDS[kind] - SLOTS_BEFORE
+    return sum(amount for slot, amount in state.slots.get(kind, {}).items() if slot >= first)
+
+
+def free_at(state: WindowState, kind: Kind, now: int, *, allowed: int, wanted: int) -> int | None:
+    """The second at which ``wanted`` fits under ``allowed`` if nothing else is admitted or credited; None: never.
+
+    A request in flight ends when it ends: one second is then the advice.
+    """
+    if wanted > allowed:
+        return None
+    if kind == "in_flight":
+        return now + 1
+    if kind == "budget":
+        return None
+    if kind == "budget_day":
+        return (now // DAY + 1) * DAY
+    if kind == "budget_month":
+        return month_end(now)
+    seconds = _SLOT_SECONDS[kind]
+    excess = used(state, kind, now) + wanted - allowed
+    if excess <= 0:
+        return now
+    first = now // seconds - SLOTS_BEFORE
+    for slot, amount in sorted(state.slots.get(kind, {}).items()):
+        if slot >= first:
+            excess -= amount
+            if excess <= 0:
+                return (slot + SLOTS_BEFORE + 1) * seconds
+    return None

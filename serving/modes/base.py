@@ -1,0 +1,117 @@
+"""A mode decides how a request is admitted and what it costs. Nothing below the mode lookup branches on a mode.
+
+A new mode is a class that offers ``Mode`` and is named in ``modes/__init__.py``; ours are the same.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from ..errors import InvalidField
+from ..metering.keys import Caller
+from ..metering.lease import Bucket, Lease, Reservation
+from ..metering.limits import LimitStatus
+from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, ValidRequest
+
+
+class ModeProfile(Struct, frozen=True, kw_only=True):
+    """Which request fields a mode takes, as the Databricks API has it."""
+
+    name: str
+    accepts_n: bool
+    accepts_error_behavior: bool
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """Where a request goes: the endpoint, and the served entity that the traffic split chose."""
+
+    endpoint: str
+    entity: str
+
+
+class Mode(Protocol):
+    @property
+    def profile(self) -> ModeProfile: ...
+
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
+        """Reserve what ``valid`` may use. Raises ``LimitExceeded``, ``Unavailable``."""
+        ...
+
+
+class Admission:
+    """The context manager around a request's run: ``with mode.admit(…) as admitted: engine.submit(admitted.request)``.
+
+    ``request`` is the ``ValidRequest`` with the mode's priority. Leaving settles (see ``Lease``).
+    """
+
+    def __init__(self, lease: Lease, request: ValidRequest) -> None:
+        self.lease = lease
+        self.request = request
+
+    @property
+    def limits(self) -> tuple[LimitStatus, ...]:
+        return self.lease.limits
+
+    def count(self, completion_tokens: int = 0, *, prompt: int | None = None, cached: int | None = None) -> None:
+        self.lease.count(completion_tokens, prompt=prompt, cached=cached)
+
+    def settle(
+        self,
+        *,
+        prompt: int | None = None,
+        cached: int | None = None,
+        completion: int | None = None,
+        finish_reason: str | None = None,
+        status: Literal["ok", "error", "aborted"] = "ok",
+    ) -> None:
+        self.lease.settle(
+            prompt=prompt, cached=cached, completion=completion, finish_reason=finish_reason, status=status
+        )
+
+    def __enter__(self) -> Admission:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.lease.__exit__(kind, error, traceback)
+
+
+def check_fields(profile: ModeProfile, raw: RawRequest) -> None:
+    """Raise ``InvalidField`` for a field that the endpoint's mode does not take.
+
+    ``n: 1`` asks for what every mode does and passes; ``error_behavior`` is refused whatever its value.
+    """
+    match raw:
+        case RawChat() | RawCompletion():
+            n, error_behavior = raw.sampling.n, raw.sampling.error_behavior
+        case RawEmbedding():
+            n, error_behavior = None, raw.error_behavior
+    if n is not None and n != 1 and not profile.accepts_n:
+        raise InvalidField("n", n, "1: more choices are available on provisioned throughput endpoints only")
+    if error_behavior is not None and not profile.accepts_error_behavior:
+        raise InvalidField(
+            "error_behavior", error_behavior, "no value: it is available on pay-per-token endpoints only"
+        )
+
+
+def reservation_of(
+    valid: ValidRequest, caller: Caller, target: Target, mode: str, bucket: Bucket | None = None
+) -> Reservation:
+    """What ``valid`` may use at most: each prompt once, ``max_tokens`` for every sequence."""
+    return Reservation(
+        request_id=valid.request_id,
+        key_id=caller.key_id,
+        tenant=caller.tenant,
+        endpoint=target.endpoint,
+        entity=target.entity,
+        adapter=valid.adapter,
+        mode=mode,
+        task=valid.task,
+        input_tokens=valid.num_prompt_tokens,
+        max_output_tokens=valid.sampling.max_tokens * len(valid.sequences) if valid.sampling else 0,
+        bucket=bucket,
+    )

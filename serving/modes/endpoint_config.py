@@ -1,0 +1,228 @@
+"""The configuration of an endpoint as the Databricks management API sends it: parsed once, every field checked."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import InvalidField
+from .provisioned import check_throughput
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,126}")
+MAX_ENTITIES = 32
+
+
+class ServedEntity(Struct, frozen=True, kw_only=True):
+    """A registry model and version (or ``@alias``). With ``max_provisioned_throughput`` it is provisioned, tokens/s."""
+
+    name: str
+    entity_name: str
+    entity_version: str
+    min_provisioned_throughput: int | None = None
+    max_provisioned_throughput: int | None = None
+    scale_to_zero_enabled: bool = False
+
+    @property
+    def provisioned(self) -> bool:
+        return self.max_provisioned_throughput is not None
+
+
+class Route(Struct, frozen=True, kw_only=True):
+    served_model_name: str
+    traffic_percentage: int
+
+
+class EndpointConfig(Struct, frozen=True, kw_only=True):
+    served_entities: tuple[ServedEntity, ...]
+    routes: tuple[Route, ...]
+
+
+_ENTITY_FIELDS = {
+    "name",
+    "entity_name",
+    "entity_version",
+    "min_provisioned_throughput",
+    "max_provisioned_throughput",
+    "scale_to_zero_enabled",
+    "workload_size",
+    "workload_type",
+    "environment_vars",
+}
+
+
+def parse_config(body: Any) -> EndpointConfig:
+    """``{"served_entities": […], "traffic_config": {"routes": […]}}`` to a config. Raises ``InvalidField``.
+
+    ``served_models`` (``model_name``, ``model_version``) is the older spelling and read the same. Without routes
+    a single entity gets all traffic.
+    """
+    body = _object(body, "config", {"served_entities", "served_models", "traffic_config", "name"})
+    listed = body.get("served_entities")
+    field = "config.served_entities"
+    if listed is None and body.get("served_models") is not None:
+        field, listed = "config.served_models", [_modern(item) for item in _list(body["served_models"], field)]
+    listed = _list(listed, field)
+    if not 1 <= len(listed) <= MAX_ENTITIES:
+        raise InvalidField(field, len(listed), f"1 to {MAX_ENTITIES} entities")
+    entities = tuple(_entity(item, f"{field}[{place}]") for place, item in enumerate(listed))
+    names = [entity.name for entity in entities]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidField(f"{field}[].name", name, "a name that only one served entity has")
+    return EndpointConfig(served_entities=entities, routes=_routes(body.get("traffic_config"), names))
+
+
+def _modern(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return item
+    renamed = {"model_name": "entity_name", "model_version": "entity_version"}
+    return {renamed.get(key, key): value for key, value in item.items()}
+
+
+def _entity(item: Any, field: str) -> ServedEntity:
+    item = _object(item, field, _ENTITY_FIELDS)
+    for key in ("workload_type", "environment_vars"):
+        if item.get(key) not in (None, {}, "CPU"):
+            raise InvalidField(f"{field}.{key}", item[key], "no value: an entity runs on the server's own machine")
+    if item.get("workload_size") not in (None, "Small", "Medium", "Large"):
+        raise InvalidField(f"{field}.workload_size", item["workload_size"], '"Small", "Medium" or "Large"')
+    entity_name, version = item.get("entity_name"), item.get("entity_version")
+    if not isinstance(entity_name, str) or not ENTITY_NAME.fullmatch(entity_name):
+        raise InvalidField(f"{field}.entity_name", entity_name, "the name of a registered model")
+    if isinstance(version, int) and not isinstance(version, bool):
+        version = str(version)
+    if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,18}|@?[A-Za-z0-9_-]{1,255}", version):
+        raise InvalidField(f"{field}.entity_version", version, "a version number or an alias")
+    name = item.get("name")
+    if name is None:
+        name = f"{entity_name}-{version}".replace("@", "").replace(":", "-").replace(".", "-")[:63]
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidField(f"{field}.name", name, "1 to 63 letters, digits, dashes and underscores")
+    scale = item.get("scale_to_zero_enabled")
+    if scale is not None and not isinstance(scale, bool):
+        raise InvalidField(f"{field}.scale_to_zero_enabled", scale, "true or false")
+    minimum, maximum = _throughput(item, field)
+    return ServedEntity(
+        name=name,
+        entity_name=entity_name,
+        entity_version=version,
+        min_provisioned_throughput=minimum,
+        max_provisioned_throughput=maximum,
+        scale_to_zero_enabled=bool(scale),
+    )
+
+
+def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | None]:
+    found: list[int | None] = []
+    for key in ("min_provisioned_throughput", "max_provisioned_throughput"):
+        value = item.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 10**9):
+            raise InvalidField(f"{field}.{key}", value, "an integer number of tokens/s from 0 to 10**9")
+        found.append(value)
+    minimum, maximum = found
+    if minimum is None and maximum is None:
+        return None, None
+    if maximum is None:
+        maximum = minimum
+    minimum = minimum or 0
+    check_throughput(minimum, maximum or 0)
+    return minimum, maximum
+
+
+def _routes(body: Any, names: list[str]) -> tuple[Route, ...]:
+    field = "config.traffic_config.routes"
+    if body is None or (isinstance(body, dict) and body.get("routes") is None):
+        if len(names) > 1:
+            raise InvalidField(field, None, "a traffic percentage for each of several served entities")
+        return (Route(served_model_name=names[0], traffic_percentage=100),)
+    listed = _list(_object(body, "config.traffic_config", {"routes"})["routes"], field)
+    routes = tuple(_route(item, f"{field}[{place}]", names) for place, item in enumerate(listed))
+    if len({route.served_model_name for route in routes}) != len(routes):
+        raise InvalidField(field, [route.served_model_name for route in routes], "one route for each served entity")
+    total = sum(route.traffic_percentage for route in routes)
+    if total != 100:
+        raise InvalidField(field, total, "percentages that sum to 100")
+    return routes
+
+
+def _route(item: Any, field: str, names: list[str]) -> Route:
+    item = _object(item, field, {"served_model_name", "served_entity_name", "traffic_percentage"})
+    name = item.get("served_model_name", item.get("served_entity_name"))
+    if name not in names:
+        raise InvalidField(f"{field}.served_model_name", name, "one of " + ", ".join(names))
+    percentage = item.get("traffic_percentage")
+    if not isinstance(percentage, int) or isinstance(percentage, bool) or not 0 <= percentage <= 100:
+        raise InvalidField(f"{field}.traffic_percentage", percentage, "an integer from 0 to 100")
+    return Route(served_model_name=name, traffic_percentage=percentage)
+
+
+def parse_tags(listed: Any, field: str = "tags") -> dict[str, str]:
+    """``[{"key": …, "value": …}]``; a missing value is empty."""
+    tags: dict[str, str] = {}
+    for place, item in enumerate(_list(listed, field)):
+        item = _object(item, f"{field}[{place}]", {"key", "value"})
+        key, value = item.get("key"), item.get("value")
+        if not isinstance(key, str) or not 0 < len(key) <= 127:
+            raise InvalidField(f"{field}[{place}].key", key, "a text of 1 to 127 characters")
+        if value is not None and (not isinstance(value, str) or len(value) > 255):
+            raise InvalidField(f"{field}[{place}].value", value, "a text of at most 255 characters")
+        tags[key] = value or ""
+    return tags
+
+
+def parse_rate_limits(listed: Any) -> dict[tuple[str, str], int]:
+    """``[{"calls": 100, "key": "endpoint", "renewal_period": "minute"}]`` to {(scope, kind): value}."""
+    found: dict[tuple[str, str], int] = {}
+    for place, item in enumerate(_list(listed, "rate_limits")):
+        field = f"rate_limits[{place}]"
+        item = _object(item, field, {"calls", "key", "renewal_period"})
+        calls, key = item.get("calls"), item.get("key") or "endpoint"
+        if not isinstance(calls, int) or isinstance(calls, bool) or not 0 <= calls <= 10**9:
+            raise InvalidField(f"{field}.calls", calls, "an integer from 0 to 10**9")
+        if key not in ("endpoint", "user"):
+            raise InvalidField(f"{field}.key", key, '"endpoint" or "user"')
+        if item.get("renewal_period") != "minute":
+            raise InvalidField(f"{field}.renewal_period", item.get("renewal_period"), '"minute"')
+        if (key, "qpm") in found:
+            raise InvalidField(f"{field}.key", key, "one limit for each key")
+        found[key, "qpm"] = calls
+    return found
+
+
+def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
+    """As the API returns it: both spellings of entities, both names in a route (clients read either)."""
+    entities = [
+        {key: value for key, value in msgspec.to_builtins(entity).items() if value is not None}
+        for entity in config.served_entities
+    ]
+    models = [
+        {"name": e.name, "model_name": e.entity_name, "model_version": e.entity_version} for e in config.served_entities
+    ]
+    routes = [
+        {
+            "served_model_name": route.served_model_name,
+            "served_entity_name": route.served_model_name,
+            "traffic_percentage": route.traffic_percentage,
+        }
+        for route in config.routes
+    ]
+    return {"served_entities": entities, "served_models": models, "traffic_config": {"routes": routes}}
+
+
+def _object(value: Any, field: str, allowed: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidField(field, value, "an object")
+    for key in value:
+        if key not in allowed:
+            raise InvalidField(f"{field}.{key}", value[key], "no such field; known are " + ", ".join(sorted(allowed)))
+    return value
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidField(field, value, "a list")
+    return value

@@ -1,0 +1,65 @@
+"""Endpoints as the Databricks management API returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..metering.tables import endpoint_tags, limits
+from .endpoint_config import EndpointConfig, config_to_wire
+
+_TASK_NAMES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
+
+
+def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[int], EndpointConfig]) -> dict[str, Any]:
+    """``row`` of the endpoints table; ``config(version)`` reads a stored one."""
+    body: dict[str, Any] = {
+        "name": row.name,
+        "id": row.id,
+        "creator": row.creator,
+        "creation_timestamp": row.created_ms,
+        "last_updated_timestamp": row.updated_ms,
+        "description": row.description,
+        "state": {"ready": row.ready, "config_update": row.config_update},
+        "tags": tags_to_wire(connection, row.name),
+        "task": task_name(tuple(row.tasks.split())),
+        "permission_level": "CAN_MANAGE",
+    }
+    if row.active_version is not None:
+        message = "" if row.ready == "READY" else row.message
+        body["config"] = _config(config(row.active_version), row.active_version, row.ready == "READY", message)
+    if row.pending_version is not None:
+        body["pending_config"] = _config(config(row.pending_version), row.pending_version, False, "")
+        body["pending_config"]["start_time"] = row.updated_ms
+    if row.message:
+        body["state"]["message"] = row.message
+    if rates := rate_limits_to_wire(connection, row.name):
+        body["rate_limits"] = rates
+    return body
+
+
+def _config(config: EndpointConfig, version: int, ready: bool, message: str) -> dict[str, Any]:
+    body = config_to_wire(config) | {"config_version": version}
+    deployment = "DEPLOYMENT_READY" if ready else "DEPLOYMENT_CREATING"
+    for entity in (*body["served_entities"], *body["served_models"]):
+        entity["state"] = {"deployment": deployment, "deployment_state_message": message}
+    return body
+
+
+def task_name(tasks: tuple[str, ...]) -> str:
+    """One name for what may be several tasks: the first that the entities have of chat, completions, embeddings."""
+    return next(_TASK_NAMES[task] for task in _TASK_NAMES if task in tasks)
+
+
+def tags_to_wire(connection: sa.Connection, name: str) -> list[dict[str, str]]:
+    table = endpoint_tags.c
+    query = sa.select(table.key, table.value).where(table.name == name).order_by(table.key)
+    return [{"key": key, "value": value} for key, value in connection.execute(query)]
+
+
+def rate_limits_to_wire(connection: sa.Connection, name: str) -> list[dict[str, Any]]:
+    of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
+    query = sa.select(limits.c.scope, limits.c.value).where(of_calls).order_by(limits.c.scope)
+    return [{"calls": value, "key": scope, "renewal_period": "minute"} for scope, value in connection.execute(query)]

@@ -1,0 +1,23 @@
+"""Pay-per-token: every token has a price, the engine's spare capacity serves it."""
+
+from __future__ import annotations
+
+from ..metering.keys import Caller
+from ..metering.ledger import Ledger
+from ..request import ValidRequest
+from .base import Admission, ModeProfile, Target, reservation_of
+
+PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behavior=True)
+
+
+class PayPerToken:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    @property
+    def profile(self) -> ModeProfile:
+        return PROFILE
+
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
+        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name))
+        return Admission(lease, valid)

@@ -1,0 +1,55 @@
+"""Provisioned throughput: tokens/s reserved for an endpoint, paid by the minute, used first.
+
+A request within the reserve runs before every pay-per-token request; one beyond it is not refused but runs among
+them, on spare capacity. The reserve is a bucket in the metering store, so all workers and hosts draw from the same one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..errors import InvalidField
+from ..metering.keys import Caller
+from ..metering.lease import Bucket
+from ..metering.ledger import Ledger
+from ..request import ValidRequest
+from .base import Admission, ModeProfile, Target, reservation_of
+from .calibration import Capacity
+
+PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False)
+RESERVED_PRIORITY = -100
+"""Added to a request's priority within the reserve; lower runs first, pay-per-token requests have 0."""
+
+
+class Provisioned:
+    """``throughput`` is the reserved tokens/s of one served entity over all its replicas."""
+
+    def __init__(self, ledger: Ledger, *, throughput: int, prompt_weight_milli: int = 1000) -> None:
+        if throughput < 1:
+            raise InvalidField("min_provisioned_throughput", throughput, "at least 1 token/s to admit by")
+        self._ledger = ledger
+        self._bucket = Bucket(rate=throughput, prompt_weight_milli=prompt_weight_milli)
+
+    @property
+    def profile(self) -> ModeProfile:
+        return PROFILE
+
+    def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
+        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, self._bucket))
+        if lease.within_reserve:
+            valid = msgspec.structs.replace(valid, priority=valid.priority + RESERVED_PRIORITY)
+        return Admission(lease, valid)
+
+
+def check_throughput(minimum: int, maximum: int, capacity: Capacity | None = None, *, max_replicas: int = 1) -> None:
+    """Raise ``InvalidField`` for a range that makes no sense or, once it is measured, exceeds the machine."""
+    if minimum < 0:
+        raise InvalidField("min_provisioned_throughput", minimum, "a number of tokens/s that is not negative")
+    if maximum < max(1, minimum):
+        raise InvalidField("max_provisioned_throughput", maximum, f"at least {max(1, minimum)} tokens/s")
+    if capacity is None:
+        return
+    can = capacity.decode_tokens_per_second * max_replicas
+    measured = f"at most {can} tokens/s: what {max_replicas} replica(s) were measured to give"
+    if minimum > can:
+        raise InvalidField("min_provisioned_throughput", minimum, measured)

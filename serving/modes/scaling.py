@@ -1,0 +1,94 @@
+"""How many replicas a served entity should have: a pure decision over what was seen, one call a few seconds.
+
+Up at once, down slowly: a replica that is missing is a queue, one too many costs a little for a minute.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+
+class ScalePolicy(Struct, frozen=True, kw_only=True):
+    """``per_replica`` is tokens/s of one replica; there are enough for ``min_throughput`` and never more than
+    ``max_throughput`` needs.
+
+    Between ``low`` and ``high`` (shares of capacity in use) nothing changes; below ``low`` for ``settle_seconds`` one
+    replica goes; with ``scale_to_zero`` the last goes after ``idle_seconds`` without a request.
+    """
+
+    per_replica: int
+    min_throughput: int
+    max_throughput: int
+    scale_to_zero: bool = False
+    high: float = 0.8
+    low: float = 0.5
+    settle_seconds: float = 60.0
+    idle_seconds: float = 300.0
+
+    @property
+    def min_replicas(self) -> int:
+        return max(1, math.ceil(self.min_throughput / self.per_replica))
+
+    @property
+    def max_replicas(self) -> int:
+        return max(self.min_replicas, math.ceil(self.max_throughput / self.per_replica))
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """``tokens_per_second`` as demanded lately, ``waiting`` and ``running`` requests now."""
+
+    tokens_per_second: float
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.tokens_per_second == 0 and not self.waiting and not self.running
+
+
+class ScaleState(Struct, frozen=True, kw_only=True):
+    """Carried from one decision to the next. ``low_since``, ``idle_since``: seconds, None while it is not so."""
+
+    replicas: int
+    low_since: float | None = None
+    idle_since: float | None = None
+
+
+def decide(policy: ScalePolicy, state: ScaleState, load: Load, now: float) -> ScaleState:
+    """The next state; start or stop replicas until there are ``state.replicas``. ``now`` in seconds, monotonic."""
+    if load.idle:
+        return _idle(policy, state, now)
+    wanted = max(policy.min_replicas, math.ceil(load.tokens_per_second / (policy.per_replica * policy.high)))
+    if load.waiting and state.replicas:
+        wanted = max(wanted, state.replicas + 1)  # a queue: the demand is more than what was generated
+    wanted = min(wanted, policy.max_replicas)
+    if wanted > state.replicas:
+        return ScaleState(replicas=wanted)
+    return _shrink(policy, state, load.tokens_per_second, now, idle_since=None)
+
+
+def _idle(policy: ScalePolicy, state: ScaleState, now: float) -> ScaleState:
+    since = now if state.idle_since is None else state.idle_since
+    if policy.scale_to_zero and now - since >= policy.idle_seconds:
+        return ScaleState(replicas=0, idle_since=since)
+    if state.replicas == 0 and policy.scale_to_zero:
+        return ScaleState(replicas=0, idle_since=since)
+    if state.replicas < policy.min_replicas:
+        return ScaleState(replicas=policy.min_replicas, idle_since=since)
+    return _shrink(policy, state, 0.0, now, idle_since=since)
+
+
+def _shrink(policy: ScalePolicy, state: ScaleState, demand: float, now: float, idle_since: float | None) -> ScaleState:
+    """One replica less once the rest would have been under ``low`` long enough; ``low`` < ``high`` keeps it from
+    coming back at once."""
+    if state.replicas > policy.max_replicas:
+        return ScaleState(replicas=policy.max_replicas, idle_since=idle_since)
+    rest = (state.replicas - 1) * policy.per_replica
+    if state.replicas <= policy.min_replicas or demand > rest * policy.low:
+        return ScaleState(replicas=state.replicas, idle_since=idle_since)
+    since = now if state.low_since is None else state.low_since
+    if now - since < policy.settle_seconds:
+        return ScaleState(replicas=state.replicas, low_since=since, idle_since=idle_since)
+    return ScaleState(replicas=state.replicas - 1, low_since=now, idle_since=idle_since)

@@ -1,0 +1,43 @@
+"""Which served entity answers: a split by integer percentages, by caller when asked, else exact in the long run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+
+from .endpoint_config import Route
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples fill the circle evenly
+
+
+class TrafficSplit:
+    """One worker's view of an endpoint's routes. Immutable but for a counter; thread-safe.
+
+    With ``sticky_key`` the choice is a pure function of (endpoint, key), the same in every worker, and moves only where
+    percentages move. Without one, requests follow a golden-ratio sequence from a start drawn at random: among any n
+    requests of a worker each share is within a few requests of its percentage, in no pattern that a client could hit.
+    """
+
+    def __init__(self, endpoint: str, routes: tuple[Route, ...], *, start: int) -> None:
+        self._endpoint = endpoint
+        self._routes = routes
+        self._start = start
+        self._counter = itertools.count()
+        self._lock = threading.Lock()
+
+    def choose(self, sticky_key: str | None = None) -> str:
+        """The served entity's name."""
+        if sticky_key is None:
+            with self._lock:
+                number = next(self._counter)
+            point = (self._start + number * _GOLDEN) % 2**64
+        else:
+            digest = hashlib.blake2b(f"{self._endpoint}\n{sticky_key}".encode(), digest_size=8).digest()
+            point = int.from_bytes(digest, "big")
+        percent = point * 100 // 2**64
+        for route in self._routes:
+            percent -= route.traffic_percentage
+            if percent < 0:
+                return route.served_model_name
+        raise AssertionError("percentages sum to 100")
