@@ -1,0 +1,40 @@
+"""What goes back over HTTP, before a web framework turns it into its own response."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..dialects.base import Dialect
+from ..errors import ServingError
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """``body`` is the whole of it, or an iterator whose ``close`` must be called."""
+
+    status: int = 200
+    body: bytes | Iterator[bytes] = b""
+    content_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def json_answer(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
+    return Answer(status=status, body=_encoder.encode(value), headers=headers or {})
+
+
+def error_answer(dialect: Dialect, error: ServingError) -> Answer:
+    """``error`` in the dialect's own words; ``Retry-After`` in whole seconds where the error says when."""
+    rendered = dialect.error(error)
+    headers = dict(rendered.headers)
+    if error.retry_after is not None:
+        headers.setdefault("Retry-After", str(max(1, math.ceil(error.retry_after))))
+    body = json.dumps(rendered.body, ensure_ascii=True).encode()
+    return Answer(status=rendered.status, body=body, headers=headers)

@@ -1,0 +1,167 @@
+"""The Flask application: the table of routes bound to what answers them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+
+from ..dialects import DIALECTS
+from ..errors import (
+    Aborted,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    RequestError,
+    ServingError,
+    Unauthenticated,
+)
+from ..metering.keys import ANONYMOUS, Caller
+from . import logs
+from .answer import Answer, error_answer
+from .endpoints import Endpoints
+from .exchange import Exchange, request_id_from
+from .gate import Gate
+from .invoke import TIMEOUT_HEADER, Incoming, Server, check_length, invoke
+from .offload import Offload
+from .pages import PAGES
+from .routes import ROUTES, Route, dialect_of_path
+from .running import ClientGone, RunningRequests
+from .settings import ServerSettings
+
+REQUEST_ID = "X-Request-Id"
+
+
+def make_server(endpoints: Endpoints, settings: ServerSettings | None = None, *, keys: Any = None) -> Server:
+    """What one worker shares. ``keys`` (``metering.keys.Keys``) None: nobody is asked for a key."""
+    settings = settings or ServerSettings()
+    return Server(
+        settings=settings,
+        endpoints=endpoints,
+        gate=Gate(max_queued=settings.max_queued, retry_after=settings.retry_after),
+        running=RunningRequests(),
+        offload=Offload(settings.offload_bytes),
+        keys=keys,
+    )
+
+
+def create_app(server: Server) -> Flask:
+    """The WSGI application of one worker."""
+    app = Flask("mlflow_llm", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = server.settings.max_body_bytes
+    app.url_map.strict_slashes = False
+    for number, route in enumerate(ROUTES):
+        app.add_url_rule(
+            route.path,
+            endpoint=f"{number}-{route.handler}",
+            view_func=_view(server, route),
+            methods=list(route.methods),
+            provide_automatic_options=False,
+        )
+    app.register_error_handler(HTTPException, _unrouted)
+    return app
+
+
+def _view(server: Server, route: Route) -> Callable[..., Response]:
+    def view(name: str | None = None) -> Response:
+        exchange = _exchange()
+        answer = _answer(server, route, name, exchange)
+        if isinstance(answer.body, bytes) and route.is_invocation:
+            exchange.finish(answer.status)
+        return _response(answer, exchange.request_id)
+
+    return view
+
+
+def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) -> Answer:
+    dialect = DIALECTS[route.dialect]
+    try:
+        caller = ANONYMOUS if route.open else _caller(server, exchange)
+        if route.is_invocation:
+            return invoke(server, _incoming(server, route, name, caller), exchange)
+        return PAGES[route.handler](server, **({"name": name} if name is not None else {}))
+    except ServingError as error:
+        exchange.finish(error.status, error.message)
+        return error_answer(dialect, error)
+    except ClientGone:
+        exchange.finish(Aborted.status, "the client went away")
+        return Answer(status=Aborted.status)
+    except HTTPException:
+        raise
+    except Exception:
+        logs.event("fault", level=logging.ERROR, exc_info=True, request_id=exchange.request_id)
+        exchange.finish(InternalError.status, "internal error")
+        return error_answer(dialect, InternalError(f"internal error; the log has it under {exchange.request_id}"))
+
+
+def _incoming(server: Server, route: Route, name: str | None, caller: Caller) -> Incoming:
+    check_length(request.content_length, server.settings.max_body_bytes)
+    return Incoming(
+        route=route,
+        dialect=DIALECTS[route.dialect],
+        body=request.get_data(cache=False),
+        name=name,
+        timeout=request.headers.get(TIMEOUT_HEADER),
+        caller=caller,
+        sock=request.environ.get("gunicorn.socket"),
+    )
+
+
+def _exchange() -> Exchange:
+    return Exchange(
+        request_id=request_id_from(request.headers.get(REQUEST_ID)),
+        method=request.method,
+        path=request.path,
+        traceparent=request.headers.get("traceparent"),
+    )
+
+
+def _caller(server: Server, exchange: Exchange) -> Caller:
+    """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks for keys."""
+    if server.keys is None:
+        return ANONYMOUS
+    scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not secret:
+        raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
+    caller: Caller = server.keys.verify(secret.strip())
+    exchange.key = caller.key_id
+    return caller
+
+
+def _unrouted(error: HTTPException) -> Response:
+    """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
+    refused = _refusal(error)
+    answer = error_answer(DIALECTS[dialect_of_path(request.path)], refused)
+    exchange = _exchange()
+    if isinstance(refused, MethodNotAllowed) and (allowed := getattr(error, "valid_methods", None)):
+        answer.headers["Allow"] = ", ".join(sorted(allowed))
+    exchange.finish(answer.status, refused.message)
+    return _response(answer, exchange.request_id)
+
+
+def _refusal(error: HTTPException) -> ServingError:
+    if error.code == 404:
+        return NotFound(f"no route {request.path[:100]}; /openapi.json lists them")
+    if error.code == 405:
+        return MethodNotAllowed(f"{request.method[:20]} is not allowed on {request.path[:100]}")
+    if error.code == 413:
+        return PayloadTooLarge("the body is larger than this server takes")
+    if error.code is not None and error.code < 500:
+        return RequestError(f"{error.name}: the request could not be read")
+    return InternalError("internal error")
+
+
+def _response(answer: Answer, request_id: str) -> Response:
+    response = Response(
+        answer.body,
+        status=answer.status,
+        content_type=answer.content_type,
+        headers=answer.headers,
+        direct_passthrough=True,
+    )
+    response.headers[REQUEST_ID] = request_id
+    return response

@@ -1,0 +1,249 @@
+"""The life of one request, from its bytes to its answer. No web framework here: bytes in, ``Answer`` out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..dialects.base import Dialect
+from ..errors import Aborted, InternalError, InvalidField, PayloadTooLarge, ServingError
+from ..metering.keys import ANONYMOUS, Caller
+from ..modes import Target, check_fields
+from ..reply import Done, Piece
+from ..request import RawEmbedding, RawRequest, ValidRequest
+from ..tasks import embed, generate
+from ..tasks.validate import validate
+from . import logs
+from .answer import Answer, json_answer
+from .endpoints import Endpoint, Endpoints
+from .exchange import Exchange
+from .gate import Gate
+from .offload import Offload
+from .routes import Route
+from .running import ClientGone, Pull, RunningRequests, watching
+from .settings import ServerSettings
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Server:
+    """What the requests of one worker share."""
+
+    settings: ServerSettings
+    endpoints: Endpoints
+    gate: Gate
+    running: RunningRequests
+    offload: Offload
+    keys: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """``name`` is the endpoint of the path, None where the body names it. ``sock`` is watched for a disconnect."""
+
+    route: Route
+    dialect: Dialect
+    body: bytes
+    name: str | None = None
+    timeout: str | None = None
+    caller: Caller = ANONYMOUS
+    sock: Any = None
+
+
+def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
+    """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
+    server.gate.check_open()
+    size = len(incoming.body)
+    raw = server.offload(size, _decode, incoming)
+    endpoint, raw = _address(server.endpoints, incoming, raw)
+    exchange.endpoint, exchange.adapter, exchange.stream = endpoint.name, raw.adapter or "", raw.stream
+    raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
+    with ExitStack() as held:
+        server.gate.enter(endpoint.name, endpoint.engine)
+        held.callback(server.gate.leave, endpoint.name)
+        if endpoint.mode is not None:
+            check_fields(endpoint.mode.profile, raw)
+        valid = server.offload(size, validate, raw, endpoint.view)
+        exchange.task, exchange.adapter = valid.task, valid.adapter or ""
+        pieces = _start(server, endpoint, valid, incoming, exchange, held)
+        if valid.stream:
+            return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
+        reply = generate.gather(pieces)
+    return json_answer(incoming.dialect.encode(valid, reply))
+
+
+def _decode(incoming: Incoming) -> RawRequest:
+    try:
+        body = msgspec.json.decode(incoming.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidField("body", incoming.body[:40], f"a JSON object ({str(error)[:120]})") from None
+    if not isinstance(body, dict):
+        raise InvalidField("body", body, "a JSON object")
+    return incoming.dialect.decode(body, incoming.route.task)
+
+
+def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:
+    """The endpoint meant, and ``raw`` with its name and adapter filled in."""
+    endpoint, adapter = endpoints.find(incoming.name or raw.model)
+    if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
+        raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
+    return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter or raw.adapter)
+
+
+def _with_timeout(raw: RawRequest, header: str | None, limit: float) -> RawRequest:
+    """The shortest of the body's, the header's and the server's time, in seconds."""
+    own = raw.timeout if isinstance(raw, RawEmbedding) else raw.sampling.timeout
+    asked = [limit] if own is None else [limit, own]
+    if header is not None:
+        asked.append(_seconds(header))
+    shortest = min(asked)
+    if isinstance(raw, RawEmbedding):
+        return msgspec.structs.replace(raw, timeout=shortest)
+    return msgspec.structs.replace(raw, sampling=msgspec.structs.replace(raw.sampling, timeout=shortest))
+
+
+def _seconds(header: str) -> float:
+    try:
+        value = float(header)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise InvalidField(TIMEOUT_HEADER, header, "seconds, a number above 0")
+    return value
+
+
+def _start(
+    server: Server, endpoint: Endpoint, valid: ValidRequest, incoming: Incoming, exchange: Exchange, held: ExitStack
+) -> Iterator[Piece]:
+    """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
+    admission = None
+    if endpoint.mode is not None:
+        target = Target(endpoint=endpoint.name, entity=endpoint.entity)
+        admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
+        valid = admission.request
+    pull: Pull[Piece] = Pull(_run(endpoint, valid, admission))
+    held.callback(pull.close)
+    held.enter_context(server.running.holding(pull))
+    held.enter_context(watching(incoming.sock, pull))
+    return _counted(pull, admission, exchange)
+
+
+def _run(endpoint: Endpoint, valid: ValidRequest, admission: Any) -> generate.Pieces:
+    if valid.task == "embeddings":
+        return embed.run(endpoint.engine, valid)
+    on_tokens = None if admission is None else lambda _, count: admission.count(count)
+    return generate.run(endpoint.engine, valid, endpoint.view.text, on_tokens)
+
+
+def _counted(pull: Pull[Piece], admission: Any, exchange: Exchange) -> Iterator[Piece]:
+    for piece in pull:
+        exchange.see(piece)
+        if admission is not None and isinstance(piece, Done):
+            used = piece.usage
+            admission.settle(
+                prompt=used.prompt_tokens,
+                cached=used.cached_tokens,
+                completion=used.completion_tokens,
+                finish_reason=exchange.finish_reason,
+            )
+        yield piece
+
+
+def _streamed(
+    dialect: Dialect, valid: ValidRequest, pieces: Iterator[Piece], exchange: Exchange, held: ExitStack
+) -> Answer:
+    """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
+    encoder = dialect.stream(valid)
+    stream = Stream(encoder, pieces, exchange, held)
+    try:
+        stream.prime()
+    except BaseException as error:
+        stream.release(error)
+        raise
+    return Answer(body=stream, content_type=encoder.content_type, headers=STREAM_HEADERS)
+
+
+class Stream:
+    """The bytes of a streamed reply. ``close`` (which WSGI servers call, come what may) gives everything back.
+
+    Nothing is buffered here: a slow reader stops the pulling, and what its request may still pile up is bounded by
+    its ``max_tokens``; a reader that takes nothing for ``io_timeout`` loses its connection.
+    """
+
+    def __init__(self, encoder: Any, pieces: Iterator[Piece], exchange: Exchange, held: ExitStack) -> None:
+        self._encoder = encoder
+        self._pieces = pieces
+        self._exchange = exchange
+        self._held = held
+        self._first: bytes | None = None
+        self._complete = False
+        self._over = False
+
+    def prime(self) -> None:
+        """Wait for the first bytes. Raises what ``invoke`` raises."""
+        self._first = self._next_bytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if self._over:
+            raise StopIteration
+        try:
+            data = self._next_bytes()
+        except ServingError as error:
+            return self._fail(error)
+        except ClientGone:
+            raise
+        except Exception:
+            logs.event("fault", level=40, exc_info=True, request_id=self._exchange.request_id)
+            return self._fail(InternalError("internal error; the log has it under the request id"))
+        if not data:
+            self._over = True
+            self.close()
+            raise StopIteration
+        return data
+
+    def _next_bytes(self) -> bytes:
+        """The next non-empty chunk; b"" at the end."""
+        for piece in self._pieces:
+            data: bytes = self._encoder.encode(piece)
+            if data:
+                return data
+        self._complete = True
+        return b""
+
+    def _fail(self, error: ServingError) -> bytes:
+        self._over = True
+        self.release(error)
+        self._exchange.finish(error.status, error.message)
+        data: bytes = self._encoder.error(error)
+        return data
+
+    def release(self, error: BaseException | None = None) -> None:
+        """Abort what still runs and settle, with ``error`` where there was one. Later calls do nothing."""
+        self._held.__exit__(type(error) if error else None, error, None)
+
+    def close(self) -> None:
+        if self._complete:
+            self.release()
+            self._exchange.finish(200)
+        else:
+            self.release(ClientGone())
+            self._exchange.finish(Aborted.status, "the client went away")
+
+
+def check_length(length: int | None, limit: int) -> None:
+    """Raises ``PayloadTooLarge`` for a body that announces more than ``limit`` bytes."""
+    if length is not None and length > limit:
+        raise PayloadTooLarge(f"the body has {length} bytes; at most {limit} are taken")

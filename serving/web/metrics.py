@@ -1,0 +1,103 @@
+"""What Prometheus scrapes: counters and histograms of all workers, and the engines' own figures at scrape time.
+
+Workers are processes, so prometheus_client keeps their figures in memory-mapped files of one directory
+(``PROMETHEUS_MULTIPROC_DIR``, set by the server before it forks) and a scrape of any worker adds them up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from .endpoints import Endpoints
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+BY_ADAPTER = ("endpoint", "adapter")
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+OWN = CollectorRegistry()
+REQUESTS = Counter(
+    "mlflow_llm_requests",
+    "Requests by their HTTP status (200 with an error in the stream counts as the error's)",
+    (*BY_ADAPTER, "task", "status"),
+    registry=OWN,
+)
+TOKENS = Counter("mlflow_llm_tokens", "Tokens by kind: prompt, cached, completion", (*BY_ADAPTER, "kind"), registry=OWN)
+DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests that their client left", BY_ADAPTER, registry=OWN)
+TTFT = Histogram(
+    "mlflow_llm_time_to_first_token_seconds",
+    "From the request's arrival to its first token",
+    BY_ADAPTER,
+    buckets=SECONDS,
+    registry=OWN,
+)
+TPOT = Histogram(
+    "mlflow_llm_time_per_output_token_seconds",
+    "Mean time between a request's tokens after the first",
+    BY_ADAPTER,
+    buckets=TOKEN_SECONDS,
+    registry=OWN,
+)
+E2E = Histogram(
+    "mlflow_llm_request_seconds",
+    "From the request's arrival to its last byte",
+    BY_ADAPTER,
+    buckets=SECONDS,
+    registry=OWN,
+)
+
+
+class EngineCollector(Collector):
+    """Reads every endpoint's heartbeat when asked."""
+
+    GAUGES = (
+        ("running_sequences", "Sequences in the engine's batch", "num_running"),
+        ("waiting_requests", "Requests waiting for the engine", "num_waiting"),
+        ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
+        ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
+        ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
+    )
+    COUNTERS = (
+        ("engine_steps", "Forward passes", "steps"),
+        ("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+        ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
+        ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
+    )
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.endpoints = endpoints
+
+    def collect(self) -> Iterator[Metric]:
+        health = {endpoint.name: endpoint.engine.health() for endpoint in self.endpoints}
+        for name, text, field in self.GAUGES:
+            gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=("endpoint",))
+            for endpoint, h in health.items():
+                gauge.add_metric((endpoint,), float(getattr(h, field)))
+            yield gauge
+        for name, text, field in self.COUNTERS:
+            counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=("endpoint",))
+            for endpoint, h in health.items():
+                counter.add_metric((endpoint,), float(getattr(h, field)))
+            yield counter
+        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine is ready", labels=("endpoint",))
+        for endpoint, h in health.items():
+            ready.add_metric((endpoint,), float(h.status == "ready"))
+        yield ready
+
+
+def exposition(endpoints: Endpoints) -> bytes:
+    """All metrics of all workers in Prometheus' text format."""
+    engines = CollectorRegistry()
+    engines.register(EngineCollector(endpoints))
+    if DIRECTORY not in os.environ:
+        return generate_latest(OWN) + generate_latest(engines)
+    workers = CollectorRegistry()
+    MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
+    return generate_latest(workers) + generate_latest(engines)

@@ -1,0 +1,29 @@
+"""Work that would hold up the event loop, on gevent's threads.
+
+Decoding and tokenising a few kilobytes takes microseconds and stays on the loop; megabytes take seconds, during
+which no other stream of this worker would get a token. Hugging Face's tokenizers release the interpreter lock, so a
+thread really frees the loop; JSON decoding of megabytes holds it for some milliseconds at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import gevent
+from greenlet import getcurrent
+
+T = TypeVar("T")
+
+
+class Offload:
+    """Runs a function on a thread when ``size`` (bytes) is at least ``threshold`` and a loop is there to be freed."""
+
+    def __init__(self, threshold: int) -> None:
+        self.threshold = threshold
+
+    def __call__(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        if size < self.threshold or not isinstance(getcurrent(), gevent.Greenlet):
+            return function(*args)
+        result: T = gevent.get_hub().threadpool.apply(function, args)
+        return result

@@ -1,0 +1,131 @@
+"""The OpenAPI 3.1 document, made from the table of routes and the tables of request fields."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from mlflow_llm import __version__
+
+from ..dialects.tables import DATABRICKS, MLFLOW, OPENAI
+from ..request import Task
+from .invoke import TIMEOUT_HEADER
+from .routes import ROUTES, DialectName, Route
+
+TABLES = {"openai": OPENAI, "databricks": DATABRICKS, "mlflow": MLFLOW}
+TASKS: tuple[Task, ...] = ("chat", "completions", "embeddings")
+ERRORS = {
+    "400": "A field is not allowed, or the prompt is too long",
+    "401": "No API key, or an unknown one",
+    "403": "The key may not do this",
+    "404": "No such endpoint, adapter or route",
+    "413": "The body is too large",
+    "429": "A limit is used up; Retry-After says when to come back",
+    "503": "Busy or shutting down; Retry-After says when to come back",
+    "504": "The request's own time limit passed",
+}
+ERROR_SCHEMAS: dict[DialectName, dict[str, Any]] = {
+    "openai": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    "databricks": {
+        "type": "object",
+        "required": ["error_code", "message"],
+        "properties": {"error_code": {"type": "string"}, "message": {"type": "string"}},
+    },
+}
+ERROR_SCHEMAS["mlflow"] = ERROR_SCHEMAS["databricks"]
+CONTENT = {"metrics": "text/plain", "ping": "text/plain", "version": "text/plain", "docs": "text/html"}
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """Every route, its request fields and its errors."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", route.path)
+        for method in route.methods:
+            paths.setdefault(path, {})[method.lower()] = _operation(route, path)
+    schemas: dict[str, Any] = {_schema_name(d, t): _request(d, t) for d in ERROR_SCHEMAS for t in TASKS}
+    schemas.update({f"{dialect}_error": schema for dialect, schema in ERROR_SCHEMAS.items()})
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlflow-llm", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _schema_name(dialect: str, task: Task) -> str:
+    return f"{dialect}_{task}_request"
+
+
+def _request(dialect: str, task: Task) -> dict[str, Any]:
+    table = TABLES[dialect][task]
+    properties = {}
+    for field in table.fields.values():
+        schema = dict(field.schema)
+        if field.note:
+            schema["description"] = " ".join(filter(None, (schema.get("description"), f"({field.note})")))
+        properties[field.name] = schema
+    return {
+        "type": "object",
+        "required": [table.required],
+        "properties": properties,
+        "additionalProperties": False,
+    }
+
+
+def _operation(route: Route, path: str) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    operation: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", path).strip("_") or "root",
+        "summary": route.summary,
+        "tags": [route.dialect],
+        "parameters": parameters,
+        "responses": _responses(route),
+    }
+    if route.is_invocation:
+        parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(route)}}}
+    return operation
+
+
+def _body(route: Route) -> dict[str, Any]:
+    tasks = (route.task,) if route.task else TASKS
+    refs = [{"$ref": f"#/components/schemas/{_schema_name(route.dialect, task)}"} for task in tasks]
+    return refs[0] if len(refs) == 1 else {"oneOf": refs}
+
+
+def _responses(route: Route) -> dict[str, Any]:
+    kind = CONTENT.get(route.handler, "application/json")
+    content: dict[str, Any] = {
+        kind: {"schema": {"type": "object"} if kind == "application/json" else {"type": "string"}}
+    }
+    if route.is_invocation:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{route.dialect}_error"}}}
+    found: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    for status, text in ERRORS.items():
+        found[status] = {"description": text, "content": error}
+    if route.handler in ("health", "ready"):
+        found["503"] = {"description": "An engine makes no progress", "content": content}
+    return found

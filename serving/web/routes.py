@@ -1,0 +1,76 @@
+"""Every route of the server, as one table.
+
+``handler`` names what answers: "invoke" runs a task of an endpoint; the others are the functions of that name in
+``pages``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it follows from the body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..request import Task
+
+DialectName = Literal["openai", "databricks", "mlflow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """``open`` routes answer without an API key and while the server drains: probes depend on them."""
+
+    path: str
+    methods: tuple[str, ...]
+    dialect: DialectName
+    handler: str = "invoke"
+    task: Task | None = None
+    summary: str = ""
+    open: bool = False
+
+    @property
+    def is_invocation(self) -> bool:
+        return self.handler == "invoke"
+
+
+def _invoke(path: str, dialect: DialectName, task: Task | None, summary: str) -> Route:
+    return Route(path=path, methods=("POST",), dialect=dialect, task=task, summary=summary)
+
+
+def _page(path: str, dialect: DialectName, handler: str, summary: str, *, open: bool = False) -> Route:
+    return Route(path=path, methods=("GET",), dialect=dialect, handler=handler, summary=summary, open=open)
+
+
+ROUTES: tuple[Route, ...] = (
+    _page("/v1/models", "openai", "list_models", "Endpoints and their adapters"),
+    _page("/v1/models/<path:name>", "openai", "get_model", "One endpoint or endpoint:adapter"),
+    _invoke("/v1/chat/completions", "openai", "chat", "Chat completion"),
+    _invoke("/v1/completions", "openai", "completions", "Text completion"),
+    _invoke("/v1/embeddings", "openai", "embeddings", "Embeddings"),
+    _invoke("/serving-endpoints/<name>/invocations", "databricks", None, "Query an endpoint; the body says the task"),
+    _invoke("/serving-endpoints/chat/completions", "databricks", "chat", "Chat; model names the endpoint"),
+    _invoke("/serving-endpoints/completions", "databricks", "completions", "Completion; model names the endpoint"),
+    _invoke("/serving-endpoints/embeddings", "databricks", "embeddings", "Embeddings; model names the endpoint"),
+    _page("/.well-known/databricks-config", "databricks", "databricks_config", "Discovery; empty", open=True),
+    _invoke("/invocations", "mlflow", None, "Query the server's only endpoint; the body says the task"),
+    _invoke("/endpoints/<name>/invocations", "mlflow", None, "Query an endpoint"),
+    _page("/api/2.0/endpoints/", "mlflow", "list_endpoints", "Endpoints, as MLflow's deployments server lists them"),
+    _page("/api/2.0/endpoints/<name>", "mlflow", "get_endpoint", "One endpoint"),
+    _page("/ping", "mlflow", "ping", "Is the server up", open=True),
+    _page("/health", "mlflow", "health", "Do the engines make progress", open=True),
+    _page("/ready", "mlflow", "ready", "Does the server take requests", open=True),
+    _page("/version", "mlflow", "version", "The version of MLflow this server speaks for", open=True),
+    _page("/metrics", "mlflow", "metrics", "Prometheus metrics", open=True),
+    _page("/openapi.json", "mlflow", "openapi", "This document", open=True),
+    _page("/docs", "mlflow", "docs", "A page to read the document", open=True),
+)
+
+PREFIXES: tuple[tuple[str, DialectName], ...] = (
+    ("/v1", "openai"),
+    ("/serving-endpoints", "databricks"),
+    ("/api/2.0/serving-endpoints", "databricks"),
+    ("/.well-known", "databricks"),
+)
+
+
+def dialect_of_path(path: str) -> DialectName:
+    """The dialect in which an unknown path under a known prefix is refused; MLflow's for the rest."""
+    return next((name for prefix, name in PREFIXES if path == prefix or path.startswith(prefix + "/")), "mlflow")

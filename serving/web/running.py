@@ -1,0 +1,118 @@
+"""Requests that run in this worker, each of which may be interrupted from outside: a disconnect, the drain's end.
+
+A request's greenlet spends its life blocked in ``next(pieces)``. Interrupting means raising an error right there, so
+that the generator unwinds through its own ``finally`` and the engine is told to abort. It is raised only there: at
+any other point (settling a lease, writing to the socket) the greenlet is left alone and the error waits for its next
+pull.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import gevent
+from greenlet import getcurrent
+
+T = TypeVar("T")
+
+
+class ClientGone(BrokenPipeError):
+    """The client closed the connection. An EPIPE, which WSGI servers take as the end of a request, not as a fault."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EPIPE, "the client closed the connection")
+
+
+class Pull(Generic[T]):
+    """An iterator whose blocked ``next`` can be interrupted by ``interrupt(error)``. Pulled by one greenlet."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._blocked: Any = None
+        self._pending: BaseException | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._pending is not None:
+            raise self._pending
+        self._blocked = getcurrent()
+        try:
+            return next(self._items)
+        finally:
+            self._blocked = None
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise ``error`` in the blocked pull, or at the next one. The first error given wins."""
+        if self._pending is not None:
+            return
+        self._pending = error
+        if self._blocked is not None and self._blocked is not getcurrent():
+            gevent.get_hub().loop.run_callback(self._throw)
+
+    def _throw(self) -> None:
+        # runs in the hub: the greenlet is not running, so if it is still inside next() it waits there
+        if self._blocked is not None and self._pending is not None:
+            self._blocked.throw(self._pending)
+
+    def close(self) -> None:
+        """End the iterator (a generator's ``finally`` runs). Closing twice is harmless."""
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+
+
+class RunningRequests:
+    """What runs in this worker, so that a drain can wait for it and end it."""
+
+    def __init__(self) -> None:
+        self._pulls: weakref.WeakSet[Pull[Any]] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    @contextlib.contextmanager
+    def holding(self, pull: Pull[Any]) -> Iterator[None]:
+        self._pulls.add(pull)
+        try:
+            yield
+        finally:
+            self._pulls.discard(pull)
+
+    def interrupt_all(self, error: BaseException) -> int:
+        """Interrupt everything that runs; the number interrupted."""
+        pulls = list(self._pulls)
+        for pull in pulls:
+            pull.interrupt(error)
+        return len(pulls)
+
+
+@contextlib.contextmanager
+def watching(sock: Any, pull: Pull[Any]) -> Iterator[None]:
+    """Interrupt ``pull`` with ``ClientGone`` when the peer of ``sock`` closes. ``sock`` None: nothing to watch."""
+    if sock is None or not hasattr(sock, "fileno") or sock.fileno() < 0:
+        yield
+        return
+    watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
+    watcher.start(_look, watcher, sock, pull)
+    try:
+        yield
+    finally:
+        watcher.stop()
+        watcher.close()
+
+
+def _look(watcher: Any, sock: Any, pull: Pull[Any]) -> None:
+    try:
+        gone = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        gone = True
+    watcher.stop()  # level-triggered: a pipelined request would call us for ever
+    if gone:
+        pull.interrupt(ClientGone())

@@ -1,0 +1,34 @@
+"""How a server listens, limits and drains; every value has a reasoned default."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one server, its workers included.
+
+    ``host`` is loopback unless told otherwise. ``max_body_bytes`` bounds a request's body (413 above it).
+    ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
+    ``retry_after`` the seconds such an answer asks for. ``timeout`` (seconds) ends a request that asks for no shorter
+    time. ``io_timeout`` (seconds) ends a connection whose client neither sends nor takes a byte for so long: what a
+    slow reader can make us hold is then bounded. ``offload_bytes``: a body from this size on is decoded and tokenised
+    on a thread, so that the event loop goes on serving streams; below it the switch costs more than it saves.
+    ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``database`` is the URL of the store that
+    holds keys and ledger; with ``require_keys`` a request without a key is refused.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 2
+    max_body_bytes: int = 16 * 2**20
+    max_queued: int = 256
+    max_connections: int = 1000
+    retry_after: float = 1.0
+    timeout: float = 600.0
+    io_timeout: float = 30.0
+    offload_bytes: int = 64 * 2**10
+    drain_timeout: float = 30.0
+    database: str | None = None
+    require_keys: bool = False
+    log_level: str = "info"

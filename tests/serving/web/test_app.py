@@ -1,0 +1,235 @@
+"""Requests through the whole application, without a socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+
+from mlflow_llm.serving.errors import InternalError, Overloaded
+from mlflow_llm.serving.web.app import create_app
+from mlflow_llm.serving.web.invoke import Server
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
+
+
+def events(data: bytes) -> list[str]:
+    return [line[6:] for line in data.decode().split("\n\n") if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        ("/v1/chat/completions", {"model": "assistant"}),
+        ("/serving-endpoints/assistant/invocations", {}),
+        ("/serving-endpoints/chat/completions", {"model": "assistant"}),
+        ("/invocations", {}),
+        ("/endpoints/assistant/invocations", {}),
+    ],
+)
+def test_chat_on_every_route(client: FlaskClient, path: str, extra: dict) -> None:
+    """Every chat route answers with a chat completion of the same text and exact usage."""
+    answer = client.post(path, json=CHAT | extra)
+    assert answer.status_code == 200, answer.text
+    assert answer.json["object"] == "chat.completion"
+    assert answer.json["usage"]["completion_tokens"] == 5
+    assert answer.json["choices"][0]["finish_reason"] == "length"
+    assert answer.headers["X-Request-Id"].startswith("req-")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/serving-endpoints/completions"])
+def test_completions(client: FlaskClient, path: str) -> None:
+    """Completions answer each prompt of a batch."""
+    answer = client.post(path, json={"model": "assistant", "prompt": ["a", "b"], "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json["choices"]) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/serving-endpoints/embeddings", "/invocations"])
+def test_embeddings(client: FlaskClient, path: str) -> None:
+    """Embeddings answer one vector an input."""
+    answer = client.post(path, json={"model": "assistant", "input": ["a", "b"]})
+    assert answer.status_code == 200, answer.text
+    assert [len(d["embedding"]) for d in answer.json["data"]] == [16, 16]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/serving-endpoints/assistant/invocations", "/invocations"])
+def test_stream_joins_to_the_whole(client: FlaskClient, path: str) -> None:
+    """A stream's deltas join to the text of the whole answer, and [DONE] is its last event."""
+    whole = client.post(path, json=CHAT | {"model": "assistant"}).json["choices"][0]["message"]["content"]
+    answer = client.post(path, json=CHAT | {"model": "assistant", "stream": True})
+    assert answer.content_type.startswith("text/event-stream")
+    found = events(answer.data)
+    assert found[-1] == "[DONE]"
+    deltas = [c["delta"].get("content") or "" for e in found[:-1] for c in json.loads(e)["choices"]]
+    assert "".join(deltas) == whole
+
+
+def test_a_finished_stream_leaves_nothing(client: FlaskClient, server: Server) -> None:
+    """After a stream, nothing is counted as running."""
+    assert client.post("/v1/chat/completions", json=CHAT | {"model": "assistant", "stream": True}).data
+    assert (len(server.running), server.gate.running("assistant")) == (0, 0)
+
+
+def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
+    """A client that leaves in the middle has its sequence aborted and its place given back."""
+    body = CHAT | {"model": "assistant", "stream": True, "max_tokens": 3000}
+    answer = client.post("/v1/chat/completions", json=body, buffered=False)
+    next(answer.iter_encoded())
+    answer.close()
+    assert (len(server.running), server.gate.running("assistant")) == (0, 0)
+    assert next(iter(server.endpoints)).engine.health().num_running == 0
+
+
+def test_adapter_by_model_name(client: FlaskClient) -> None:
+    """``endpoint:adapter`` in model reaches the adapter, whose text differs from the base's."""
+    base = client.post("/v1/chat/completions", json=CHAT | {"model": "assistant"}).json
+    adapted = client.post("/v1/chat/completions", json=CHAT | {"model": "assistant:pirate"}).json
+    assert base["choices"][0]["message"]["content"] != adapted["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("model", ["nobody", "assistant:nobody", "nobody:pirate"])
+def test_unknown_models(client: FlaskClient, model: str) -> None:
+    """An unknown model is a 404 in OpenAI's words."""
+    answer = client.post("/v1/chat/completions", json=CHAT | {"model": model})
+    assert answer.status_code == 404
+    assert answer.json["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_bodies_that_are_no_object(client: FlaskClient, body: bytes) -> None:
+    """A body that is no JSON object is a 400 that says so, in the dialect of the route."""
+    for path, key in (("/v1/chat/completions", "error"), ("/invocations", "error_code")):
+        answer = client.post(path, data=body, content_type="application/json")
+        assert answer.status_code == 400
+        assert key in answer.json
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [("/v1/nothing", "error"), ("/serving-endpoints/a/b", "error_code"), ("/nothing", "error_code")],
+)
+def test_unknown_routes(client: FlaskClient, path: str, key: str) -> None:
+    """An unknown route is a 404 in the dialect of its prefix."""
+    answer = client.get(path)
+    assert answer.status_code == 404
+    assert key in answer.json
+
+
+def test_wrong_method(client: FlaskClient) -> None:
+    """A wrong method is a 405 with Allow, in the dialect of its prefix."""
+    answer = client.get("/v1/chat/completions")
+    assert answer.status_code == 405
+    assert "POST" in answer.headers["Allow"]
+    assert answer.json["error"]["code"] == "method_not_allowed"
+
+
+def test_too_large_a_body(make: Callable[..., Server]) -> None:
+    """A body over the limit is a 413 whether or not its length is announced."""
+    client = create_app(make(max_body_bytes=1000)).test_client()
+    for path, key in (("/v1/chat/completions", "error"), ("/invocations", "error_code")):
+        answer = client.post(path, data=b"x" * 2000)
+        assert answer.status_code == 413
+        assert key in answer.json
+
+
+@pytest.mark.parametrize("header", ["0", "-1", "nan", "inf", "soon"])
+def test_bad_timeout_header(client: FlaskClient, header: str) -> None:
+    """A time limit that is no positive number of seconds is refused by name."""
+    answer = client.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Timeout": header})
+    assert answer.status_code == 400
+    assert "X-Request-Timeout" in answer.json["error"]["message"]
+
+
+def test_timeout_header_ends_the_request(client: FlaskClient) -> None:
+    """A time limit that passes is a 504."""
+    answer = client.post(
+        "/v1/chat/completions", json=CHAT | {"max_tokens": 3000}, headers={"X-Request-Timeout": "0.000001"}
+    )
+    assert answer.status_code == 504
+
+
+def test_draining_refuses(client: FlaskClient, server: Server) -> None:
+    """A draining server answers 503 with Retry-After, and probes still answer."""
+    server.gate.draining = True
+    answer = client.post("/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    assert client.get("/ready").status_code == 503
+    assert client.get("/ping").status_code == 200
+
+
+def test_full_queue(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the endpoint's queue full a request is a 503 with Retry-After before any work is done."""
+    server = make(max_queued=0)
+    answer = create_app(server).test_client().post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == Overloaded.status
+    assert answer.headers["Retry-After"] == "1"
+    assert server.gate.running("assistant") == 0
+
+
+def test_fault_shows_nothing(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours is a 500 that shows no trace of the code, and gives its place back."""
+
+    def boom(*_: object, **__: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("mlflow_llm.serving.web.invoke.validate", boom)
+    answer = client.post("/v1/chat/completions", json=CHAT)
+    assert answer.status_code == InternalError.status
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_request_id_is_echoed(client: FlaskClient) -> None:
+    """A caller's plain request id comes back; a strange one is replaced."""
+    assert client.get("/v1/models", headers={"X-Request-Id": "abc-1"}).headers["X-Request-Id"] == "abc-1"
+    assert client.get("/v1/models", headers={"X-Request-Id": "a b"}).headers["X-Request-Id"].startswith("req-")
+
+
+def test_lists(client: FlaskClient) -> None:
+    """Models list endpoints and adapters; MLflow's list has every field its client reads."""
+    assert [m["id"] for m in client.get("/v1/models").json["data"]] == ["assistant", "assistant:pirate"]
+    assert client.get("/v1/models/assistant:pirate").json["parent"] == "assistant"
+    entry = client.get("/api/2.0/endpoints/").json["endpoints"][0]
+    assert entry == client.get("/api/2.0/endpoints/assistant").json
+    assert set(entry) == {"name", "endpoint_type", "model", "endpoint_url", "limit"}
+    assert client.get("/.well-known/databricks-config").json == {}
+
+
+def test_probes_and_metrics(client: FlaskClient) -> None:
+    """Health tells each engine's progress and metrics count a request by endpoint and adapter."""
+    client.post("/v1/chat/completions", json=CHAT | {"model": "assistant:pirate"})
+    assert client.get("/health").json["endpoints"]["assistant"]["status"] == "ready"
+    text = client.get("/metrics").text
+    assert 'mlflow_llm_requests_total{adapter="pirate",endpoint="assistant",status="200",task="chat"}' in text
+    assert 'mlflow_llm_kv_tokens_total{endpoint="assistant"}' in text
+
+
+def test_docs_page_loads_nothing_from_elsewhere(client: FlaskClient) -> None:
+    """The documentation page names no other host."""
+    page = client.get("/docs")
+    assert page.content_type.startswith("text/html")
+    assert "http" not in page.text.replace("http-equiv", "")
+
+
+def test_keys(make: Callable[..., Server], tmp_path: Path) -> None:
+    """With keys asked for, a request without one is a 401, with a wrong one too, with a right one answered."""
+    from mlflow_llm.serving.metering.keys import Keys
+    from mlflow_llm.serving.metering.store import Store
+
+    store = Store(f"sqlite:///{tmp_path / 'store.db'}")
+    try:
+        keys = Keys(store)
+        secret, _ = keys.create("team")
+        client = create_app(make(keys=keys)).test_client()
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 401
+        wrong = client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": "Bearer sk-no"})
+        assert wrong.status_code == 401
+        right = client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {secret}"})
+        assert right.status_code == 200
+        assert client.get("/health").status_code == 200
+    finally:
+        store.close()
