@@ -13,8 +13,9 @@ from mlflow.models.model import MLMODEL_FILE_NAME, ModelInfo
 from mlflow.models.utils import _save_example
 from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
 from mlflow.utils.file_utils import get_total_file_size
-from mlflow.utils.model_utils import _validate_and_copy_code_paths, _validate_and_prepare_target_save_path
+from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
+from ...serving.errors import PackagingError
 from . import model_config as configs
 from .bundle_writer import Parts, write_bundle
 from .failures import FLAVOR_NAME, public
@@ -99,7 +100,7 @@ def save_model(
     )
     root = Path(path).absolute()
     existed = root.exists()
-    _validate_and_prepare_target_save_path(str(root))
+    _prepare(root)
     try:
         manifest = write_bundle(root, parts)
         write_environment(
@@ -182,6 +183,12 @@ def mlflow_llm_flavor() -> Any:
     import importlib
 
     return importlib.import_module(LOADER_MODULE)
+
+
+def _prepare(root: Path) -> None:
+    if root.is_file() or (root.is_dir() and any(True for _ in root.iterdir())):
+        raise PackagingError(f"path: {root.name} already exists and is not empty")
+    root.mkdir(parents=True, exist_ok=True)
 
 
 def _describe(

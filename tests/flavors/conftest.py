@@ -1,0 +1,73 @@
+"""Fixtures of the flavor's tests: saved tiny models, and a store of MLflow's own in a temporary directory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+from flavor_models import TEMPLATE, add_lora, byte_tokenizer, tiny_llama
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+UPSTREAM_WARNINGS = (
+    # peft asks for it on every get_peft_model
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # MLflow says it of its own types when mlflow.pyfunc is imported
+    "ignore:.*Any type hint is inferred as AnyType:UserWarning",
+)
+
+
+def pytest_configure(config):
+    for line in UPSTREAM_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory, tokenizer) -> Path:
+    """A Hugging Face directory: tiny Llama, tokenizer, chat template."""
+    folder = tmp_path_factory.mktemp("llama") / "tiny-llama"
+    tiny_llama().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bert_dir(tmp_path_factory, tokenizer) -> Path:
+    """A plain encoder directory."""
+    folder = tmp_path_factory.mktemp("bert") / "tiny-bert"
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=272, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    BertModel(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(tmp_path_factory, llama_dir) -> Path:
+    """A LoRA of the tiny Llama as peft writes it."""
+    folder = tmp_path_factory.mktemp("adapter") / "formal"
+    add_lora(tiny_llama()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A tracking and registry store of this test alone, in SQLite."""
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
+    mlflow.set_experiment("tests")
+    yield tmp_path
+    while mlflow.active_run():
+        mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+    gc.collect()  # SQLite connections of the store are closed when they are collected

@@ -1,0 +1,110 @@
+"""An adapter logged alone over a registered base."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlflow
+import pytest
+import torch
+from flavor_models import add_lora, byte_tokenizer, logits, tiny_llama
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from mlflow_llm.flavors import llm
+
+
+@pytest.fixture
+def base(store, llama_dir):
+    """models:/assistant/1, a whole model."""
+    llm.log_model(llama_dir, name="assistant", registered_model_name="assistant")
+    return "models:/assistant/1"
+
+
+def log_alone(adapter, **options):
+    return llm.log_model(name="adapter", registered_model_name="assistant", adapters={"formal": adapter}, **options)
+
+
+def test_serves_as_if_whole(base, adapter_dir):
+    """The version holds the adapter alone, and loads with base, tokenizer and template of the base."""
+    log_alone(adapter_dir, base=base, default_adapter="formal")
+    root = Path(mlflow.artifacts.download_artifacts("models:/assistant/2"))
+    assert not (root / "model").exists()
+    assert not (root / "tokenizer").exists()
+    bundle, whole = llm.load_bundle("models:/assistant/2"), llm.load_bundle(base)
+    assert bundle.tasks == whole.tasks == ("chat", "completions")
+    assert (bundle.model_dir, bundle.tokenizer_dir) == (whole.model_dir, whole.tokenizer_dir)
+    assert bundle.chat_templates == whole.chat_templates
+    assert bundle.content_hash != whole.content_hash
+    model = AutoModelForCausalLM.from_pretrained(bundle.model_dir)
+    wrapped = PeftModel.from_pretrained(model, bundle.adapters["formal"]).eval()
+    assert torch.equal(logits(wrapped), logits(add_lora(tiny_llama())))
+    manifest = json.loads((root / "manifest.json").read_text())
+    assert manifest["base"] == {"uri": base, "content_hash": whole.content_hash}
+    assert manifest["default_adapter"] == "formal"
+
+
+def test_alias_is_pinned(base, adapter_dir):
+    """An alias or "latest" is stored as the version it names when the adapter is logged."""
+    MlflowClient().set_registered_model_alias("assistant", "best", 1)
+    log_alone(adapter_dir, base="models:/assistant@best")
+    root = Path(mlflow.artifacts.download_artifacts("models:/assistant/2"))
+    assert json.loads((root / "manifest.json").read_text())["base"]["uri"] == base
+    with pytest.raises(MlflowException, match="holds only an adapter; name its own base, models:/assistant/1"):
+        log_alone(adapter_dir, base="models:/assistant/latest")
+
+
+def test_base_that_changed_is_refused(base, adapter_dir, store):
+    """A base whose content hash is not the recorded one is refused when the adapter is loaded."""
+    log_alone(adapter_dir, base=base)
+    root = Path(mlflow.artifacts.download_artifacts(base))
+    other = store / "other"
+    llm.save_model(other, tiny_llama(seed=9), tokenizer=byte_tokenizer())
+    for name in ("model", "tokenizer", "manifest.json"):
+        target = root / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+        shutil.move(other / name, target)
+    (root / "chat_template.jinja").unlink()
+    llm.load_bundle(base)
+    with pytest.raises(MlflowException, match="is not the model this adapter was logged over"):
+        llm.load_bundle("models:/assistant/2")
+
+
+def test_adapters_of_the_base_stay(store, llama_dir, adapter_dir):
+    """A base with adapters of its own keeps them under the new one; a name may not be taken twice."""
+    llm.log_model(llama_dir, name="a", registered_model_name="assistant", adapters={"casual": adapter_dir})
+    log_alone(adapter_dir, base="models:/assistant/1")
+    assert sorted(llm.load_bundle("models:/assistant/2").adapters) == ["casual", "formal"]
+    with pytest.raises(MlflowException, match="the base already has an adapter 'casual'"):
+        llm.log_model(name="b", adapters={"casual": adapter_dir}, base="models:/assistant/1")
+
+
+def test_own_template_and_tokenizer(base, adapter_dir):
+    """A template or tokenizer logged with the adapter replaces the base's."""
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    log_alone(adapter_dir, base=base, chat_template=template, tokenizer=byte_tokenizer())
+    bundle = llm.load_bundle("models:/assistant/2")
+    assert Path(bundle.chat_templates["default"]).read_text() == template
+    assert bundle.tokenizer_dir != llm.load_bundle(base).tokenizer_dir
+
+
+def test_adapter_that_does_not_fit(base, adapter_dir):
+    """The adapter is checked against the registered base when it is logged."""
+    with pytest.raises(MlflowException, match=r"\(64, 64\)"):
+        log_alone(add_lora(tiny_llama(hidden_size=64)), base=base)
+
+
+def test_bases_that_are_refused(base, llama_dir, adapter_dir, tmp_path):
+    """A path, a version that is not there, a model beside base, and a base without adapters are refused."""
+    with pytest.raises(MlflowException, match="expected models:/<name>/<version>"):
+        log_alone(adapter_dir, base=str(llama_dir))
+    with pytest.raises(MlflowException, match="models:/assistant/77 cannot be fetched"):
+        log_alone(adapter_dir, base="models:/assistant/77")
+    with pytest.raises(MlflowException, match="pass either model= or"):
+        llm.save_model(tmp_path / "m", llama_dir, base=base, adapters={"x": adapter_dir})
+    with pytest.raises(MlflowException, match="it needs adapters="):
+        llm.save_model(tmp_path / "m", base=base)
+    with pytest.raises(MlflowException, match="the base cannot answer 'embeddings'"):
+        log_alone(adapter_dir, base=base, task="embeddings")
