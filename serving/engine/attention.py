@@ -1,0 +1,58 @@
+"""The attention function that transformers' model code calls, and what it can be asked for.
+
+Registered under a name of its own, for which transformers makes no mask. The module that calls it carries its model's
+``StepHolder``; the step holds the KV cache's plan for this forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AttentionInterface
+
+from .step import StepHolder
+
+NAME = "mlflow_llm"
+HOLDER = "mlflow_llm_step"
+
+# Keyword arguments that change the result and that the plans do not know: models that send them need code first.
+UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
+
+
+class UnsupportedAttentionError(ValueError):
+    """The model asks its attention for something this engine does not do."""
+
+
+def attend(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights)."""
+    if attention_mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} makes an attention mask of its own")
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
+    step = getattr(module, HOLDER).step
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return step.attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap), None
+
+
+def install(model: Any, holder: StepHolder) -> None:
+    """Give every module that has a ``layer_idx`` the model's step holder."""
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) is not None:
+            object.__setattr__(module, HOLDER, holder)
+
+
+AttentionInterface.register(NAME, attend)

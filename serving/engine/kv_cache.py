@@ -1,0 +1,106 @@
+"""What the scheduler and the runner need of a KV cache, whatever holds it: slots on CPU, pages on CUDA.
+
+A cache knows sequences by a number (``owner``) and by their token ids; it decides itself where their keys and values
+lie and what of earlier sequences can be reused. One unit everywhere: tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads and widths of one layer's keys and values: K is [num_kv_heads, tokens, key_dim]."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run of the flat row of tokens: ``num_tokens`` of sequence ``owner`` from its position ``start`` on."""
+
+    owner: int
+    start: int
+    num_tokens: int
+
+
+class AttentionPlan(Protocol):
+    """Everything of a step that is the same in all layers, worked out once."""
+
+    def attend(
+        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: float | None
+    ) -> Any:
+        """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``."""
+        ...
+
+
+class KVCache(ABC):
+    """Owned by the engine's thread alone."""
+
+    num_tokens_total: int
+    max_model_len: int
+
+    @property
+    @abstractmethod
+    def num_tokens_used(self) -> int:
+        """Tokens whose memory is taken by running sequences or kept for reuse."""
+
+    @abstractmethod
+    def match(self, key: str, tokens: TokenIds) -> tuple[int, int | None]:
+        """(tokens that could be reused now, owner of a running sequence worth waiting for, or None)."""
+
+    @abstractmethod
+    def acquire(self, owner: int, key: str, tokens: TokenIds, *, reuse: bool = True) -> int | None:
+        """Make room for ``tokens`` and reuse the longest known prefix: the number of tokens already computed, at
+        most ``len(tokens) - 1``; None when there is no room now. ``key`` names what else the KV depends on."""
+
+    @abstractmethod
+    def grow(self, owner: int, num_tokens: int) -> bool:
+        """Room for ``num_tokens`` in all; False when there is none even after dropping what no one runs."""
+
+    @abstractmethod
+    def computed(self, owner: int, tokens: TokenIds, length: int) -> None:
+        """The KV of the first ``length`` of the sequence's ``tokens`` is now valid and may be reused by others."""
+
+    @abstractmethod
+    def release(self, owner: int, *, keep: bool) -> None:
+        """The sequence is over; with ``keep`` its KV stays for reuse until memory is needed."""
+
+    @abstractmethod
+    def wipe(self, owner: int) -> None:
+        """Zero the KV of a sequence that produced numbers that are not finite, which masks do not contain."""
+
+    @abstractmethod
+    def forget(self, key: str) -> None:
+        """Drop idle KV under ``key``."""
+
+    @abstractmethod
+    def plan(self, rows: Sequence[Row]) -> AttentionPlan:
+        """Plan one forward. Runs of one token come first and are ordered by ``decode_order``."""
+
+    @abstractmethod
+    def decode_order(self, owners: Sequence[int]) -> list[int]:
+        """The order in which single-token rows are laid out; may move KV to make them contiguous."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` when the books do not add up."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        return

@@ -1,0 +1,153 @@
+"""From a bundle to a model ready for the engine, or a refusal that names what the engine cannot do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoModelForCausalLM
+
+from ..bundle import Bundle
+from ..errors import PackagingError
+from ..settings import EngineSettings
+from . import attention, linear
+from .kv_cache import LayerShape
+from .self_test import SelfTest, probe_layers
+from .step import StepHolder
+
+logger = logging.getLogger(__name__)
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense", None}
+LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned."""
+
+    model: Any
+    config: Any
+    holder: StepHolder
+    layers: Sequence[LayerShape]
+    linears: Any
+    dtype: Any
+    device: Any
+    max_model_len: int
+    vocab_size: int
+
+
+def resolve_device(settings: EngineSettings) -> Any:
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(settings.device)
+
+
+def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
+    if settings.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, settings.dtype)
+
+
+def use_threads(settings: EngineSettings) -> None:
+    """Set torch's threads for this process: as asked, else the physical cores it may use (OMP_NUM_THREADS wins)."""
+    threads = settings.threads
+    if threads is None:
+        if os.environ.get("OMP_NUM_THREADS"):
+            return
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+    torch.set_num_threads(threads)
+
+
+@torch.inference_mode()
+def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
+    """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
+    device = resolve_device(settings)
+    dtype = resolve_dtype(settings, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        bundle.model_dir,
+        dtype=dtype,
+        attn_implementation="eager",
+        use_safetensors=True,
+        trust_remote_code=settings.trust_remote_code,
+        local_files_only=True,
+    )
+    model = model.to(device).eval()
+    model.requires_grad_(False)
+    config = model.config.get_text_config()
+    refuse_unsupported(model, config)
+    max_model_len = resolve_max_model_len(config, settings)
+    test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len)
+    holder = StepHolder()
+    attention.install(model, holder)
+    model.set_attn_implementation(attention.NAME)
+    try:
+        layers = probe_layers(model, holder, config)
+        test.check(model, holder, layers)
+    except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
+        raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
+    linears = _install_linears(model, holder, settings)
+    if settings.quantization == "none":
+        test.check(model, holder, layers)
+    return LoadedModel(
+        model=model,
+        config=config,
+        holder=holder,
+        layers=layers,
+        linears=linears,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size(model),
+    )
+
+
+def _install_linears(model: Any, holder: StepHolder, settings: EngineSettings) -> Any:
+    return linear.install(model, holder, settings)
+
+
+def vocab_size(model: Any) -> int:
+    """Rows of the output head: what token ids and logits range over."""
+    head = model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else int(model.config.get_text_config().vocab_size)
+
+
+def refuse_unsupported(model: Any, config: Any) -> None:
+    """Architectures that would run and be wrong."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise PackagingError(f"{name} is not supported: transformers offers no way to replace its attention")
+    if getattr(config, "is_encoder_decoder", False):
+        raise PackagingError(f"{name} is not supported: it is an encoder-decoder model")
+    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if unknown:
+        raise PackagingError(f"{name} is not supported: layers of type {', '.join(sorted(map(str, unknown)))}")
+    if getattr(config, "attention_chunk_size", None):
+        raise PackagingError(f"{name} is not supported: it attends in chunks (attention_chunk_size)")
+    if getattr(config, "kv_lora_rank", None):
+        raise PackagingError(f"{name} is not supported: multi-head latent attention (kv_lora_rank)")
+
+
+def resolve_max_model_len(config: Any, settings: EngineSettings) -> int:
+    """The model's own context length or what the settings ask for, which may not be more."""
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = rope.values() if all(isinstance(v, dict) for v in rope.values()) and rope else [rope]
+    for parameters in kinds:
+        if parameters.get("rope_type") in LENGTH_BOUND_ROPE:
+            bound = parameters.get("original_max_position_embeddings") or own
+            if bound is not None and (own is None or bound < own):
+                logger.warning("rope type %s: the context is limited to %d tokens", parameters["rope_type"], bound)
+                own = bound
+    if settings.max_model_len is None:
+        if own is None:
+            raise PackagingError("the model's configuration has no max_position_embeddings: set max_model_len")
+        return int(own)
+    if own is not None and settings.max_model_len > own:
+        raise PackagingError(f"max_model_len: {settings.max_model_len} is not allowed; expected at most {own}")
+    return settings.max_model_len

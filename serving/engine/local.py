@@ -1,0 +1,170 @@
+"""The engine on a thread of this process: for debugging and tests, see docs/performance.md for why not more."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from ..bundle import Bundle
+from ..errors import ShuttingDown
+from ..events import Embedded, Event, Failed, Finished
+from ..request import ValidRequest
+from ..settings import EngineSettings
+from .core import EngineCore
+from .interface import AdapterInfo, EngineInfo, EventStream, Health
+
+logger = logging.getLogger(__name__)
+
+
+class LocalStream:
+    """The events of one request; iterate it from one thread."""
+
+    def __init__(self, engine: LocalEngine, request: ValidRequest) -> None:
+        self._engine = engine
+        self._request_id = request.request_id
+        self._left = len(request.sequences)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._done = False
+
+    def put(self, event: Event) -> None:
+        """Called by the engine's thread."""
+        self._events.put(event)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._done:
+            raise StopIteration
+        event = self._events.get()
+        if isinstance(event, Finished | Embedded):
+            self._left -= 1
+        self._done = isinstance(event, Failed) or self._left == 0
+        return event
+
+    def finish(self, index: int) -> None:
+        self._engine.finish(self._request_id, index)
+
+    def close(self) -> None:
+        if not self._done:
+            self._done = True
+            self._engine.abort(self._request_id)
+
+
+class LocalEngine:
+    """Implements ``Engine``. The model is loaded and run on one thread of its own; ``close`` ends it."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
+        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, LocalStream] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        started: Future[EngineInfo] = Future()
+        self._thread = threading.Thread(
+            target=self._main, args=(bundle, settings, started), name="mlflow-llm-engine", daemon=True
+        )
+        self._thread.start()
+        self._info = started.result()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def submit(self, request: ValidRequest) -> EventStream:
+        stream = LocalStream(self, request)
+        if not self._send(lambda core: self._add(core, request, stream)):
+            stream.put(Failed(ShuttingDown.kind, "the engine is closed"))
+        return stream
+
+    def _add(self, core: EngineCore, request: ValidRequest, stream: LocalStream) -> None:
+        core.add(request, stream)
+
+    def abort(self, request_id: str) -> None:
+        self._send(lambda core: core.abort(request_id))
+
+    def finish(self, request_id: str, index: int) -> None:
+        self._send(lambda core: core.finish(request_id, index))
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        info: AdapterInfo = self._call(lambda core: core.load_adapter(name, path))
+        return info
+
+    def unload_adapter(self, name: str) -> None:
+        self._call(lambda core: core.unload_adapter(name))
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        infos: tuple[AdapterInfo, ...] = self._call(lambda core: core.adapters())
+        return infos
+
+    def health(self) -> Health:
+        if self._closed:
+            return Health(status="dead")
+        health: Health = self._call(lambda core: core.health())
+        return health
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` when memory or sequences are unaccounted for."""
+        self._call(lambda core: core.check_integrity())
+
+    def close(self) -> None:
+        """Fail what runs, end the thread and give the memory back. Closing twice is harmless."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _send(self, command: Callable[[EngineCore], None]) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            self._commands.put(command)
+            return True
+
+    def _call(self, ask: Callable[[EngineCore], Any]) -> Any:
+        answer: Future[Any] = Future()
+
+        def run(core: EngineCore) -> None:
+            try:
+                answer.set_result(ask(core))
+            except Exception as error:
+                answer.set_exception(error)
+
+        if not self._send(run):
+            raise ShuttingDown("the engine is closed")
+        return answer.result()
+
+    def _main(self, bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo]) -> None:
+        try:
+            core = EngineCore(bundle, settings)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(core.info)
+        while True:
+            command = self._next_command(wait=not core.has_work())
+            if command is None:
+                break
+            command(core)
+            _tell(core.step() if core.has_work() else [])
+        _tell(core.close())
+
+    def _next_command(self, *, wait: bool) -> Callable[[EngineCore], None] | None:
+        try:
+            return self._commands.get(block=wait)
+        except queue.Empty:
+            return _nothing
+
+
+def _nothing(core: EngineCore) -> None:
+    """What to do between two steps when nobody asked for anything."""
+
+
+def _tell(told: list[Any]) -> None:
+    for stream, _, event in told:
+        stream.put(event)

@@ -1,0 +1,110 @@
+"""What an engine is made of, put together from a bundle and settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from ..bundle import Bundle
+from ..errors import PackagingError
+from ..settings import EngineSettings
+from .interface import EngineInfo
+from .kv_cache import KVCache
+from .loader import LoadedModel, load_model, use_threads
+from .lora import LoraPool
+from .runner import Runner
+from .scheduler import Scheduler
+from .slot_cache import SlotKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A generating engine has all but the embedder, an embedding engine only that."""
+
+    info: EngineInfo
+    cache: Any = None
+    scheduler: Any = None
+    runner: Any = None
+    lora: Any = None
+    embedder: Any = None
+
+
+def build(bundle: Bundle, settings: EngineSettings) -> Parts:
+    """Load the weights. Raises ``PackagingError`` for what cannot be run as asked."""
+    if settings.compile:
+        raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
+    use_threads(settings)
+    if "embeddings" in bundle.tasks:
+        return _embedding_parts(bundle, settings)
+    loaded = load_model(bundle, settings)
+    cache = make_cache(loaded, settings)
+    lora = LoraPool(loaded.model, loaded.holder, settings.max_adapters)
+    info = EngineInfo(
+        content_hash=bundle.content_hash,
+        tasks=bundle.tasks,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_kv_tokens=min(loaded.max_model_len, cache.num_tokens_total),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        quantization=settings.quantization,
+        pid=os.getpid(),
+    )
+    scheduler = Scheduler(
+        cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
+    )
+    return Parts(info, cache, scheduler, Runner(loaded.model, loaded.holder, cache, lora, loaded.device), lora)
+
+
+def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> Parts:
+    from . import embedder
+
+    loaded = embedder.load_embedder(bundle, settings)
+    return Parts(loaded.info, embedder=loaded)
+
+
+def make_cache(loaded: LoadedModel, settings: EngineSettings) -> KVCache:
+    """A cache within ``settings.kv_cache_memory``, by default half of the memory that is free now."""
+    memory = settings.kv_cache_memory
+    if memory is None:
+        memory = free_memory(loaded.device) // 2
+    itemsize = torch.empty((), dtype=loaded.dtype).element_size()
+    token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
+    num_tokens = memory // token_bytes
+    num_slots = 2 * settings.max_num_seqs
+    max_model_len = loaded.max_model_len
+    if loaded.device.type != "cpu":  # there a slot takes its whole memory at once
+        num_slots = min(num_slots, num_tokens // max_model_len)
+    if num_tokens < 1 or num_slots < 1:
+        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
+    return SlotKVCache(
+        loaded.layers,
+        num_slots=num_slots,
+        num_tokens=num_tokens,
+        max_model_len=max_model_len,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        prefix_caching=settings.prefix_caching,
+    )
+
+
+def free_memory(device: Any) -> int:
+    """Bytes free on the device; for CPU within the limits of the control group too."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as most, open(usage) as now:
+                free = min(free, int(most.read()) - int(now.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return max(free, 0)

@@ -1,0 +1,222 @@
+"""From logits to tokens, each sequence by its own parameters and its own random numbers.
+
+The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then the token whose share
+of the probability contains the uniform number of (seed, position). Which algorithm a row takes depends on its own
+parameters alone, so a sequence samples the same alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..events import TokenLogprob
+from ..request import Sampling
+from .randomness import uniforms
+from .sequence import SequenceState
+
+CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """``token_id`` -1: the logits were not finite. ``logprob`` is None unless asked for."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+def sample(logits: Any, sequences: Sequence[SequenceState]) -> list[Sampled]:
+    """One token for each row of ``logits`` [B, V]; does not change ``logits``."""
+    best, token_ids = logits.max(-1)
+    finite = torch.isfinite(best)
+    tokens = torch.where(finite, token_ids, -1).tolist()
+    special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not is_plain_greedy(s)]
+    if special:
+        rows = logits if len(special) == len(sequences) else logits[special]
+        chosen = _sample_rows(rows.float().clone(), [sequences[i] for i in special])
+        for i, token in zip(special, chosen, strict=True):
+            tokens[i] = token
+    result = [Sampled(t) for t in tokens]
+    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
+    if wanted:
+        counts = [sequences[i].sampling.logprobs or 0 for i in wanted]
+        scored = logprobs(logits[wanted], [tokens[i] for i in wanted], counts)
+        for i, score in zip(wanted, scored, strict=True):
+            result[i] = Sampled(tokens[i], score)
+    return result
+
+
+def is_plain_greedy(sequence: SequenceState) -> bool:
+    """Whether the largest logit as it is decides."""
+    p = sequence.sampling
+    return (
+        p.temperature == 0.0
+        and p.repetition_penalty == 1.0
+        and p.presence_penalty == 0.0
+        and p.frequency_penalty == 0.0
+        and not p.logit_bias
+        and sequence.num_generated >= p.min_tokens
+    )
+
+
+def score_prompt(logits: Any, start: int, sequence: SequenceState) -> list[TokenLogprob]:
+    """Log probabilities of the prompt's tokens that the rows ``logits``, positions from ``start`` on, predict."""
+    following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)].tolist()
+    k = sequence.sampling.prompt_logprobs or 0
+    return logprobs(logits[: len(following)], following, [k] * len(following)) if following else []
+
+
+def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Of the unchanged distribution; ``counts`` is how many of the best to name beside each token."""
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    own = scores.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
+    most = min(max(counts), scores.shape[-1])
+    if not most:
+        return [TokenLogprob(t, p) for t, p in zip(token_ids, own, strict=True)]
+    values, ids = scores.topk(most, dim=-1)
+    tops = [
+        tuple(zip(i[:n], v[:n], strict=True)) for i, v, n in zip(ids.tolist(), values.tolist(), counts, strict=True)
+    ]
+    return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, own, tops, strict=True)]
+
+
+def _sample_rows(logits: Any, sequences: Sequence[SequenceState]) -> list[int]:
+    adjust(logits, sequences)
+    tokens: list[int] = [0] * len(sequences)
+    u = uniforms([s.seed for s in sequences], [s.num_tokens for s in sequences])
+    kinds: dict[str, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        kinds.setdefault(_kind(sequence.sampling), []).append(i)
+    for kind, rows in kinds.items():
+        some = logits if len(rows) == len(sequences) else logits[rows]
+        parameters = [sequences[i].sampling for i in rows]
+        for i, token in zip(rows, _draw(kind, some, parameters, u[rows]), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _kind(p: Sampling) -> str:
+    if p.temperature == 0.0:
+        return "greedy"
+    if p.typical_p < 1.0:
+        return "typical"
+    return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
+
+
+def _draw(kind: str, logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+    if kind == "greedy":
+        greedy: list[int] = logits.argmax(-1).tolist()
+        return greedy
+    logits = logits / _column(parameters, "temperature", logits)
+    if kind == "whole":
+        probabilities = _min_p(torch.softmax(logits, -1), parameters)
+        return invert(probabilities, u)
+    if kind == "truncated":
+        return _draw_truncated(logits, parameters, u)
+    return _draw_typical(logits, parameters, u)
+
+
+def _draw_truncated(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+    """Work on the best ``CANDIDATES``; rows for which these are not enough are sorted whole."""
+    V = logits.shape[-1]
+    width = min(V, max([CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
+    values, ids = logits.topk(width, dim=-1)
+    totals = torch.logsumexp(logits, -1, keepdim=True)
+    reached = torch.exp(values - totals).sum(-1)
+    short = [
+        i
+        for i, (p, r) in enumerate(zip(parameters, reached.tolist(), strict=True))
+        if width < V and not 0 < p.top_k <= width and r < p.top_p
+    ]
+    kept = truncate(values, totals, parameters)
+    tokens: list[int] = ids.gather(1, torch.tensor(invert(kept, u), device=ids.device)[:, None])[:, 0].tolist()
+    for i in short:
+        whole, order = logits[i : i + 1].sort(-1, descending=True)
+        place = invert(truncate(whole, totals[i : i + 1], [parameters[i]]), u[i : i + 1])[0]
+        tokens[i] = int(order[0, place])
+    return tokens
+
+
+def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
+    """Probabilities (not summing to one) of logits sorted in descending order after top_k, top_p and min_p.
+
+    ``totals`` [B, 1] is the logarithm of the whole row's sum; where top_k cuts, the rest counts as all there is.
+    """
+    width = values.shape[-1]
+    place = torch.arange(width, device=values.device)
+    top_k = torch.tensor([p.top_k if 0 < p.top_k < width else width for p in parameters], device=values.device)[:, None]
+    limited = torch.tensor([p.top_k > 0 for p in parameters], device=values.device)[:, None]
+    weights = torch.exp(values.double() - totals.double()).masked_fill(place >= top_k, 0.0)
+    weights = torch.where(limited, weights / weights.sum(-1, keepdim=True), weights)
+    before = weights.cumsum(-1) - weights
+    keep = before < _column(parameters, "top_p", weights)
+    keep[:, 0] = True
+    return _min_p(weights * keep, parameters)
+
+
+def _draw_typical(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first."""
+    totals = torch.logsumexp(logits, -1, keepdim=True)
+    values, ids = logits.sort(-1, descending=True)
+    weights = truncate(values, totals, parameters)
+    weights = weights / weights.sum(-1, keepdim=True)
+    surprise = -torch.log(weights)
+    entropy = (weights * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    distance = (surprise - entropy).abs().nan_to_num(float("inf"))
+    order = distance.argsort(-1, stable=True)
+    ordered = weights.gather(1, order)
+    keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
+    keep[:, 0] = True
+    place = torch.tensor(invert(ordered * keep, u), device=ids.device)[:, None]
+    tokens: list[int] = ids.gather(1, order.gather(1, place))[:, 0].tolist()
+    return tokens
+
+
+def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:
+    if all(p.min_p == 0.0 for p in parameters):
+        return weights
+    floor = weights.amax(-1, keepdim=True) * _column(parameters, "min_p", weights)
+    return weights.masked_fill(weights < floor, 0.0)
+
+
+def invert(weights: Any, u: Any) -> list[int]:
+    """The place at which the cumulated ``weights`` [B, N] pass ``u`` [B] times their sum; never one of weight 0."""
+    cumulated = weights.double().cumsum(-1)
+    target = torch.from_numpy(np.asarray(u)).to(weights.device)[:, None] * cumulated[:, -1:]
+    # Rounding may carry a target to the sum itself: the last place that has weight is the last allowed one.
+    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous(), right=False)
+    places: list[int] = torch.minimum(torch.searchsorted(cumulated, target, right=True), last)[:, 0].tolist()
+    return places
+
+
+def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
+    return torch.tensor([[getattr(p, name)] for p in parameters], dtype=like.dtype, device=like.device)
+
+
+def adjust(logits: Any, sequences: Sequence[SequenceState]) -> None:
+    """Penalties, bias and min_tokens, in place."""
+    for i, sequence in enumerate(sequences):
+        p = sequence.sampling
+        if p.repetition_penalty != 1.0:
+            seen = _index(np.unique(sequence.tokens), logits)
+            values = logits[i, seen]
+            logits[i, seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if (p.presence_penalty or p.frequency_penalty) and sequence.num_generated:
+            ids, counts = np.unique(sequence.output, return_counts=True)
+            times = torch.from_numpy(counts).to(logits.device, logits.dtype)
+            logits[i, _index(ids, logits)] -= p.presence_penalty + p.frequency_penalty * times
+        if p.logit_bias:
+            biased, bias = zip(*p.logit_bias, strict=True)
+            logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        if sequence.num_generated < p.min_tokens and p.stop_token_ids:
+            stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
+            logits[i, _index(np.array(stops), logits)] = float("-inf")
+
+
+def _index(ids: Any, like: Any) -> Any:
+    return torch.from_numpy(ids.astype(np.int64)).to(like.device)

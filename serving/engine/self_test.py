@@ -1,0 +1,120 @@
+"""A check at load that our attention computes what the model's own does, before anyone is answered with it.
+
+A few random tokens go through the model's eager attention one sequence at a time, then through ours in chunks and
+mixed steps; the logits must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import PackagingError
+from .kv_cache import LayerShape, Row
+from .slot_cache import SlotKVCache
+from .step import Step, StepHolder
+
+LENGTHS = (9, 6, 4)
+# Two prompts start, one of them in chunks; then decodes and chunks mix: (sequence, start, count) of each step.
+STEPS = (
+    ((0, 0, 4), (1, 0, 5)),
+    ((1, 5, 1), (0, 4, 3), (2, 0, 2)),
+    ((0, 7, 1), (2, 2, 1)),
+    ((0, 8, 1), (2, 3, 1)),
+)
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # relative to the largest logit
+
+
+class ProbePlan:
+    """Notes the shapes and windows that each layer asks for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: Any) -> Any:
+        self.shapes[layer] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
+        self.windows[layer] = window
+        return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
+
+
+def probe_layers(model: Any, holder: StepHolder, config: Any) -> list[LayerShape]:
+    """The KV shape of every layer, found by running the model once."""
+    plan = ProbePlan()
+    _forward(model, holder, np.zeros(2, dtype=np.int64), np.arange(2), plan)
+    if not plan.shapes or sorted(plan.shapes) != list(range(len(plan.shapes))):
+        raise PackagingError(f"{type(model).__name__} is not supported: its layers do not all call the attention")
+    types = getattr(config, "layer_types", None) or []
+    for layer, kind in enumerate(types[: len(plan.shapes)]):
+        if (kind == "sliding_attention") and plan.windows.get(layer) is None:
+            raise PackagingError(f"{type(model).__name__} is not supported: layer {layer} does not pass its window")
+    return [plan.shapes[i] for i in range(len(plan.shapes))]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """``tokens`` and the ``expected`` logits of the model's own attention, one array a sequence."""
+
+    tokens: list[Any]
+    expected: list[Any]
+
+    @classmethod
+    def of(cls, model: Any, *, vocab_size: int, max_model_len: int) -> SelfTest:
+        """Run the model as it is (eager attention)."""
+        random = np.random.default_rng(0)
+        tokens = [random.integers(0, vocab_size, size=min(n, max_model_len)) for n in LENGTHS]
+        expected = []
+        for ids in tokens:
+            row = torch.from_numpy(ids).to(model.device)[None]
+            expected.append(model(input_ids=row, use_cache=False).logits[0].float())
+        return cls(tokens, expected)
+
+    def check(self, model: Any, holder: StepHolder, layers: Sequence[LayerShape]) -> None:
+        """Raise ``PackagingError`` when our attention gives other logits."""
+        parameter = next(model.parameters())
+        cache = SlotKVCache(
+            layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=parameter.dtype, device=parameter.device
+        )
+        for owner, ids in enumerate(self.tokens):
+            cache.acquire(owner, "", ids.astype(np.int32))
+        worst = 0.0
+        for step in STEPS:
+            worst = max(worst, self._step(model, holder, cache, [part for part in step if self._fits(part)]))
+        allowed = TOLERANCE[parameter.dtype]
+        if not worst <= allowed:  # also true for NaN
+            name = type(model).__name__
+            raise PackagingError(f"{name} is not supported: in the self-test logits differ by {worst:.2g}")
+
+    def _fits(self, part: tuple[int, int, int]) -> bool:
+        return part[1] + part[2] <= len(self.tokens[part[0]])
+
+    def _step(self, model: Any, holder: StepHolder, cache: SlotKVCache, parts: list[tuple[int, int, int]]) -> float:
+        singles = cache.decode_order([s for s, _, n in parts if n == 1])
+        parts = sorted((p for p in parts if p[2] == 1), key=lambda p: singles.index(p[0])) + [
+            p for p in parts if p[2] > 1
+        ]
+        if not parts:
+            return 0.0
+        ids = np.concatenate([self.tokens[s][a : a + n] for s, a, n in parts])
+        positions = np.concatenate([np.arange(a, a + n) for _, a, n in parts])
+        logits = _forward(model, holder, ids, positions, cache.plan([Row(s, a, n) for s, a, n in parts])).float()
+        for sequence, start, n in parts:
+            cache.computed(sequence, self.tokens[sequence].astype(np.int32), start + n)
+        wanted = torch.cat([self.expected[s][a : a + n] for s, a, n in parts])
+        return float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+
+
+def _forward(model: Any, holder: StepHolder, ids: Any, positions: Any, plan: Any) -> Any:
+    holder.step = Step(num_tokens=len(ids), attention=plan)
+    try:
+        return model(
+            input_ids=torch.from_numpy(ids).to(model.device)[None],
+            position_ids=torch.from_numpy(positions).to(model.device)[None],
+            use_cache=False,
+        ).logits[0]
+    finally:
+        holder.step = None

@@ -1,0 +1,254 @@
+"""Attention of one flat row of tokens over slots.
+
+::
+
+    row        | d0 d1 d2 | d3 | p p p p p | p p |      single tokens first, in slot order, then longer runs
+    slots        4  5  6    9    7           2
+    segments     [ 4..6 ]  [9]                          one call each: consecutive slots of similar length
+
+Grouped queries are packed next to each other ([B, Hkv, group, D]) so that keys and values are read once and never
+repeated; what is the same in every layer (ranges, masks, where to write) is worked out once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .kv_cache import LayerShape, Row
+
+SEGMENT_COST = 256  # tokens one could read in the time that one more attention call costs
+
+
+class SlotSize(Protocol):
+    @property
+    def slot_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerViews:
+    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` the same memory as rows of D."""
+
+    shape: LayerShape
+    k: Any
+    v: Any
+    k_rows: Any
+    v_rows: Any
+    slot_elements: int
+    offset: int
+    slot_tokens: int
+
+    @classmethod
+    def of(
+        cls, slab: Any, shape: LayerShape, num_slots: int, slot_elements: int, offset: int, size: SlotSize
+    ) -> LayerViews:
+        S, H = size.slot_tokens, shape.num_kv_heads
+
+        def views(at: int, dim: int) -> tuple[Any, Any]:
+            cube = torch.as_strided(slab, (num_slots, H, S, dim), (slot_elements, S * dim, dim, 1), at)
+            rows = torch.as_strided(slab, ((len(slab) - at) // dim, dim), (dim, 1), at)
+            return cube, rows
+
+        k, k_rows = views(offset, shape.key_dim)
+        v, v_rows = views(offset + H * S * shape.key_dim, shape.value_dim)
+        return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self.k[target, :, :length] = self.k[source, :, :length]
+        self.v[target, :, :length] = self.v[source, :, :length]
+
+    def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
+        for cube in (self.k, self.v):
+            kept = cube[b, :, :length_b].clone()
+            cube[b, :, :length_a] = cube[a, :, :length_a]
+            cube[a, :, :length_b] = kept
+
+    def tails(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Elements within a slot that hold tokens ``[first, last)``: one range a head."""
+        S, at, ranges = self.slot_tokens, self.offset, []
+        for dim in (self.shape.key_dim, self.shape.value_dim):
+            for head in range(self.shape.num_kv_heads):
+                ranges.append((at + (head * S + first) * dim, at + (head * S + last) * dim))
+            at += self.shape.num_kv_heads * S * dim
+        return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``[a, b)`` decode over slots ``[slot, slot + b - a)``, reading tokens ``[lo, hi)`` under ``mask``."""
+
+    a: int
+    b: int
+    slot: int
+    lo: int
+    hi: int
+    mask: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[a, b)`` of the row prefill ``slot``, reading tokens ``[lo, hi)``; plainly causal without ``mask``."""
+
+    a: int
+    b: int
+    slot: int
+    lo: int
+    hi: int
+    mask: Any
+
+
+class SlotPlan:
+    """See the module. ``rows`` with one token come first, ordered by slot; ``slots`` are the rows' slots."""
+
+    def __init__(
+        self, layers: list[LayerViews], slot_tokens: int, rows: Sequence[Row], slots: list[int], device: Any
+    ) -> None:
+        self._layers = layers
+        self._S = slot_tokens
+        self._device = device
+        self._num_decodes = sum(1 for row in rows if row.num_tokens == 1)
+        self._slots = slots
+        self._rows = rows
+        self._lengths = np.array([row.start + row.num_tokens for row in rows], dtype=np.int64)
+        self._longest = int(self._lengths.max())
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        self._row_slots = np.repeat(np.array(slots, dtype=np.int64), counts)
+        self._positions = np.concatenate([np.arange(r.start, r.start + r.num_tokens, dtype=np.int64) for r in rows])
+        self._runs = self._split()
+        self._work: dict[int | None, tuple[list[Segment], list[Chunk]]] = {}
+        self._indexes: dict[tuple[int, int, int], Any] = {}
+
+    def _split(self) -> list[tuple[int, int]]:
+        """Runs of decode rows in consecutive slots, parted where reading to the longest would cost more than a call."""
+        runs: list[tuple[int, int]] = []
+        first, longest = 0, 0
+        for i in range(self._num_decodes):
+            length, n = int(self._lengths[i]), i - first
+            together = (n + 1) * max(longest, length)
+            apart = n * longest + length + SEGMENT_COST
+            if n and (self._slots[i] != self._slots[i - 1] + 1 or together > apart):
+                runs.append((first, i))
+                first, longest = i, 0
+            longest = max(longest, length)
+        if self._num_decodes:
+            runs.append((first, self._num_decodes))
+        return runs
+
+    def _work_for(self, window: int | None) -> tuple[list[Segment], list[Chunk]]:
+        if window is not None and window >= self._longest:
+            window = None
+        work = self._work.get(window)
+        if work is None:
+            work = self._work[window] = (
+                [self._segment(a, b, window) for a, b in self._runs],
+                self._chunks(window),
+            )
+        return work
+
+    def _segment(self, a: int, b: int, window: int | None) -> Segment:
+        ends = self._lengths[a:b]
+        starts = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
+        lo, hi = int(starts.min()), int(ends.max())
+        mask = None
+        if int(ends.min()) != hi or int(starts.max()) != lo:
+            at = np.arange(lo, hi)
+            allowed = (at < ends[:, None]) & (at >= starts[:, None])
+            mask = torch.from_numpy(allowed[:, None, None, :]).to(self._device)
+        return Segment(a, b, self._slots[a], lo, hi, mask)
+
+    def _chunks(self, window: int | None) -> list[Chunk]:
+        chunks, a = [], self._num_decodes
+        for row, slot in zip(self._rows[a:], self._slots[a:], strict=True):
+            hi = row.start + row.num_tokens
+            lo = max(0, row.start - window + 1) if window else 0
+            mask = None
+            if row.start or (window and hi > window):
+                query, at = np.arange(row.start, hi)[:, None], np.arange(lo, hi)
+                allowed = at <= query
+                if window:
+                    allowed &= at > query - window
+                mask = torch.from_numpy(allowed).to(self._device)
+            chunks.append(Chunk(a, a + row.num_tokens, slot, lo, hi, mask))
+            a += row.num_tokens
+        return chunks
+
+    def _index(self, views: LayerViews, dim: int) -> Any:
+        """Where each token's heads go, [T * Hkv] row numbers of width ``dim``."""
+        heads, key = views.shape.num_kv_heads, (views.shape.num_kv_heads, dim, views.slot_elements)
+        index = self._indexes.get(key)
+        if index is None:
+            token = self._row_slots * (views.slot_elements // dim) + self._positions
+            flat = (token[:, None] + np.arange(heads, dtype=np.int64) * self._S).reshape(-1)
+            index = self._indexes[key] = torch.from_numpy(flat).to(self._device)
+        return index
+
+    def attend(
+        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: float | None
+    ) -> Any:
+        """See ``AttentionPlan.attend``."""
+        views = self._layers[layer]
+        shape = views.shape
+        views.k_rows.index_copy_(0, self._index(views, shape.key_dim), _rows(k, shape.key_dim))
+        views.v_rows.index_copy_(0, self._index(views, shape.value_dim), _rows(v, shape.value_dim))
+        segments, chunks = self._work_for(window)
+        H, T = q.shape[1], q.shape[2]
+        if not chunks and len(segments) == 1:
+            return _decode(views, segments[0], q, scaling, softcap).view(1, T, H, -1)
+        out = q.new_empty((1, T, H, shape.value_dim))
+        for segment in segments:
+            out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap).flatten(1, 2)
+        for chunk in chunks:
+            out[0, chunk.a : chunk.b] = _prefill(views, chunk, q, scaling, softcap)
+        return out
+
+
+def _rows(x: Any, dim: int) -> Any:
+    """[1, Hkv, T, D] → [T * Hkv, D], a view where the projection's output is laid out by token."""
+    return x[0].transpose(0, 1).reshape(-1, dim)
+
+
+def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: float | None) -> Any:
+    """→ [B, Hkv, group, Dv]."""
+    Hkv = views.shape.num_kv_heads
+    packed = q[0, :, part.a : part.b].transpose(0, 1).reshape(part.b - part.a, Hkv, -1, q.shape[-1])
+    stop = part.slot + part.b - part.a
+    k = views.k[part.slot : stop, :, part.lo : part.hi]
+    v = views.v[part.slot : stop, :, part.lo : part.hi]
+    if softcap is not None:
+        return _softcapped(packed, k, v, part.mask, scaling, softcap)
+    return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
+
+
+def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: float | None) -> Any:
+    """→ [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs nothing when n is large."""
+    Hkv, n, D = views.shape.num_kv_heads, part.b - part.a, q.shape[-1]
+    grouped = q[0, :, part.a : part.b].reshape(Hkv, -1, n, D)
+    group = grouped.shape[1]
+    k = views.k[part.slot, :, part.lo : part.hi]
+    v = views.v[part.slot, :, part.lo : part.hi]
+    if softcap is not None:
+        mask = part.mask
+        if mask is None:
+            mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        packed = grouped.reshape(Hkv, group * n, D)
+        out = _softcapped(packed, k, v, mask.repeat(group, 1), scaling, softcap).view(Hkv, group, n, -1)
+    else:
+        many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
+        many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
+        out = F.scaled_dot_product_attention(
+            grouped, many_k, many_v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling
+        )
+    return out.reshape(Hkv * group, n, -1).transpose(0, 1)
+
+
+def _softcapped(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float) -> Any:
+    """Scores squeezed into (-softcap, softcap) before the softmax, which no fused kernel on CPU offers."""
+    scores = torch.tanh(torch.matmul(q, k.transpose(-1, -2)) * (scaling / softcap)) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)

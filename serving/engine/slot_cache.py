@@ -1,0 +1,213 @@
+"""KV in contiguous slots: one sequence, one slot, as long as the model's context.
+
+::
+
+    slab   [ slot 0                                    | slot 1 … | slot n-1 ]      each slot a whole number of pages
+    slot   [ layer 0: K [Hkv, S, D] , V [Hkv, S, D] | layer 1 … | unused ]
+
+Contiguity is what lets one attention call read the KV of many sequences in place (a strided view over a range of
+slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .kv_cache import KVCache, LayerShape, Row, TokenIds
+from .slab import PAGE, Slab
+from .slot_attention import LayerViews, SlotPlan
+from .slots import EMPTY, Match, Slot, SlotTable
+
+MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
+PAD = 64  # tokens; keeps rows of a slot aligned to cache lines
+
+
+class SlotKVCache(KVCache):
+    """``num_tokens`` is the budget; ``num_slots`` bounds sequences running and prefixes kept together."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        *,
+        num_slots: int,
+        num_tokens: int,
+        max_model_len: int,
+        dtype: Any,
+        device: Any = "cpu",
+        prefix_caching: bool = True,
+    ) -> None:
+        self.num_tokens_total = num_tokens
+        self.max_model_len = max_model_len
+        self.device = device
+        self.prefix_caching = prefix_caching
+        self.table = SlotTable(num_slots, num_tokens)
+        self._slot_tokens = -(-max_model_len // PAD) * PAD
+        self._slot_elements = slot_elements(layers, self._slot_tokens, dtype)
+        self._slab = Slab(self._slot_elements * num_slots, dtype, device)
+        self._layers: list[LayerViews] = []
+        offset = 0
+        for shape in layers:
+            self._layers.append(LayerViews.of(self._slab.tensor, shape, num_slots, self._slot_elements, offset, self))
+            offset += shape.elements_per_token * self._slot_tokens
+
+    @property
+    def slot_tokens(self) -> int:
+        """Room of one slot in tokens."""
+        return self._slot_tokens
+
+    @property
+    def num_tokens_used(self) -> int:
+        return self.table.used
+
+    def match(self, key: str, tokens: TokenIds) -> tuple[int, int | None]:
+        if not self.prefix_caching:
+            return 0, None
+        found = self.table.best_match(key, tokens)
+        return found.length, found.wait_for
+
+    def acquire(self, owner: int, key: str, tokens: TokenIds, *, reuse: bool = True) -> int | None:
+        found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
+        source = found.source if found.length else None
+        if source is not None and source.is_idle and self._should_take_over(source, found.length, len(tokens)):
+            if not self._make_room(len(tokens) - source.charged, spare=source):
+                return None
+            self._trim(source, len(tokens))
+            self.table.activate(source, owner, key, tokens, found.length)
+            return found.length
+        slot = self._fresh_slot(len(tokens), spare=source)
+        if slot is None:
+            return None
+        if source is not None:
+            for layer in self._layers:
+                layer.copy(source.index, slot.index, found.length)
+        self.table.activate(slot, owner, key, tokens, found.length if source else 0)
+        return slot.length
+
+    def _should_take_over(self, source: Slot, length: int, needed: int) -> bool:
+        """Continue in the idle slot itself when little else is lost by that, or when a copy has no room."""
+        if 4 * length >= 3 * source.length or self.table.lowest_free() is None:
+            return True
+        return self.table.used + needed > self.num_tokens_total
+
+    def _fresh_slot(self, num_tokens: int, spare: Slot | None) -> Slot | None:
+        if not self._make_room(num_tokens, spare):
+            return None
+        slot = self.table.lowest_free()
+        if slot is None:
+            idle = self.table.evictable(spare)
+            if not idle:
+                return None
+            slot = idle[0]
+            self._clear(slot)
+        return slot
+
+    def _make_room(self, extra: int, spare: Slot | None = None) -> bool:
+        """Evict idle slots until ``extra`` more tokens fit; evicts nothing when that would not be enough."""
+        missing = self.table.used + extra - self.num_tokens_total
+        if missing <= 0:
+            return True
+        idle = self.table.evictable(spare)
+        if sum(s.charged for s in idle) < missing:
+            return False
+        for slot in idle:
+            if missing <= 0:
+                break
+            missing -= slot.charged
+            self._clear(slot)
+        return True
+
+    def grow(self, owner: int, num_tokens: int) -> bool:
+        slot = self.table.by_owner[owner]
+        if num_tokens > slot.charged:
+            if not self._make_room(num_tokens - slot.charged):
+                return False
+            self.table.charge(slot, num_tokens)
+        return True
+
+    def computed(self, owner: int, tokens: TokenIds, length: int) -> None:
+        slot = self.table.by_owner[owner]
+        slot.tokens, slot.length = tokens, length
+
+    def release(self, owner: int, *, keep: bool) -> None:
+        slot = self.table.retire(owner)
+        if keep and self.prefix_caching and slot.length:
+            self._trim(slot, slot.length)
+            self.table.charge(slot, slot.length)
+        else:
+            self._clear(slot)
+
+    def wipe(self, owner: int) -> None:
+        slot = self.table.by_owner[owner]
+        start = slot.index * self._slot_elements
+        self._slab.tensor[start : start + self._slot_elements].zero_()
+        slot.tokens, slot.length = EMPTY, 0
+
+    def forget(self, key: str) -> None:
+        for slot in self.table.slots:
+            if slot.is_idle and slot.key == key:
+                self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        start = slot.index * self._slot_elements
+        self._slab.release(start, start + self._slot_elements)
+        self.table.clear(slot)
+
+    def _trim(self, slot: Slot, num_tokens: int) -> None:
+        """Give back the memory behind ``num_tokens``."""
+        if slot.charged <= num_tokens:
+            return
+        start = slot.index * self._slot_elements
+        for layer in self._layers:
+            for first, last in layer.tails(num_tokens, slot.charged):
+                self._slab.release(start + first, start + last)
+
+    def decode_order(self, owners: Sequence[int]) -> list[int]:
+        by_owner = self.table.by_owner
+        if len(owners) > 1:
+            self._gather([by_owner[o] for o in owners])
+        return sorted(owners, key=lambda o: by_owner[o].index)
+
+    def _gather(self, slots: list[Slot]) -> None:
+        """Move a few slots so that those decoding lie side by side and one attention call reads them all."""
+        inside = sorted(s.index for s in slots)
+        n = len(inside)
+        if inside[-1] - inside[0] + 1 == n:
+            return
+        # The window of n slots that already holds most of them; what lies outside moves into its holes.
+        first = max(range(min(inside[-1] - n + 2, len(self.table.slots) - n + 1)), key=lambda i: _within(inside, i, n))
+        taken = set(inside)
+        holes = [i for i in range(first, first + n) if i not in taken]
+        outside = [i for i in inside if not first <= i < first + n]
+        for hole, index in list(zip(holes, reversed(outside), strict=True))[:MAX_MOVES]:
+            self._swap(self.table.slots[index], self.table.slots[hole])
+
+    def _swap(self, a: Slot, b: Slot) -> None:
+        for layer in self._layers:
+            layer.swap(a.index, b.index, a.length, b.length)
+        self.table.swap(a, b)
+
+    def plan(self, rows: Sequence[Row]) -> SlotPlan:
+        slots = [self.table.by_owner[row.owner].index for row in rows]
+        return SlotPlan(self._layers, self._slot_tokens, rows, slots, self.device)
+
+    def check_integrity(self) -> None:
+        self.table.check_integrity()
+
+    def close(self) -> None:
+        self._layers.clear()
+
+
+def slot_elements(layers: Sequence[LayerShape], slot_tokens: int, dtype: Any) -> int:
+    """Elements of one slot: a whole number of pages, and of rows of every head width (so rows can be indexed)."""
+    unit = PAGE // torch.empty((), dtype=dtype).element_size()
+    for shape in layers:
+        unit = math.lcm(unit, shape.key_dim, shape.value_dim)
+    return -(-sum(s.elements_per_token for s in layers) * slot_tokens // unit) * unit
+
+
+def _within(inside: list[int], first: int, n: int) -> int:
+    return sum(1 for i in inside if first <= i < first + n)

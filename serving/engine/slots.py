@@ -1,0 +1,140 @@
+"""The books of the slots: who owns which, which tokens' KV each holds, and how much memory that takes.
+
+A slot is free (holds nothing), active (a running sequence owns it) or idle (its sequence is over, its KV can be
+reused). Only these moves are legal: free → active → idle → active, and active or idle → free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .kv_cache import TokenIds
+
+EMPTY: TokenIds = np.empty(0, dtype=np.int32)
+WORTH_REUSING = 8  # below this many tokens a copy costs more than computing them again
+WORTH_WAITING = 32  # tokens that another running sequence must be about to provide before a prompt waits for it
+
+
+@dataclass(slots=True)
+class Slot:
+    """``tokens`` are those the slot holds or, while active, will hold; the KV of the first ``length`` is valid.
+    ``charged`` tokens of memory are counted for it."""
+
+    index: int
+    key: str = ""
+    owner: int | None = None
+    tokens: TokenIds = field(default_factory=lambda: EMPTY)
+    length: int = 0
+    charged: int = 0
+    last_used: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.owner is None and self.charged > 0
+
+    @property
+    def is_free(self) -> bool:
+        return self.owner is None and self.charged == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The best prefix known now, and the running sequence whose prompt shares more than that, if any."""
+
+    length: int
+    source: Slot | None
+    wait_for: int | None
+
+
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """Number of leading tokens that are equal."""
+    n = min(len(a), len(b))
+    if n == 0 or a[0] != b[0]:
+        return 0
+    different = a[:n] != b[:n]
+    first = int(different.argmax())
+    return first if different[first] else n
+
+
+class SlotTable:
+    """``num_slots`` slots sharing a budget of ``num_tokens``."""
+
+    def __init__(self, num_slots: int, num_tokens: int) -> None:
+        self.slots = [Slot(i) for i in range(num_slots)]
+        self.num_tokens = num_tokens
+        self.used = 0
+        self.by_owner: dict[int, Slot] = {}
+        self._clock = 0
+
+    def best_match(self, key: str, tokens: TokenIds) -> Match:
+        """At most ``len(tokens) - 1`` tokens match: the last one is computed again to have logits."""
+        best, source, promised, wait_for = 0, None, 0, None
+        limit = len(tokens) - 1
+        for slot in self.slots:
+            if slot.key != key or not len(slot.tokens):
+                continue
+            common = min(common_prefix(slot.tokens, tokens), limit)
+            valid = min(common, slot.length)
+            if valid > best or (valid == best and valid > 0 and slot.is_idle):
+                best, source = valid, slot
+            if slot.owner is not None and common > max(promised, slot.length):
+                promised, wait_for = common, slot.owner
+        if promised < best + WORTH_WAITING and promised < limit:
+            wait_for = None
+        if promised <= best:
+            wait_for = None
+        return Match(best if best >= min(WORTH_REUSING, limit) else 0, source, wait_for)
+
+    def evictable(self, spare: Slot | None = None) -> list[Slot]:
+        """Idle slots, least recently used first."""
+        return sorted((s for s in self.slots if s.is_idle and s is not spare), key=lambda s: s.last_used)
+
+    def lowest_free(self) -> Slot | None:
+        return next((s for s in self.slots if s.is_free), None)
+
+    def charge(self, slot: Slot, num_tokens: int) -> None:
+        self.used += num_tokens - slot.charged
+        slot.charged = num_tokens
+
+    def activate(self, slot: Slot, owner: int, key: str, tokens: TokenIds, length: int) -> None:
+        if slot.owner is not None or owner in self.by_owner:
+            raise RuntimeError(f"slot {slot.index} cannot be given to sequence {owner}")
+        slot.owner, slot.key, slot.tokens, slot.length = owner, key, tokens, length
+        self.charge(slot, max(len(tokens), 1))
+        self.by_owner[owner] = slot
+
+    def retire(self, owner: int) -> Slot:
+        """active → idle: what is not valid is forgotten."""
+        slot = self.by_owner.pop(owner)
+        self._clock += 1
+        slot.owner, slot.last_used = None, self._clock
+        slot.tokens = slot.tokens[: slot.length].copy()
+        return slot
+
+    def clear(self, slot: Slot) -> None:
+        """idle → free."""
+        if slot.owner is not None:
+            raise RuntimeError(f"slot {slot.index} is in use")
+        self.charge(slot, 0)
+        slot.key, slot.tokens, slot.length = "", EMPTY, 0
+
+    def swap(self, a: Slot, b: Slot) -> None:
+        """Exchange two slots' places (their KV was exchanged)."""
+        a.index, b.index = b.index, a.index
+        self.slots[a.index], self.slots[b.index] = a, b
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` when the books do not add up."""
+        problems = []
+        if self.used != sum(s.charged for s in self.slots) or not 0 <= self.used <= self.num_tokens:
+            problems.append(f"used is {self.used}, charged {[s.charged for s in self.slots]} of {self.num_tokens}")
+        owned = {s.owner: s for s in self.slots if s.owner is not None}
+        if owned != self.by_owner:
+            problems.append(f"owners {sorted(owned)} but the index has {sorted(self.by_owner)}")
+        for i, slot in enumerate(self.slots):
+            if slot.index != i or slot.length > slot.charged or (slot.is_free and (slot.length or slot.key)):
+                problems.append(f"slot {i}: {slot}")
+        if problems:
+            raise RuntimeError("KV cache: " + "; ".join(problems))
