@@ -1,0 +1,218 @@
+"""What goes over the wire, byte for byte."""
+
+import base64
+import json
+from array import array
+
+import pytest
+
+from mlflow_llm.serving.dialects import DIALECTS
+from mlflow_llm.serving.dialects.databricks import DatabricksDialect
+from mlflow_llm.serving.errors import InvalidField, LimitExceeded, Overloaded, from_kind, walk
+from mlflow_llm.serving.reply import Choice, Delta, Done, Ended, Reply, TextLogprob, Usage
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+
+ALL = sorted(DIALECTS)
+USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2)
+
+
+def _request(task="chat", n=1, prompts=1, logprobs=None, **fields):
+    sampling = None if task == "embeddings" else Sampling(max_tokens=9, logprobs=logprobs)
+    sequences = (Sequence(prompt_token_ids=(1, 2)),) * (n * prompts)
+    return ValidRequest(
+        request_id="r1", task=task, model="m", sequences=sequences, sampling=sampling, n=n, created=1700000000, **fields
+    )
+
+
+def _choice(index=0, **fields):
+    return Choice(index=index, text="Hé", finish_reason="stop", **fields)
+
+
+LOGPROB = TextLogprob(
+    token="Hé",
+    bytes=(72, 195, 169),
+    token_id=7,
+    logprob=-0.5,
+    top=(
+        TextLogprob(token="Hé", bytes=(72, 195, 169), token_id=7, logprob=-0.5),
+        TextLogprob(token="x", bytes=(120,), token_id=8, logprob=-2.0),
+    ),
+)
+
+
+def _wire(dialect, request, reply):
+    return json.dumps(DIALECTS[dialect].encode(request, reply), ensure_ascii=False)
+
+
+def test_openai_chat():
+    """A chat completion in OpenAI's order of keys."""
+    assert _wire("openai", _request(), Reply(choices=(_choice(),), usage=USAGE)) == (
+        '{"id": "chatcmpl-r1", "object": "chat.completion", "created": 1700000000, "model": "m", "choices": '
+        '[{"index": 0, "message": {"role": "assistant", "content": "Hé"}, "logprobs": null, "finish_reason": "stop"}], '
+        '"usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8, '
+        '"prompt_tokens_details": {"cached_tokens": 2}}}'
+    )
+
+
+def test_databricks_completions():
+    """A text completion with the document's usage."""
+    assert _wire("databricks", _request("completions"), Reply(choices=(_choice(),), usage=USAGE)) == (
+        '{"id": "cmpl-r1", "object": "text_completion", "created": 1700000000, "model": "m", "choices": '
+        '[{"index": 0, "text": "Hé", "logprobs": null, "finish_reason": "stop"}], '
+        '"usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}}'
+    )
+
+
+def test_databricks_index_profiles():
+    """Choices of two prompts times two are numbered flat, or by prompt in the seed's profile."""
+    request = _request("completions", n=2, prompts=2)
+    reply = Reply(choices=tuple(_choice(i) for i in range(4)), usage=USAGE)
+    flat, grouped = DatabricksDialect(), DatabricksDialect(index="prompt")
+    assert [c["index"] for c in flat.encode(request, reply)["choices"]] == [0, 1, 2, 3]
+    assert [c["index"] for c in grouped.encode(request, reply)["choices"]] == [0, 0, 1, 1]
+    assert b'"index":1,' in grouped.stream(request).encode(Delta(index=3, text="x"))
+
+
+def test_embeddings():
+    """Embeddings as floats with the Databricks id, and as base64 of little-endian float32."""
+    vector = array("f", [0.5, -1.0]).tobytes()
+    reply = Reply(vectors=(vector,), usage=Usage(prompt_tokens=5))
+    assert _wire("databricks", _request("embeddings"), reply) == (
+        '{"id": "embd-r1", "object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}], '
+        '"model": "m", "usage": {"prompt_tokens": 5, "total_tokens": 5}}'
+    )
+    encoded = DIALECTS["openai"].encode(_request("embeddings", encoding_format="base64"), reply)
+    assert base64.b64decode(encoded["data"][0]["embedding"]) == vector
+    assert "id" not in encoded
+
+
+def test_chat_logprobs():
+    """Chat logprobs are objects with bytes and alternatives."""
+    reply = Reply(choices=(_choice(logprobs=(LOGPROB,)),), usage=USAGE)
+    found = DIALECTS["openai"].encode(_request(logprobs=2), reply)["choices"][0]["logprobs"]
+    best = {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]}
+    other = {"token": "x", "logprob": -2.0, "bytes": [120]}
+    assert found == {"content": [{**best, "top_logprobs": [best, other]}], "refusal": None}
+
+
+def test_completions_logprobs():
+    """Completions logprobs are parallel lists with offsets into the text; an echoed first token has null."""
+    first = TextLogprob(token="<s>", bytes=(60, 115, 62), token_id=1, logprob=None)
+    reply = Reply(choices=(_choice(logprobs=(first, LOGPROB)),), usage=USAGE)
+    found = DIALECTS["openai"].encode(_request("completions", logprobs=2), reply)["choices"][0]["logprobs"]
+    assert found == {
+        "tokens": ["<s>", "Hé"],
+        "token_logprobs": [None, -0.5],
+        "top_logprobs": [None, {"Hé": -0.5, "x": -2.0}],
+        "text_offset": [0, 3],
+    }
+
+
+def _streamed(dialect, request, *pieces):
+    encoder = DIALECTS[dialect].stream(request)
+    return b"".join(encoder.encode(piece) for piece in pieces)
+
+
+PIECES = (Delta(index=0, text="Hé", num_tokens=2), Delta(index=0, text=""), Ended(index=0, finish_reason="stop"))
+HEAD = '{"id":"chatcmpl-r1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":['
+FIRST = '{"index":0,"delta":{"role":"assistant","content":"Hé"},"logprobs":null,"finish_reason":null}]'
+LAST = '{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]'
+
+
+def test_openai_stream():
+    """The first chunk has the role, empty deltas say nothing, the last has the reason, then [DONE]."""
+    expected = f"data: {HEAD}{FIRST}}}\n\ndata: {HEAD}{LAST}}}\n\ndata: [DONE]\n\n"
+    assert _streamed("openai", _request(), *PIECES, Done(usage=USAGE)).decode() == expected
+
+
+def test_openai_stream_with_usage():
+    """include_usage adds a last chunk with empty choices; the others carry a null usage."""
+    usage = '{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8,"prompt_tokens_details":{"cached_tokens":2}}'
+    expected = (
+        f'data: {HEAD}{FIRST},"usage":null}}\n\ndata: {HEAD}{LAST},"usage":null}}\n\n'
+        f'data: {HEAD}],"usage":{usage}}}\n\ndata: [DONE]\n\n'
+    )
+    assert _streamed("openai", _request(include_usage=True), *PIECES, Done(usage=USAGE)).decode() == expected
+
+
+def test_databricks_stream():
+    """The last chunk with choices carries usage unasked."""
+    usage = '{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}'
+    expected = f'data: {HEAD}{FIRST}}}\n\ndata: {HEAD}{LAST},"usage":{usage}}}\n\ndata: [DONE]\n\n'
+    assert _streamed("databricks", _request(), *PIECES, Done(usage=USAGE)).decode() == expected
+
+
+@pytest.mark.parametrize("dialect", ALL)
+def test_stream_of_several_choices(dialect):
+    """Each choice has one role and one reason, whatever their order, and lines are data lines only."""
+    wire = _streamed(
+        dialect,
+        _request(n=2),
+        Delta(index=1, text="b"),
+        Ended(index=1, finish_reason="length"),
+        Ended(index=0, finish_reason="stop"),
+        Done(usage=USAGE),
+    ).decode()
+    lines = [line for line in wire.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    choices = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+    assert sorted(c["index"] for c in choices if "role" in c["delta"]) == [0, 1]
+    assert [(c["index"], c["finish_reason"]) for c in choices if c["finish_reason"]] == [(1, "length"), (0, "stop")]
+
+
+def test_completions_stream_offsets():
+    """text_offset goes on over the chunks of one choice."""
+    encoder = DIALECTS["openai"].stream(_request("completions", logprobs=1))
+    for expected in ([0], [2]):
+        chunk = json.loads(encoder.encode(Delta(index=0, text="Hé", logprobs=(LOGPROB,)))[6:])
+        assert chunk["object"] == "text_completion"
+        assert chunk["choices"][0]["logprobs"]["text_offset"] == expected
+
+
+@pytest.mark.parametrize("dialect", ALL)
+@pytest.mark.parametrize("error_class", walk(), ids=lambda c: c.__name__)
+def test_every_error_is_rendered(dialect, error_class):
+    """Every class of the tree has a body in every dialect, alone and within a stream."""
+    error = from_kind(error_class.kind, "what happened", param="field")
+    body = DIALECTS[dialect].error(error)
+    assert body.status == error_class.status
+    assert "what happened" in json.dumps(body.body)
+    wire = DIALECTS[dialect].stream(_request()).error(error).decode()
+    assert json.loads(wire.split("\n\n")[0].removeprefix("data: ")) == body.body
+    assert wire.endswith("data: [DONE]\n\n")
+
+
+def test_error_bodies():
+    """Each dialect's form of an error, with Retry-After rounded up."""
+    error = InvalidField("temperature", -1, "a number in [0, 2]")
+    assert DIALECTS["openai"].error(error).body == {
+        "error": {
+            "message": "temperature: -1 is not allowed; expected a number in [0, 2]",
+            "type": "invalid_request_error",
+            "param": "temperature",
+            "code": "invalid_value",
+        }
+    }
+    assert DIALECTS["databricks"].error(error).body["error_code"] == "INVALID_PARAMETER_VALUE"
+    limited = DIALECTS["databricks"].error(LimitExceeded("otpm: 100 of 100 used", limit="otpm", retry_after=1.2))
+    assert (limited.status, limited.headers) == (429, {"Retry-After": "2"})
+    assert limited.body["error_code"] == "REQUEST_LIMIT_EXCEEDED"
+    assert DIALECTS["mlflow"].error(Overloaded("full")).body["error_code"] == "TEMPORARILY_UNAVAILABLE"
+
+
+def test_mlflow_error_codes_are_mlflows():
+    """Every code of the MLflow dialect is one that MLflow's own clients know."""
+    from mlflow.protos.databricks_pb2 import ErrorCode
+
+    from mlflow_llm.serving.dialects.mlflow import ERROR_CODES
+
+    assert set(ERROR_CODES.values()) <= set(ErrorCode.keys())
+
+
+def test_held_chunk_is_not_lost_on_an_error():
+    """A chunk held for usage goes out before an error that follows it."""
+    encoder = DIALECTS["databricks"].stream(_request(n=2))
+    assert encoder.encode(Ended(index=0, finish_reason="stop")) == b""
+    wire = encoder.error(Overloaded("full")).decode()
+    assert wire.index('"finish_reason":"stop"') < wire.index("error_code")

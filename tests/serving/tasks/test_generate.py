@@ -1,0 +1,197 @@
+"""From an engine's events to pieces: text, stops, ends, usage."""
+
+import pytest
+from scripted_engine import PlainStream, ScriptedEngine, ScriptedStream, spoken
+
+from mlflow_llm.serving.dialects import DIALECTS
+from mlflow_llm.serving.errors import DeadlineExceeded, EngineDied, InternalError
+from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.reply import Delta, Done, Ended
+from mlflow_llm.serving.tasks import generate
+from mlflow_llm.serving.tasks.validate import validate
+
+
+@pytest.fixture
+def ask(endpoint):
+    def build(**body):
+        body = body if "messages" in body else {"prompt": "hello", **body}
+        return validate(DIALECTS["mlflow"].decode(body), endpoint)
+
+    return build
+
+
+def _reply(engine, request, text):
+    return generate.gather(generate.run(engine, request, text))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+@pytest.mark.parametrize("stream", [ScriptedStream, PlainStream])
+def test_stop_string_across_tokens(text, ask, chunk, stream):
+    """The text ends before the stop string and usage counts to the token that completed it, however tokens arrive."""
+    ids = text.encode("hello world 😀 ST", False) + text.encode("OP", False)
+    engine = ScriptedEngine(spoken(0, ids + text.encode(" and more", False), chunk=chunk), stream)
+    reply = _reply(engine, ask(stop=["STOP", "never"]), text)
+    assert reply.choices[0].text == "hello world 😀 "
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].stop_reason == "STOP"
+    assert reply.usage.completion_tokens == len(ids)
+    assert engine.stream.closed
+
+
+def test_stop_string_kept_on_request(text, ask):
+    """include_stop_str_in_output leaves the stop string, and nothing behind it."""
+    ids = text.encode("one STOP two", False)
+    reply = _reply(ScriptedEngine(spoken(0, ids)), ask(stop="STOP", include_stop_str_in_output=True), text)
+    assert reply.choices[0].text == "one STOP"
+
+
+def test_stopped_choice_is_finished_in_the_engine(text, ask):
+    """With n choices a stop string ends its own sequence in the engine; the others run on."""
+    first, second = text.encode("a STOP b c d", False), text.encode("quick brown fox", False)
+    engine = ScriptedEngine([*spoken(0, first, cached=2), *spoken(1, second, "length", cached=5)])
+    reply = _reply(engine, ask(n=2, stop="STOP"), text)
+    assert engine.stream.finished == [0]
+    assert [c.text for c in reply.choices] == ["a ", "quick brown fox"]
+    assert [c.finish_reason for c in reply.choices] == ["stop", "length"]
+    assert reply.usage.completion_tokens == len(text.encode("a STOP", False)) + len(second)
+
+
+def test_all_choices_in_one_submit(text, ask):
+    """All prompts times n are one request, prompts outer, with a seed each."""
+    engine = ScriptedEngine([e for i in range(6) for e in spoken(i, (9,))])
+    reply = _reply(engine, ask(prompt=["hello", "the dog", "fox"], n=2, seed=5), text)
+    assert len(engine.requests) == 1
+    assert len({s.seed for s in engine.requests[0].sequences}) == 6
+    assert [c.index for c in reply.choices] == list(range(6))
+
+
+def test_usage_counts_each_prompt_once(text, ask):
+    """Prompt tokens are billed once a prompt, completion tokens for each choice with its end-of-text, cached of the
+    first choice of each prompt."""
+    eos = text.eos_token_ids[0]
+    events = [e for i in range(4) for e in spoken(i, (*text.encode("fox", False), eos), cached=(3, 9, 4, 9)[i])]
+    request = ask(prompt=["hello", "the dog"], n=2)
+    reply = _reply(ScriptedEngine(events), request, text)
+    assert reply.usage.prompt_tokens == len(text.encode("hello")) + len(text.encode("the dog"))
+    assert reply.usage.completion_tokens == 4 * (len(text.encode("fox", False)) + 1)
+    assert reply.usage.cached_tokens == 7
+    assert {c.text for c in reply.choices} == {"fox"}
+
+
+def test_stop_token_has_no_text(text, ask):
+    """A caller's stop token ends the text, is counted, is not shown, and is named as the reason."""
+    stop = text.encode("###", False)[0]
+    reply = _reply(ScriptedEngine(spoken(0, (*text.encode("dog", False), stop))), ask(stop_token_ids=[stop]), text)
+    assert reply.choices[0].text == "dog"
+    assert reply.choices[0].stop_reason == stop
+    assert reply.usage.completion_tokens == len(text.encode("dog", False)) + 1
+
+
+def test_end_of_text_shown_only_when_it_does_not_end(text, ask):
+    """ignore_eos with skip_special_tokens false shows the end-of-text token as text."""
+    ids = (*text.encode("a", False), text.eos_token_ids[0], *text.encode("b", False))
+    reply = _reply(ScriptedEngine(spoken(0, ids, "length")), ask(ignore_eos=True, skip_special_tokens=False), text)
+    assert reply.choices[0].text == "a</s>b"
+
+
+def test_min_tokens_before_a_stop_string(text, ask):
+    """A stop string inside the first min_tokens tokens does not end the text."""
+    ids = text.encode("STOP it STOP now", False)
+    reply = _reply(
+        ScriptedEngine(spoken(0, ids)), ask(stop="STOP", min_tokens=len(text.encode("STOP", False)) + 1), text
+    )
+    assert reply.choices[0].text == "STOP it "
+
+
+def test_echo_and_suffix(text, ask):
+    """echo puts the caller's prompt first, suffix is appended to the end; neither is counted as completion."""
+    ids = text.encode(" world", False)
+    reply = _reply(ScriptedEngine(spoken(0, ids, "length")), ask(echo=True, suffix=" — end"), text)
+    assert reply.choices[0].text == "hello world — end"
+    assert reply.usage.completion_tokens == len(ids)
+
+
+def test_logprobs_follow_the_text(text, ask):
+    """Log probabilities are given for the tokens whose text is shown, not for a trimmed stop string."""
+    ids = text.encode("dog ", False) + text.encode("STOP", False)
+    events = [Tokens(0, (i,), (TokenLogprob(i, -0.5, ((i, -0.5), (9, -2.0))),)) for i in ids]
+    reply = _reply(ScriptedEngine([*events, Finished(0, "stop")]), ask(logprobs=2, stop="STOP"), text)
+    shown = "".join(entry.token for entry in reply.choices[0].logprobs)
+    assert shown == reply.choices[0].text == "dog "
+    assert all(len(entry.top) == 2 for entry in reply.choices[0].logprobs)
+
+
+def test_logprobs_of_half_characters(text, ask):
+    """Each token of a character has its own bytes; together they are the character."""
+    ids = text.encode("🧪", False)
+    events = [Tokens(0, (i,), (TokenLogprob(i, -1.0),)) for i in ids]
+    reply = _reply(ScriptedEngine([*events, Finished(0, "length")]), ask(logprobs=0), text)
+    assert b"".join(bytes(entry.bytes) for entry in reply.choices[0].logprobs).decode() == "🧪"
+
+
+def test_echo_with_logprobs_scores_the_prompt(text, ask):
+    """The echoed prompt comes with its tokens' log probabilities; the first has none."""
+    request = ask(echo=True, logprobs=1)
+    prompt = request.sequences[0].prompt_token_ids
+    scored = PromptScored(0, tuple(TokenLogprob(i, -0.1) for i in prompt[1:]))
+    token = text.encode(" dog", False)[0]
+    events = [scored, Tokens(0, (token,), (TokenLogprob(token, -0.2),)), Finished(0, "length")]
+    choice = _reply(ScriptedEngine(events), request, text).choices[0]
+    assert choice.logprobs[0].logprob is None
+    assert [entry.token_id for entry in choice.logprobs] == [*prompt, token]
+    assert request.sampling.prompt_logprobs == 1
+
+
+def test_deadline_is_an_error_or_a_length(text, ask):
+    """A passed time limit raises, or with error_behavior truncate returns what exists as "length"."""
+    events = spoken(0, text.encode("the quick", False), "deadline")
+    with pytest.raises(DeadlineExceeded):
+        _reply(ScriptedEngine(events), ask(timeout=1), text)
+    choice = _reply(ScriptedEngine(events), ask(timeout=1, error_behavior="truncate"), text).choices[0]
+    assert (choice.text, choice.finish_reason) == ("the quick", "length")
+
+
+def test_failed_is_raised_again_as_its_kind(text, ask):
+    """A Failed event becomes the error it names, with its retry time, and the stream is closed."""
+    engine = ScriptedEngine([Tokens(0, (9,)), Failed("engine_died", "gone", None, 2.0)])
+    with pytest.raises(EngineDied) as caught:
+        _reply(engine, ask(), text)
+    assert caught.value.retry_after == 2.0
+    assert engine.stream.closed
+
+
+def test_stream_that_ends_early_is_an_internal_error(text, ask):
+    """An engine that stops talking before a sequence ended is never taken for a complete answer."""
+    with pytest.raises(InternalError):
+        _reply(ScriptedEngine([Tokens(0, (9,))]), ask(), text)
+
+
+def test_closing_aborts(text, ask):
+    """Closing the pieces closes the engine's stream, also when no piece was ever asked for."""
+    started, unstarted = ScriptedEngine(spoken(0, (9, 9))), ScriptedEngine(spoken(0, (9, 9)))
+    pieces = generate.run(started, ask(), text)
+    next(pieces)
+    pieces.close()
+    generate.run(unstarted, ask(), text).close()
+    assert started.stream.closed
+    assert unstarted.stream.closed
+
+
+def test_tokens_are_counted_before_they_are_told(text, ask):
+    """on_tokens has seen every token that a piece carries, and in the end as many as usage says."""
+    seen = []
+    ids = text.encode("the quick brown STOP", False)
+    run = generate.run(ScriptedEngine(spoken(0, ids)), ask(stop="STOP"), text, lambda i, count: seen.append(count))
+    told = 0
+    for piece in run:
+        told += piece.num_tokens if isinstance(piece, Delta) else 0
+        assert sum(seen) == told
+        if isinstance(piece, Done):
+            assert sum(seen) == piece.usage.completion_tokens
+
+
+def test_end_comes_once_and_done_last(text, ask):
+    """Each choice ends exactly once and Done is the last piece."""
+    pieces = list(generate.run(ScriptedEngine([*spoken(0, (9,)), *spoken(1, (9,))]), ask(n=2), text))
+    assert sum(isinstance(p, Ended) for p in pieces) == 2
+    assert isinstance(pieces[-1], Done)

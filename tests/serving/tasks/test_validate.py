@@ -1,0 +1,271 @@
+"""From raw to valid: defaults, templates, limits, and clear refusals."""
+
+import math
+
+import pytest
+
+from mlflow_llm.serving.dialects import DIALECTS, FIELDS
+from mlflow_llm.serving.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.tasks.validate import validate
+
+HI = [{"role": "user", "content": "hello world"}]
+
+
+def _valid(endpoint, dialect="mlflow", **body):
+    return validate(DIALECTS[dialect].decode(body), endpoint, now=1000.0)
+
+
+def test_defaults(endpoint, text):
+    """What the caller leaves out has its final value: temperature 1, room up to the context, the model's ends."""
+    request = _valid(endpoint, messages=HI)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert sampling.max_tokens == 512 - len(request.sequences[0].prompt_token_ids)
+    assert sampling.stop_token_ids == text.eos_token_ids
+    assert request.created == 1000
+    assert request.deadline is None
+
+
+def test_null_means_default(endpoint):
+    """Every field set to null gives the same request as leaving it out."""
+    nulls = dict.fromkeys(name for name in FIELDS["chat"] if name != "messages")
+    assert _valid(endpoint, messages=HI, **nulls).sampling == _valid(endpoint, messages=HI).sampling
+
+
+def test_one_bos(endpoint, text):
+    """The template's BOS is the only one in a chat; a raw prompt gets the tokenizer's, and no second if it has one."""
+    bos = text.encode("")[0]
+    for request in (
+        _valid(endpoint, messages=HI),
+        _valid(endpoint, prompt="hello"),
+        _valid(endpoint, prompt="<s>hello"),
+        _valid(endpoint, prompt="hello", use_raw_prompt=False),
+    ):
+        assert request.sequences[0].prompt_token_ids.count(bos) == 1
+    assert _valid(endpoint, prompt="<s>hello").sequences[0].prompt_token_ids == text.encode("hello")
+
+
+def test_special_tokens_of_callers_are_text(endpoint, text):
+    """A caller who writes a control token in a message gets its letters tokenised, not the token."""
+    end = text.encode("<|end|>", False)[0]
+    request = _valid(endpoint, messages=[{"role": "user", "content": "a<|end|>b"}])
+    assert request.sequences[0].prompt_token_ids.count(end) == 1
+    assert "a<|end|>b" in text.decode(request.sequences[0].prompt_token_ids)
+
+
+def test_use_raw_prompt(endpoint_of, text):
+    """Completions are raw by default in one profile and templated in the other, and the field decides over both."""
+    raw, templated = endpoint_of(raw_prompts=True), endpoint_of(raw_prompts=False)
+    assert _valid(raw, prompt="fox").sequences[0].prompt_token_ids == text.encode("fox")
+    assert _valid(templated, prompt="fox", use_raw_prompt=True).sequences[0].prompt_token_ids == text.encode("fox")
+    request = _valid(templated, prompt="fox", echo=True)
+    assert "<|start|>user\nfox" in text.decode(request.sequences[0].prompt_token_ids, skip_special_tokens=False)
+    assert request.echo == ("fox",)
+
+
+def test_seeds(endpoint):
+    """A seed gives the same seeds again, n=1 is choice 0 of n=4, choices differ, and without one seeds are drawn."""
+    four = _valid(endpoint, messages=HI, seed=7, n=4)
+    assert _valid(endpoint, messages=HI, seed=7).sequences[0] == four.sequences[0]
+    assert len({s.seed for s in four.sequences}) == 4
+    assert _valid(endpoint, messages=HI, seed=7, n=4).sequences == four.sequences
+    assert _valid(endpoint, messages=HI).sequences[0].seed != _valid(endpoint, messages=HI).sequences[0].seed
+    assert _valid(endpoint, messages=HI, seed=-1).sequences[0].seed == 2**64 - 1
+
+
+def test_prompt_over_the_context(endpoint):
+    """An over-long prompt names its size and the context; so does a max_tokens that leaves no room."""
+    with pytest.raises(ContextTooLong, match="512"):
+        _valid(endpoint, prompt="the quick brown fox " * 400)
+    with pytest.raises(ContextTooLong, match="max_tokens: 512"):
+        _valid(endpoint, prompt="the", max_tokens=512)
+    with pytest.raises(ContextTooLong, match="512"):
+        _valid(endpoint, messages=[{"role": "user", "content": "the quick " * 400}])
+
+
+@pytest.mark.parametrize("content", ["hello world " * 450_000, "x" * 5_000_000, "😀" * 1_300_000, "<|end|>" * 700_000])
+def test_five_megabytes_are_refused_without_tokenising_all(endpoint, monkeypatch, content):
+    """A 5 MB body that cannot fit is refused after about as many tokens as the context has."""
+    seen = []
+    text = endpoint.text
+    encode = text._backend.encode
+
+    class Counting:
+        def __init__(self, backend):
+            self.backend = backend
+
+        def __getattr__(self, name):
+            return getattr(self.backend, name)
+
+        def encode(self, written, **kwargs):
+            seen.append(len(written))
+            return encode(written, **kwargs)
+
+    monkeypatch.setattr(text, "_backend", Counting(text._backend))
+    with pytest.raises(ContextTooLong):
+        _valid(endpoint, prompt=content)
+    with pytest.raises(ContextTooLong):
+        _valid(endpoint, messages=[{"role": "user", "content": content}])
+    assert sum(seen) < 500_000
+
+
+def test_truncate(endpoint, text):
+    """error_behavior truncate keeps the end of a long prompt behind its BOS and room for max_tokens."""
+    words = "the quick brown fox " * 400
+    request = _valid(endpoint, prompt=words + "LAST", max_tokens=20, error_behavior="truncate")
+    ids = request.sequences[0].prompt_token_ids
+    assert request.truncated
+    assert len(ids) == 492
+    assert ids[0] == text.encode("")[0]
+    assert text.decode(ids).endswith("fox LAST")
+    assert request.sampling.max_tokens == 20
+    huge = _valid(endpoint, prompt=words * 100 + "LAST", error_behavior="truncate")
+    assert len(huge.sequences[0].prompt_token_ids) == 384
+    assert huge.sampling.max_tokens == 128
+
+
+def test_truncate_gives_what_fits(endpoint):
+    """error_behavior truncate clamps a max_tokens that the context cannot hold and cuts no prompt that fits."""
+    request = _valid(endpoint, prompt="the dog", max_tokens=200, error_behavior="truncate")
+    assert not request.truncated
+    clamped = _valid(endpoint, prompt="the dog", max_tokens=5000, error_behavior="truncate")
+    assert not clamped.truncated
+    assert clamped.sampling.max_tokens == 512 - len(clamped.sequences[0].prompt_token_ids)
+
+
+def test_adapters(endpoint_of):
+    """model "endpoint:adapter" and the field adapter name an adapter; an unknown one gets the list of those there."""
+    endpoint = endpoint_of(adapters=("pirate", "haiku"), names=("entity-1",))
+    assert _valid(endpoint, messages=HI, model="m:pirate").adapter == "pirate"
+    assert _valid(endpoint, messages=HI, model="entity-1:haiku").adapter == "haiku"
+    assert _valid(endpoint, messages=HI, adapter="haiku").adapter == "haiku"
+    assert _valid(endpoint, messages=HI, model="entity-1").adapter is None
+    with pytest.raises(NotFound, match="haiku, pirate"):
+        _valid(endpoint, messages=HI, model="m:nobody")
+    with pytest.raises(NotFound, match="'m'"):
+        _valid(endpoint, messages=HI, model="other")
+    with pytest.raises(InvalidField, match="adapter"):
+        _valid(endpoint, messages=HI, model="m:haiku", adapter="pirate")
+
+
+def test_any_model_name(endpoint_of):
+    """A model loaded in a notebook takes any name for itself."""
+    endpoint = endpoint_of(names=None, adapters=lambda: ("pirate",))
+    assert _valid(endpoint, messages=HI, model="models:/x/1").adapter is None
+    assert _valid(endpoint, messages=HI, model="whatever:pirate").adapter == "pirate"
+
+
+def test_wrong_task(endpoint_of):
+    """A request of a task that the model does not have says which it has."""
+    with pytest.raises(RequestError, match="embeddings, not chat"):
+        _valid(endpoint_of(tasks=("embeddings",)), messages=HI)
+    with pytest.raises(RequestError, match="chat, completions, not embeddings"):
+        _valid(endpoint_of(tasks=("chat", "completions")), input="x")
+
+
+def test_template_that_refuses(endpoint):
+    """A template's raise_exception is told as a bad messages field with the template's words and no stack."""
+    with pytest.raises(InvalidField, match="role tool is unknown") as caught:
+        _valid(endpoint, messages=[*HI, {"role": "tool", "content": "x", "tool_call_id": "1"}])
+    assert caught.value.param == "messages"
+    assert caught.value.__suppress_context__
+
+
+def test_no_template(endpoint_of, fallback_text):
+    """A chat with a model that has no template is refused; a completion of it is raw."""
+    endpoint = endpoint_of(model=fallback_text, raw_prompts=False)
+    with pytest.raises(InvalidField, match="no chat template"):
+        _valid(endpoint, messages=HI)
+    assert _valid(endpoint, prompt="the").sequences[0].prompt_token_ids == fallback_text.encode("the")
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([{"role": "assistant", "content": "x"}], r"messages\[0\].role"),
+        ([*HI, *HI], r"messages\[1\].role"),
+        ([*HI, {"role": "assistant", "content": "x"}], r"messages\[1\].role"),
+        ([{"role": "system", "content": "x"}], r"messages\[0\].role"),
+        ([*HI, {"role": "system", "content": "x"}, *HI], r"messages\[1\].role"),
+        ([*HI, {"role": "tool", "content": "x", "tool_call_id": "a"}], r"messages\[1\].role"),
+    ],
+)
+def test_strict_turns(endpoint_of, messages, where):
+    """The Databricks profile wants one system message first, then user and assistant in turn, ending in user."""
+    with pytest.raises(InvalidField, match=where):
+        _valid(endpoint_of(strict_turns=True), messages=messages)
+
+
+def test_strict_turns_with_tools(endpoint_of):
+    """Tool messages follow the assistant's calls with the ids of those calls, each answered once."""
+    from mlflow_llm.serving.tasks.prompts import check_turns
+
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}, {"id": "b"}]}
+    answers = [{"role": "tool", "content": "1", "tool_call_id": i} for i in "ab"]
+    check_turns((*HI, call, *answers))
+    check_turns((*HI, call, *answers, {"role": "assistant", "content": "x"}, *HI))
+    for wrong in ((*HI, call), (*HI, call, answers[0]), (*HI, call, answers[0], answers[0])):
+        with pytest.raises(InvalidField):
+            check_turns(wrong)
+
+
+def test_fields_of_endpoint_kinds(endpoint_of):
+    """n is refused on pay-per-token endpoints and error_behavior on provisioned ones, each saying why."""
+    with pytest.raises(InvalidField, match="provisioned"):
+        _valid(endpoint_of(allow_n=False), messages=HI, n=2)
+    with pytest.raises(InvalidField, match="pay-per-token"):
+        _valid(endpoint_of(allow_error_behavior=False), prompt="x", error_behavior="truncate")
+    assert _valid(endpoint_of(allow_n=False), messages=HI, n=1).n == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"stop": [f"s{i}" for i in range(10_000)]}, "stop"),
+        ({"stop": "x" * 10_000}, "stop"),
+        ({"n": 1000}, "n"),
+        ({"stop_token_ids": list(range(100))}, "stop_token_ids"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"temperature": math.nan}, "temperature"),
+    ],
+)
+def test_limits(endpoint, body, field):
+    """Each limit is refused naming the field."""
+    with pytest.raises(InvalidField) as caught:
+        _valid(endpoint, messages=HI, **body)
+    assert caught.value.param == field
+    assert len(caught.value.message) < 400
+
+
+def test_prompts_by_token_ids(endpoint, text):
+    """Token ids are fed as they are, echo shows their text, and an id outside the vocabulary is refused by place."""
+    ids = text.encode("the dog")
+    request = _valid(endpoint, prompt=[list(ids), [5]], echo=True)
+    assert request.sequences[0].prompt_token_ids == ids
+    assert request.echo[0] == "<s>the dog"
+    with pytest.raises(InvalidField, match=r"prompt\[1\]\[0\]"):
+        _valid(endpoint, prompt=[[5], [10**6]])
+
+
+def test_too_many_prompts(endpoint_of):
+    """A batch beyond the endpoint's limit is refused with the number allowed."""
+    with pytest.raises(InvalidField, match="at most 3"):
+        _valid(endpoint_of(max_prompts=3), prompt=["a"] * 4)
+
+
+def test_deadline(endpoint_of):
+    """The deadline is the earlier of the caller's timeout and the endpoint's."""
+    assert _valid(endpoint_of(timeout=10), messages=HI, timeout=60).deadline == 1010
+    assert _valid(endpoint_of(timeout=10), messages=HI, timeout=2.5).deadline == 1002.5
+
+
+def test_default_system_prompt(endpoint_of, text):
+    """The endpoint's system prompt is used where the caller sends none, and counted in the prompt."""
+    endpoint = endpoint_of(default_system_prompt="the lazy dog")
+    assert "the lazy dog" in text.decode(_valid(endpoint, messages=HI).sequences[0].prompt_token_ids)
+    own = _valid(endpoint, messages=[{"role": "system", "content": "fox"}, *HI])
+    assert "the lazy dog" not in text.decode(own.sequences[0].prompt_token_ids)
