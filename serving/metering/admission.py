@@ -8,7 +8,6 @@ from msgspec import Struct
 from . import windows
 from .lease import Bucket, Reservation
 from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
-from .money import Price, cost
 from .settlement import load_windows, save_windows
 from .store import Store
 from .tables import buckets, ledger, limits
@@ -41,7 +40,7 @@ _find_limits = sa.select(limits).where(
 
 
 def reserve(
-    connection: sa.Connection, store: Store, reservation: Reservation, *, row: dict[str, object], now: int
+    connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], now: int
 ) -> Admitted:
     """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
 
@@ -136,7 +135,3 @@ def _take(connection: sa.Connection, store: Store, reservation: Reservation, buc
     update = sa.update(buckets).where(of_subject)
     connection.execute(update.values(level_milli=level - taken, at_ms=max(now_ms, at_ms)))
     return taken
-
-
-def reserved_cost(reservation: Reservation, price: Price) -> int:
-    return cost(price, prompt=reservation.input_tokens, cached=0, completion=reservation.max_output_tokens)

@@ -14,10 +14,11 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from ..errors import AlreadyExists, InvalidField, Unavailable
+from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from . import admission, recovery
 from .admission import Admitted, WindowMissing
 from .lease import Lease, Reservation
+from .money import Price, cost
 from .owner import Owner
 from .prices import Prices
 from .progress import MAX_ID
@@ -49,7 +50,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._owner: Owner | None = None
         self._open: dict[str, Lease] = {}
-        self._unspooled: list[tuple[Owner, int, Settlement]] = []
+        self._unspooled: list[tuple[Owner, int | None, Settlement]] = []
         self._closed_until = 0.0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -67,24 +68,26 @@ class Ledger:
         if time.monotonic() < self._closed_until:
             raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
         owner = self._own()
+        started = self._clock()
+        row = _row(reservation, owner.name, started, self.prices.at(reservation.entity, started))
         try:
-            admitted = self._reserve(owner, reservation)
-        except Unavailable:
-            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            admitted = self._reserve(reservation, row, int(started))
+            lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)
+        except RequestError:
             raise
-        lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)
+        except BaseException as error:  # the commit's answer was lost, or a greenlet was killed: the row may be there
+            self._undo(owner, reservation.request_id, str(row["nonce"]))
+            if isinstance(error, Unavailable):
+                self._closed_until = time.monotonic() + CLOSED_SECONDS
+            if isinstance(error, OSError):
+                raise Unavailable("no room to keep the progress of a request", retry_after=CLOSED_SECONDS) from error
+            raise
         self._open[reservation.request_id] = lease
         return lease
 
-    def _reserve(self, owner: Owner, reservation: Reservation) -> Admitted:
-        started = self._clock()
-        price = self.prices.at(reservation.entity, started)
-        row = _row(reservation, owner.name, started)
-        row |= {"price_input": price.input, "price_cached": price.cached, "price_output": price.output}
-        row["reserved_cost"] = admission.reserved_cost(reservation, price)
-
+    def _reserve(self, reservation: Reservation, row: dict[str, object], now: int) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:
-            return admission.reserve(connection, self.store, reservation, row=row, now=int(started))
+            return admission.reserve(connection, reservation, self.store, row=row, now=now)
 
         while True:
             try:
@@ -94,6 +97,20 @@ class Ledger:
                 self.store.write(build, timeout=ADMISSION_TIMEOUT)
             except IntegrityError:
                 return self._committed_before(reservation, str(row["nonce"]))
+
+    def _undo(self, owner: Owner, request_id: str, nonce: str) -> None:
+        """Close the row with nothing used, should it be there after all."""
+        settlement = Settlement(
+            request_id=request_id,
+            nonce=nonce,
+            prompt=0,
+            cached=0,
+            completion=0,
+            finish_reason="error",
+            status="error",
+            ended_ms=self.now_ms(),
+        )
+        self._spool(owner, None, settlement)
 
     def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
         """A commit whose answer was lost went through after all: same row, same nonce. Otherwise the id is taken."""
@@ -128,7 +145,7 @@ class Ledger:
             return False
         return True
 
-    def _spool(self, owner: Owner, slot: int, settlement: Settlement) -> None:
+    def _spool(self, owner: Owner, slot: int | None, settlement: Settlement) -> None:
         try:
             owner.spool.append(settlement)
         except OSError:
@@ -136,7 +153,8 @@ class Ledger:
             with self._lock:
                 self._unspooled.append((owner, slot, settlement))
         else:
-            owner.progress.give_back(slot)
+            if slot is not None:
+                owner.progress.give_back(slot)
 
     def _own(self) -> Owner:
         with self._lock:
@@ -208,7 +226,7 @@ def _check(reservation: Reservation) -> None:
             raise InvalidField(name, value, f"an integer from 0 to {MAX_TOKENS}")
 
 
-def _row(reservation: Reservation, owner: str, started: float) -> dict[str, object]:
+def _row(reservation: Reservation, owner: str, started: float, price: Price) -> dict[str, object]:
     return {
         "request_id": reservation.request_id,
         "nonce": secrets.token_hex(8),
@@ -225,6 +243,12 @@ def _row(reservation: Reservation, owner: str, started: float) -> dict[str, obje
         "prompt_tokens": 0,
         "cached_tokens": 0,
         "completion_tokens": 0,
+        "price_input": price.input,
+        "price_cached": price.cached,
+        "price_output": price.output,
+        "reserved_cost": cost(
+            price, prompt=reservation.input_tokens, cached=0, completion=reservation.max_output_tokens
+        ),
         "cost": 0,
         "charged_at": int(started),
         "bucket_milli": 0,

@@ -4,7 +4,7 @@ the process was killed (the kernel owns the pages; only the end of the machine i
 ::
 
     slot (288 bytes)   0  id length │ 8  id, UTF-8, zero padded (256) │ 264 prompt │ 272 cached │ 280 completion
-    segment            1024 slots; the file grows by segments and is sparse
+    segment            1024 slots; the file grows by segments
 
 Each count is one aligned 8-byte store, so a reader after a kill never sees half a number. The id's length is written
 last when a slot is taken and first when it is given back.
@@ -73,7 +73,7 @@ class ProgressFile:
 
     def _grow(self) -> None:
         number = len(self._maps)
-        os.ftruncate(self._fd, (number + 1) * _SEGMENT)
+        os.posix_fallocate(self._fd, number * _SEGMENT, _SEGMENT)  # a hole met on a full disk would be a SIGBUS
         self._maps.append(mmap.mmap(self._fd, _SEGMENT, offset=number * _SEGMENT))
         self._words.append(memoryview(self._maps[-1]).cast("q"))
         first = number * _PER_SEGMENT

@@ -26,7 +26,7 @@ Status: TypeAlias = Literal["ok", "error", "aborted", "recovered"]
 
 
 class Settlement(Struct, frozen=True, kw_only=True):
-    """What a request used in the end. ``prompt`` includes ``cached``."""
+    """What a request used in the end. ``prompt`` includes ``cached``. ``nonce``: only a row written with it."""
 
     request_id: str
     prompt: int
@@ -35,6 +35,7 @@ class Settlement(Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     status: Status
     ended_ms: int
+    nonce: str | None = None
 
 
 _find = sa.select(ledger).where(ledger.c.request_id == sa.bindparam("id")).with_for_update()
@@ -75,6 +76,8 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
     """Apply ``settlement``; False where the row is closed already (or unknown) and nothing changed."""
     found = connection.execute(_find, {"id": settlement.request_id}).mappings().one_or_none()
     if found is None or found["status"] not in ("open", "recovered"):
+        return False
+    if settlement.nonce not in (None, found["nonce"]):
         return False
     was_open = found["status"] == "open"
     if not was_open and settlement.status == "recovered":

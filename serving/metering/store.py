@@ -101,8 +101,8 @@ class Store:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
 
-        if self.read(current, timeout=60) != head:
-            self.write(upgrade, timeout=60)
+        if self.read(current, timeout=6 * self.timeout) != head:
+            self.write(upgrade, timeout=6 * self.timeout)
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
         """Run ``work`` in a transaction and commit; an exception of its own rolls back and passes through."""

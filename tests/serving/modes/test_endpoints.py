@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from databricks.sdk.service.serving import (
+    EndpointStateConfigUpdate,
+    EndpointStateReady,
+    EndpointTags,
+    PutResponse,
+    ServingEndpoint,
+    ServingEndpointDetailed,
+)
+
+from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
+from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
+from mlflow_llm.serving.modes.endpoint_config import Route
+from mlflow_llm.serving.modes.endpoints import Endpoints
+from mlflow_llm.serving.modes.traffic import TrafficSplit
+
+TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(str(tmp_path / "metering.db"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def endpoints(store):
+    def inspect(entity):
+        if entity.entity_name not in TASKS:
+            raise NotFound(f"there is no model {entity.entity_name!r}")
+        return TASKS[entity.entity_name]
+
+    return Endpoints(store, inspect=inspect, clock=lambda: 1_800_000_000.0)
+
+
+def entity(name="assistant", version="1", **more):
+    return {"entity_name": name, "entity_version": version, **more}
+
+
+def body(*entities, routes=None, **more):
+    config = {"served_entities": list(entities or (entity(),))}
+    if routes is not None:
+        config["traffic_config"] = {
+            "routes": [{"served_model_name": name, "traffic_percentage": share} for name, share in routes.items()]
+        }
+    return {"name": "chat", "config": config, **more}
+
+
+def state_of(view):
+    parsed = ServingEndpointDetailed.from_dict(view)
+    return parsed.state.ready, parsed.state.config_update
+
+
+READY, NOT_READY = EndpointStateReady.READY, EndpointStateReady.NOT_READY
+IDLE, BUSY = EndpointStateConfigUpdate.NOT_UPDATING, EndpointStateConfigUpdate.IN_PROGRESS
+FAILED = EndpointStateConfigUpdate.UPDATE_FAILED
+
+
+def test_an_endpoint_is_created_and_becomes_ready(endpoints):
+    """Not ready and in progress, then ready; the SDK's types read every answer."""
+    assert state_of(endpoints.create(body(tags=[{"key": "team", "value": "a"}]), creator="ann")) == (NOT_READY, BUSY)
+    with pytest.raises(NotFound, match="not ready"):
+        endpoints.active("chat")
+    (pending,) = endpoints.pending()
+    assert (pending.name, pending.version) == ("chat", 1)
+    assert pending.config.served_entities[0].name == "assistant-1"
+    assert endpoints.mark_ready("chat", 1)
+    view = ServingEndpointDetailed.from_dict(endpoints.get("chat"))
+    assert state_of(endpoints.get("chat")) == (READY, IDLE)
+    assert view.config.served_entities[0].entity_name == "assistant"
+    assert view.config.traffic_config.routes[0].traffic_percentage == 100
+    assert (view.task, view.creator, view.pending_config) == ("llm/v1/chat", "ann", None)
+    (listed,) = endpoints.list()["endpoints"]
+    assert ServingEndpoint.from_dict(listed).tags[0].key == "team"
+    assert endpoints.pending() == ()
+    with pytest.raises(AlreadyExists):
+        endpoints.create(body())
+
+
+def test_an_update_runs_alone_and_falls_back_when_it_fails(endpoints):
+    """While one runs another is a conflict; a failure keeps the old config; a stale report changes nothing."""
+    endpoints.create(body())
+    with pytest.raises(Conflict):
+        endpoints.update_config("chat", body(entity(version="2"))["config"])
+    endpoints.mark_ready("chat", 1)
+    assert state_of(endpoints.update_config("chat", body(entity(version="2"))["config"])) == (READY, BUSY)
+    assert endpoints.get("chat")["pending_config"]["served_entities"][0]["entity_version"] == "2"
+    assert not endpoints.mark_ready("chat", 1)
+    assert endpoints.active("chat").version == 1
+    assert endpoints.mark_failed("chat", 2, "out of memory")
+    assert not endpoints.mark_ready("chat", 2)
+    view = endpoints.get("chat")
+    assert state_of(view) == (READY, FAILED)
+    assert view["state"]["message"] == "out of memory"
+    assert endpoints.active("chat").config.served_entities[0].entity_version == "1"
+    endpoints.update_config("chat", body(entity(version="@champion"))["config"])
+    assert endpoints.mark_ready("chat", 3)
+    assert state_of(endpoints.get("chat")) == (READY, IDLE)
+    assert endpoints.active("chat").config.served_entities[0].name == "assistant-champion"
+
+
+def test_a_dead_engine_makes_an_endpoint_not_ready(endpoints):
+    """And a live one ready again; never before there is a config to be ready with."""
+    endpoints.create(body())
+    with pytest.raises(Conflict):
+        endpoints.set_ready("chat", True)
+    endpoints.mark_ready("chat", 1)
+    endpoints.set_ready("chat", False)
+    assert state_of(endpoints.get("chat")) == (NOT_READY, IDLE)
+    assert not endpoints.active("chat").ready
+
+
+def test_entities_of_one_endpoint_have_the_same_tasks(endpoints):
+    """In any order; others are refused, at creation and at update."""
+    endpoints.create(body(entity(), entity("poet"), routes={"assistant-1": 50, "poet-1": 50}))
+    endpoints.mark_ready("chat", 1)
+    mixed = body(entity(), entity("minilm"), routes={"assistant-1": 50, "minilm-1": 50})["config"]
+    with pytest.raises(InvalidField, match=r"same tasks as 'assistant-1'"):
+        endpoints.update_config("chat", mixed)
+    with pytest.raises(NotFound, match="nothing"):
+        endpoints.update_config("chat", body(entity("nothing"))["config"])
+    assert state_of(endpoints.get("chat")) == (READY, IDLE)
+
+
+BAD_CONFIGS = [
+    (None, "config"),
+    ({"served_entities": []}, "served_entities"),
+    ({"served_entities": "x"}, "served_entities"),
+    ({"served_entities": [entity()], "colour": 1}, "colour"),
+    ({"served_entities": [entity(size=3)]}, "size"),
+    ({"served_entities": [entity(), entity()]}, "name"),
+    ({"served_entities": [entity(version=True)]}, "entity_version"),
+    ({"served_entities": [entity(name="../x")]}, "entity_name"),
+    ({"served_entities": [entity(workload_type="GPU_SMALL")]}, "workload_type"),
+    ({"served_entities": [entity(max_provisioned_throughput=0)]}, "max_provisioned_throughput"),
+    ({"served_entities": [entity(min_provisioned_throughput=9, max_provisioned_throughput=5)]}, "max_provisioned"),
+    ({"served_entities": [entity(min_provisioned_throughput=1.5)]}, "min_provisioned_throughput"),
+    ({"served_entities": [entity(), entity(version="2")]}, "routes"),
+    (body(routes={"assistant-1": 99})["config"], "routes"),
+    (body(routes={"assistant-1": 100.0})["config"], "traffic_percentage"),
+    (body(routes={"assistant-1": True})["config"], "traffic_percentage"),
+    (body(routes={"other": 100})["config"], "served_model_name"),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), BAD_CONFIGS)
+def test_a_bad_config_is_refused_by_field(endpoints, config, field):
+    """Nothing is created by it."""
+    with pytest.raises(InvalidField, match=field):
+        endpoints.create({"name": "chat", "config": config})
+    assert endpoints.list() == {"endpoints": []}
+
+
+def test_bad_names_and_unknown_endpoints_are_refused(endpoints):
+    """Every call on an unknown endpoint is a 404."""
+    for name in ("", "a b", "x" * 64, None, 5):
+        with pytest.raises(InvalidField, match="name"):
+            endpoints.create({**body(), "name": name})
+    for call in (
+        lambda: endpoints.get("none"),
+        lambda: endpoints.delete("none"),
+        lambda: endpoints.active("none"),
+        lambda: endpoints.patch_tags("none", {}),
+        lambda: endpoints.put_rate_limits("none", {}),
+        lambda: endpoints.update_config("none", body()["config"]),
+    ):
+        with pytest.raises(NotFound):
+            call()
+
+
+def test_tags_are_added_replaced_and_deleted(endpoints):
+    """The answer has the tags as they are then, by key."""
+    endpoints.create(body(tags=[{"key": "a", "value": "1"}, {"key": "b"}]))
+    added = [{"key": "c", "value": "3"}, {"key": "a", "value": "2"}]
+    answer = endpoints.patch_tags("chat", {"add_tags": added, "delete_tags": ["b", "zz"]})
+    assert [(tag.key, tag.value) for tag in EndpointTags.from_dict(answer).tags] == [("a", "2"), ("c", "3")]
+    for bad in ({"delete_tags": "b"}, {"add_tags": [{"key": ""}]}, {"add_tags": {"a": 1}}):
+        with pytest.raises(InvalidField):
+            endpoints.patch_tags("chat", bad)
+
+
+def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
+    """Calls a minute of the endpoint and of each user, replaced as a whole, enforced by the ledger."""
+    endpoints.create(body())
+    rates = [{"calls": 2, "renewal_period": "minute"}, {"calls": 1, "key": "user", "renewal_period": "minute"}]
+    answer = PutResponse.from_dict(endpoints.put_rate_limits("chat", {"rate_limits": rates}))
+    assert [(rate.key.value, rate.calls) for rate in answer.rate_limits] == [("endpoint", 2), ("user", 1)]
+    ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: 1_800_000_000.0)
+
+    def call(request_id, key_id):
+        fields = {"tenant": "t", "endpoint": "chat", "entity": "e", "mode": "m", "task": "chat"}
+        reservation = Reservation(request_id=request_id, key_id=key_id, input_tokens=1, max_output_tokens=1, **fields)
+        ledger.reserve(reservation).settle()
+
+    call("1", "a")
+    with pytest.raises(LimitExceeded):
+        call("2", "a")
+    call("3", "b")
+    with pytest.raises(LimitExceeded):
+        call("4", "c")
+    endpoints.put_rate_limits("chat", {"rate_limits": []})
+    call("5", "a")
+    endpoints.put_rate_limits("chat", {"rate_limits": [{"calls": 3, "renewal_period": "minute"}]})
+    with pytest.raises(LimitExceeded):
+        call("6", "d")
+    endpoints.delete("chat")
+    assert Limits(store).list() == ()
+    ledger.close()
+    assert endpoints.list() == {"endpoints": []}
+
+
+ROUTES = (
+    Route(served_model_name="a", traffic_percentage=80),
+    Route(served_model_name="b", traffic_percentage=0),
+    Route(served_model_name="c", traffic_percentage=13),
+    Route(served_model_name="d", traffic_percentage=7),
+)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2**63, 2**64 - 1, 0xDEADBEEF])
+def test_traffic_is_split_within_one_percent(start):
+    """Over 10,000 requests every share is within 1 % of its percentage, and 0 % is nothing."""
+    split = TrafficSplit("chat", ROUTES, start=start)
+    counts = Counter(split.choose() for _ in range(10_000))
+    for route in ROUTES:
+        assert abs(counts[route.served_model_name] - 100 * route.traffic_percentage) < 100
+    assert counts["b"] == 0
+
+
+def test_a_sticky_caller_stays_with_its_entity():
+    """The same in every worker, and over many callers the split is kept within 1 %."""
+    one, other = (TrafficSplit("chat", ROUTES, start=start) for start in (1, 2))
+    chosen = {f"key_{number}": one.choose(f"key_{number}") for number in range(10_000)}
+    assert chosen == {key: other.choose(key) for key in chosen}
+    counts = Counter(chosen.values())
+    for route in ROUTES:
+        assert abs(counts[route.served_model_name] - 100 * route.traffic_percentage) < 100
