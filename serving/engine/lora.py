@@ -92,14 +92,17 @@ class LoraPlan:
 class LoraPool:
     """Owned by the engine's thread. ``max_adapters`` bounds what is loaded, not what one batch mixes."""
 
-    def __init__(self, model: nn.Module, holder: StepHolder, max_adapters: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, holder: StepHolder, max_adapters: int, dtype: torch.dtype | None = None
+    ) -> None:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         self._head = output.name if isinstance(output, EngineLinear) else None
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
         self._groups = list({id(linear.group): linear.group for linear in linears.values()}.values())
-        self._device = next(model.parameters()).device
-        self._holder, self._max_adapters, self._dtype = holder, max_adapters, dtype
+        parameter = next(model.parameters())
+        self._device = parameter.device
+        self._holder, self._max_adapters, self._dtype = holder, max_adapters, dtype or parameter.dtype
         self._adapters: dict[str, dict[str, Factors]] = {}
         self._infos: dict[str, AdapterInfo] = {}
         self._sets: OrderedDict[tuple[str, ...], dict[tuple[str, ...], GroupFactors]] = OrderedDict()

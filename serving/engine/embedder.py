@@ -1,0 +1,181 @@
+"""Texts to vectors: an encoder or a decoder over one flat row of whole sequences, then pooling.
+
+Sequences are sorted by length and cut into rows of about ``ROW_TOKENS``; no token is padding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel
+
+from ..bundle import Bundle, EmbeddingSpec
+from ..errors import ContextTooLong, InvalidField, PackagingError
+from ..settings import EngineSettings
+from . import linear, ragged_attention
+from .attention import HOLDER, UnsupportedAttentionError
+from .interface import EngineInfo
+from .pooling import MODES, pool, transformer_dir
+from .step import Step, StepHolder
+
+# full GEMM speed, activations near the cache: MiniLM fp32 139/158/166/156, int8 313/332/298/208
+# texts a second at 512/1024/2048/4096.
+ROW_TOKENS = 1024
+CHECK_LENGTHS = (9, 5, 5, 2)
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest activation
+
+
+class Embedder:
+    """Only the thread that loaded it may call ``embed``."""
+
+    def __init__(self, model: Any, holder: StepHolder, spec: EmbeddingSpec, max_length: int, info: EngineInfo) -> None:
+        self._model, self._holder, self._spec = model, holder, spec
+        self._device = next(model.parameters()).device
+        self._position_offset = position_offset(model)
+        self.max_length = max_length
+        self.info = info
+
+    @property
+    def dim(self) -> int:
+        return self.info.embedding_dim
+
+    def embed(self, token_ids: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """float32 [n, dim], pooled and, where the model says so, of length 1. Raises ``ContextTooLong``."""
+        vectors = np.empty((len(token_ids), self.dim), dtype=np.float32)
+        for length in map(len, token_ids):
+            if length > self.max_length:
+                raise ContextTooLong(f"input has {length} tokens, the model takes at most {self.max_length}")
+            if not length:
+                raise InvalidField("input", [], "at least one token")
+        for row in _rows(token_ids):
+            vectors[row] = self._embed_row([token_ids[i] for i in row])
+        return vectors
+
+    @torch.inference_mode()
+    def _embed_row(self, sequences: Sequence[Sequence[int]]) -> Any:
+        lengths = [len(sequence) for sequence in sequences]
+        pooled = pool(self.hidden(sequences), lengths, self._spec.pooling)
+        if self._spec.normalize:
+            pooled = F.normalize(pooled, dim=-1)
+        return pooled.cpu().numpy()
+
+    def hidden(self, sequences: Sequence[Sequence[int]]) -> Any:
+        """Last hidden states [T, D] of sequences in a row."""
+        ids = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
+        positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences]) + self._position_offset
+        plan = ragged_attention.RaggedPlan([len(sequence) for sequence in sequences])
+        self._holder.step = Step(num_tokens=len(ids), attention=plan)
+        arguments = {"use_cache": False} if getattr(self._model.config, "use_cache", None) is not None else {}
+        try:
+            return self._model(
+                input_ids=torch.from_numpy(ids)[None].to(self._device),
+                position_ids=torch.from_numpy(positions)[None].to(self._device),
+                **arguments,
+            ).last_hidden_state[0]
+        finally:
+            self._holder.step = None
+
+
+def _rows(token_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Indices by length, in rows of at most ``ROW_TOKENS`` tokens (one longer sequence is a row of its own)."""
+    row: list[int] = []
+    tokens = 0
+    for index in sorted(range(len(token_ids)), key=lambda i: len(token_ids[i])):
+        if row and tokens + len(token_ids[index]) > ROW_TOKENS:
+            yield row
+            row, tokens = [], 0
+        row.append(index)
+        tokens += len(token_ids[index])
+    if row:
+        yield row
+
+
+def position_offset(model: Any) -> int:
+    """RoBERTa's family numbers positions from ``pad_token_id + 1``, everyone else from 0."""
+    embeddings: Any = getattr(model, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        return int(embeddings.padding_idx) + 1
+    return 0
+
+
+@torch.inference_mode()
+def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder | None = None) -> Embedder:
+    """Load ``bundle.model_dir`` (safetensors alone), check it against the model's own attention, pack its linears.
+
+    Raises ``PackagingError`` for an architecture whose result would be wrong.
+    """
+    from .loader import resolve_device, resolve_dtype
+
+    holder = holder or StepHolder()
+    spec = bundle.embedding or EmbeddingSpec()
+    if spec.pooling not in MODES:
+        raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
+    device = resolve_device(settings)
+    model = AutoModel.from_pretrained(
+        str(transformer_dir(bundle.model_dir)),
+        dtype=resolve_dtype(settings, device),
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        trust_remote_code=settings.trust_remote_code,
+        local_files_only=True,
+    )
+    model = model.to(device).eval().requires_grad_(False)
+    max_length = _max_length(model, spec, settings)
+    embedder = Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))
+    _use_ragged_attention(embedder, model, holder)
+    linear.install(model, holder, settings)
+    return embedder
+
+
+def _use_ragged_attention(embedder: Embedder, model: Any, holder: StepHolder) -> None:
+    """Switch the model to our attention and compare with its own, one sequence at a time."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
+    vocab = int(model.get_input_embeddings().weight.shape[0])
+    special = {model.config.pad_token_id}
+    allowed = [i for i in range(min(vocab, 1000)) if i not in special]
+    tests = [[allowed[(7 * i + 31 * n) % len(allowed)] for i in range(size)] for n, size in enumerate(CHECK_LENGTHS)]
+    expected = torch.cat(
+        [model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0] for ids in tests]
+    )
+    for module in model.modules():
+        object.__setattr__(module, HOLDER, holder)
+    model.set_attn_implementation(ragged_attention.NAME)
+    try:
+        found = embedder.hidden(tests)
+    except (UnsupportedAttentionError, AttributeError, TypeError) as error:
+        raise PackagingError(f"{name} is not supported for embeddings: {error}") from error
+    distance = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    if not distance <= TOLERANCE[found.dtype]:
+        raise PackagingError(f"{name} is not supported for embeddings: packed result differs by {distance:.2g}")
+
+
+def _max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [own - position_offset(model) if own else None, spec.max_length, settings.max_model_len]
+    known = [limit for limit in limits if limit]
+    if not known:
+        raise PackagingError("the model's configuration has no max_position_embeddings: set max_model_len")
+    return int(min(known))
+
+
+def _info(bundle: Bundle, model: Any, settings: EngineSettings, max_length: int) -> EngineInfo:
+    return EngineInfo(
+        content_hash=bundle.content_hash,
+        tasks=bundle.tasks,
+        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        max_model_len=max_length,
+        max_num_seqs=settings.max_num_seqs,
+        max_kv_tokens=max_length,
+        embedding_dim=int(model.config.get_text_config().hidden_size),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        quantization=settings.quantization,
+        pid=os.getpid(),
+    )

@@ -1,0 +1,109 @@
+"""From token vectors to one vector: what a sentence-transformers directory says of it, and the reduction itself.
+
+::
+
+    modules.json                        [{"type": "…Transformer", "path": ""}, {"type": "…Pooling", …}]
+    <pooling path>/config.json          pooling_mode_mean_tokens … or pooling_mode
+    sentence_bert_config.json           max_seq_length, beside the transformer
+    config_sentence_transformers.json   prompts, default_prompt_name
+
+Reading needs no torch; ``pool`` imports it when called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..bundle import EmbeddingSpec
+from ..errors import PackagingError
+
+LEGACY_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+MODES = tuple(LEGACY_KEYS.values())
+
+
+def read_spec(model_dir: str | Path) -> EmbeddingSpec | None:
+    """None where ``model_dir`` is no sentence-transformers directory. Raises ``PackagingError`` by name."""
+    root = Path(model_dir)
+    if not (root / "modules.json").is_file():
+        return None
+    modules = [(str(entry["type"]).rsplit(".", 1)[-1], str(entry["path"])) for entry in _read(root / "modules.json")]
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise PackagingError(
+            f"sentence-transformers modules {', '.join(kinds)} are not supported; expected Transformer, Pooling and, "
+            "if wanted, Normalize"
+        )
+    limits = _read(root / modules[0][1] / "sentence_bert_config.json")
+    texts = _read(root / "config_sentence_transformers.json")
+    prompts = {str(name): str(text) for name, text in (texts.get("prompts") or {}).items()}
+    pooling = _read(root / modules[1][1] / "config.json")
+    if pooling.get("include_prompt") is False and any(prompts.values()):
+        raise PackagingError("pooling with include_prompt=False is not supported; expected True")
+    return EmbeddingSpec(
+        pooling=_mode(pooling),
+        normalize="Normalize" in kinds,
+        max_length=limits.get("max_seq_length"),
+        prompts=prompts,
+        default_prompt=texts.get("default_prompt_name"),
+    )
+
+
+def transformer_dir(model_dir: str | Path) -> Path:
+    """Where the transformer of ``model_dir`` lies: a sub-directory in older sentence-transformers layouts."""
+    root = Path(model_dir)
+    if not (root / "modules.json").is_file():
+        return root
+    return root / next(
+        (str(e["path"]) for e in _read(root / "modules.json") if str(e["type"]).endswith("Transformer")), ""
+    )
+
+
+def _mode(config: dict[str, Any]) -> str:
+    given = config.get("pooling_mode") or [mode for key, mode in LEGACY_KEYS.items() if config.get(key)]
+    modes = [given] if isinstance(given, str) else list(given)
+    if len(modes) != 1 or modes[0] not in MODES:
+        raise PackagingError(
+            f"pooling {'+'.join(modes) or 'none'} is not supported; expected one of {', '.join(MODES)}"
+        )
+    return str(modes[0])
+
+
+def _read(path: Path) -> Any:
+    """The file's JSON; {} where there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise PackagingError(f"{path.name} cannot be read: {error}") from None
+
+
+def pool(hidden: Any, lengths: Sequence[int], mode: str) -> Any:
+    """``hidden`` [T, D] of sequences one after another -> float32 [len(lengths), D]."""
+    import torch
+
+    hidden = hidden.float()
+    sizes = torch.tensor(list(lengths), device=hidden.device)
+    ends = sizes.cumsum(0)
+    if mode == "cls":
+        return hidden[ends - sizes]
+    if mode == "lasttoken":
+        return hidden[ends - 1]
+    if mode == "max":
+        return torch.segment_reduce(hidden, "max", lengths=sizes)
+    if mode == "weightedmean":
+        weights = torch.cat([torch.arange(1, n + 1, device=hidden.device) for n in lengths])[:, None].float()
+        total = torch.segment_reduce(hidden * weights, "sum", lengths=sizes)
+        return total / (sizes * (sizes + 1) / 2)[:, None]
+    total = torch.segment_reduce(hidden, "sum", lengths=sizes)
+    return total / (sizes.float().sqrt() if mode == "mean_sqrt_len_tokens" else sizes)[:, None]
