@@ -13,7 +13,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. ``quantization``: "int8" stores linear weights in int8 by
     output channel and quantises activations per token. ``max_model_len`` None is the model's own. ``kv_cache_memory``
     is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use.
-    ``idle_timeout``: seconds an engine process outlives its last client. ``in_process`` runs the engine on a thread
+    ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
+    ``in_process`` runs the engine on a thread
     of this process (debugging and small tests: about half the speed, see docs/performance.md).
     """
 
@@ -32,4 +33,5 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     trust_remote_code: bool = False
     idle_timeout: float = 3.0
     stall_timeout: float = 60.0
+    start_timeout: float = 900.0
     in_process: bool = False

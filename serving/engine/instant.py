@@ -1,0 +1,390 @@
+"""An engine that answers at once and needs no weights: for measuring what lies around an engine, and for its tests.
+
+Every next token is a fixed function of the adapter, the tokens so far and, unless greedy, the seed; an embedding is a
+hash of its text. All that the interface promises holds: max_tokens, stop ids, deadlines, n, logprobs, resumed tokens,
+adapters, abort. The "weights" are ``instant.json`` in the model directory, the fields of ``InstantModel``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from ..bundle import Bundle
+from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
+from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
+from ..request import Sampling, ValidRequest
+from ..settings import EngineSettings
+from .interface import AdapterInfo, EngineInfo, Health
+
+MASK = (1 << 64) - 1
+
+
+class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``step_delay`` and ``load_delay`` are seconds. A prompt that holds ``poison_token_id`` raises in the step, one
+    that holds ``stall_token_id`` stops all progress: the two faults a real model can have."""
+
+    vocab_size: int = 1000
+    max_model_len: int = 8192
+    embedding_dim: int = 16
+    step_delay: float = 0.0
+    load_delay: float = 0.0
+    poison_token_id: int | None = None
+    stall_token_id: int | None = None
+
+
+def mix(state: int, value: int) -> int:
+    """One round of splitmix64 over ``state`` and ``value``: uint64 in, uint64 out."""
+    z = (state ^ (value * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+class _Sequence:
+    __slots__ = ("done", "index", "num_generated", "num_tokens", "started_at", "state")
+
+    def __init__(self, request: ValidRequest, index: int) -> None:
+        source = request.sequences[index]
+        self.index = index
+        self.done = False
+        self.started_at = 0.0
+        self.num_generated = len(source.resumed_token_ids)
+        self.num_tokens = len(source.prompt_token_ids) + self.num_generated
+        greedy = request.sampling is None or request.sampling.temperature == 0
+        self.state = mix(0 if greedy else source.seed + 1, len(request.adapter or ""))
+        for character in request.adapter or "":
+            self.state = mix(self.state, ord(character))
+        for token_id in source.prompt_token_ids + source.resumed_token_ids:
+            self.state = mix(self.state, token_id)
+
+    def next(self, vocab_size: int) -> int:
+        token_id = self.state % vocab_size
+        self.state = mix(self.state, token_id)
+        self.num_generated += 1
+        self.num_tokens += 1
+        return token_id
+
+
+class _Running:
+    __slots__ = ("client", "queued_at", "request", "sequences", "stop_ids")
+
+    def __init__(self, request: ValidRequest, client: str) -> None:
+        self.request, self.client, self.queued_at = request, client, time.monotonic()
+        self.sequences = [_Sequence(request, index) for index in range(len(request.sequences))]
+        self.stop_ids = frozenset(request.sampling.stop_token_ids) if request.sampling else frozenset()
+
+
+class InstantCore:
+    """One token for every sequence each step, up to ``max_num_seqs`` requests at once. Single-threaded."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
+        path = Path(bundle.model_dir) / "instant.json"
+        try:
+            self.model = msgspec.json.decode(path.read_bytes(), type=InstantModel)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise PackagingError(f"{path.name}: {error}") from None
+        time.sleep(self.model.load_delay)
+        self.settings = settings
+        self._running: dict[str, _Running] = {}
+        self._outbox: list[tuple[str, str, Event]] = []
+        self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
+        self._steps = self._generated = 0
+        self._last_step = time.monotonic()
+        length = min(settings.max_model_len or self.model.max_model_len, self.model.max_model_len)
+        self.info = EngineInfo(
+            content_hash=bundle.content_hash,
+            tasks=bundle.tasks,
+            vocab_size=self.model.vocab_size,
+            max_model_len=length,
+            max_num_seqs=settings.max_num_seqs,
+            max_kv_tokens=length,
+            embedding_dim=self.model.embedding_dim if "embeddings" in bundle.tasks else 0,
+            pid=os.getpid(),
+        )
+
+    def add(self, request: ValidRequest, client: str) -> None:
+        """Queue a request; what is wrong with it is said by a ``Failed`` event of the next step."""
+        failure = self._refusal(request)
+        if failure is not None:
+            self._outbox.append((client, request.request_id, failure))
+        else:
+            self._running[request.request_id] = _Running(request, client)
+
+    def _refusal(self, request: ValidRequest) -> Failed | None:
+        if request.request_id in self._running:
+            return Failed("already_exists", f"request {request.request_id} is running")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            return Failed("not_found", f"no adapter {request.adapter!r}", "adapter")
+        if len(self._running) >= self.settings.max_queued_requests:
+            return Failed("overloaded", "the queue is full", None, 1.0)
+        longest = max((len(s.prompt_token_ids) for s in request.sequences), default=0)
+        if longest > self.info.max_model_len:
+            return Failed("context_too_long", f"the prompt has {longest} tokens, {self.info.max_model_len} are allowed")
+        return None
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its open sequences get ``Finished(reason="abort")``. Unknown ids are ignored."""
+        running = self._running.get(request_id)
+        for sequence in running.sequences if running else ():
+            self.finish(request_id, sequence.index)
+
+    def finish(self, request_id: str, index: int) -> None:
+        running = self._running.get(request_id)
+        if running is not None and not running.sequences[index].done:
+            self._end(running, running.sequences[index], "abort")
+            self._forget_done(running)
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._outbox)
+
+    def step(self) -> list[tuple[str, str, Event]]:
+        """(client, request id, event) for all that happened, in order."""
+        if self.model.step_delay:
+            time.sleep(self.model.step_delay)
+        batch = [r for r, _ in zip(list(self._running.values()), range(self.settings.max_num_seqs), strict=False)]
+        if self._stalled(batch):
+            time.sleep(0.01)
+            return []
+        now = time.monotonic()
+        for running in batch:
+            if running.request.task == "embeddings":
+                self._embed(running)
+            else:
+                self._decode(running, now)
+            self._forget_done(running)
+        self._steps += 1
+        self._last_step = now
+        events, self._outbox = self._outbox, []
+        return events
+
+    def _stalled(self, batch: list[_Running]) -> bool:
+        prompts = [s.prompt_token_ids for r in batch for s in r.request.sequences]
+        poison, stall = self.model.poison_token_id, self.model.stall_token_id
+        if poison is not None and any(poison in prompt for prompt in prompts):
+            raise RuntimeError("poisoned prompt")
+        return stall is not None and any(stall in prompt for prompt in prompts)
+
+    def _decode(self, running: _Running, now: float) -> None:
+        request, sampling = running.request, running.request.sampling
+        if sampling is None:
+            self._outbox.append((running.client, request.request_id, Failed("invalid_field", "sampling is missing")))
+            self._running.pop(request.request_id)
+            return
+        late = request.deadline is not None and time.time() > request.deadline
+        for sequence in running.sequences:
+            if sequence.done:
+                continue
+            if not sequence.started_at:
+                sequence.started_at = now
+                self._score(running, sequence)
+            reason = "deadline" if late else self._ended(running, sequence, sampling, None)
+            if reason is None:
+                token_id = sequence.next(self.model.vocab_size)
+                self._generated += 1
+                event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs))
+                self._outbox.append((running.client, request.request_id, event))
+                reason = self._ended(running, sequence, sampling, token_id)
+            if reason is not None:
+                self._end(running, sequence, reason)
+
+    def _ended(
+        self, running: _Running, sequence: _Sequence, sampling: Sampling, last: int | None
+    ) -> FinishReason | None:
+        if last is not None and last in running.stop_ids and sequence.num_generated >= sampling.min_tokens:
+            return "stop"
+        full = sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self.info.max_model_len
+        return "length" if full else None
+
+    def _end(self, running: _Running, sequence: _Sequence, reason: FinishReason) -> None:
+        sequence.done = True
+        waited = max(sequence.started_at - running.queued_at, 0.0) if sequence.started_at else 0.0
+        event = Finished(sequence.index, reason, 0, sequence.num_generated, waited)
+        self._outbox.append((running.client, running.request.request_id, event))
+
+    def _forget_done(self, running: _Running) -> None:
+        if all(sequence.done for sequence in running.sequences):
+            self._running.pop(running.request.request_id, None)
+
+    def _score(self, running: _Running, sequence: _Sequence) -> None:
+        sampling = running.request.sampling
+        if sampling is None or sampling.prompt_logprobs is None:
+            return
+        scores = [
+            score
+            for token_id in running.request.sequences[sequence.index].prompt_token_ids[1:]
+            for score in self._logprobs(token_id, sampling.prompt_logprobs)
+        ]
+        event = PromptScored(sequence.index, tuple(scores))
+        self._outbox.append((running.client, running.request.request_id, event))
+
+    def _logprobs(self, token_id: int, k: int | None) -> tuple[TokenLogprob, ...]:
+        if k is None:
+            return ()
+        top = tuple(((token_id + rank) % self.model.vocab_size, -float(rank + 1)) for rank in range(k))
+        return (TokenLogprob(token_id, -1.0, top),)
+
+    def _embed(self, running: _Running) -> None:
+        for sequence in running.sequences:
+            if sequence.done:
+                continue
+            words = [mix(sequence.state, i) / 2**63 - 1.0 for i in range(self.model.embedding_dim)]
+            vector = np.array(words, dtype="<f4")
+            vector /= np.linalg.norm(vector)
+            sequence.done = True
+            event = Embedded(sequence.index, vector.tobytes())
+            self._outbox.append((running.client, running.request.request_id, event))
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        if name in self._adapters:
+            raise AlreadyExists(f"adapter {name!r} is loaded", param="name")
+        if not os.path.isdir(path):
+            raise InvalidField("path", path, "a directory with a peft adapter")
+        self._adapters[name] = AdapterInfo(name=name, rank=1, path=path)
+        return self._adapters[name]
+
+    def unload_adapter(self, name: str) -> None:
+        if name not in self._adapters:
+            raise NotFound(f"no adapter {name!r}", param="name")
+        if any(running.request.adapter == name for running in self._running.values()):
+            raise Conflict(f"adapter {name!r} is in use")
+        del self._adapters[name]
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self._adapters.values())
+
+    def health(self) -> Health:
+        running = min(len(self._running), self.settings.max_num_seqs)
+        return Health(
+            status="ready",
+            steps=self._steps,
+            last_step_age=time.monotonic() - self._last_step,
+            num_running=running,
+            num_waiting=len(self._running) - running,
+            generated_tokens=self._generated,
+        )
+
+    def close(self) -> list[tuple[str, str, Event]]:
+        """End everything; the last events to hand out."""
+        told, self._outbox = self._outbox, []
+        for request_id, running in self._running.items():
+            told.append((running.client, request_id, Failed("shutting_down", "the engine was closed")))
+        self._running.clear()
+        return told
+
+
+class InstantEngine:
+    """``InstantCore`` in this process: whoever reads a stream runs the steps."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings | None = None) -> None:
+        self.core = InstantCore(bundle, settings or EngineSettings())
+        self.lock = threading.RLock()
+        self._streams: dict[str, InstantStream] = {}
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.core.info
+
+    def submit(self, request: ValidRequest) -> InstantStream:
+        with self.lock:
+            stream = InstantStream(self, request)
+            if self._closed:
+                stream.put(Failed("shutting_down", "the engine is closed"))
+            elif request.request_id in self._streams:
+                stream.put(Failed("already_exists", f"request {request.request_id} is running"))
+            else:
+                self._streams[request.request_id] = stream
+                self.core.add(request, "")
+            return stream
+
+    def advance(self) -> None:
+        """Run one step and hand its events out."""
+        with self.lock:
+            for _, request_id, event in self.core.step():
+                if request_id in self._streams:
+                    self._streams[request_id].put(event)
+
+    def forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        with self.lock:
+            return self.core.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        with self.lock:
+            self.core.unload_adapter(name)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return self.core.adapters()
+
+    def health(self) -> Health:
+        return self.core.health()
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            for stream in list(self._streams.values()):
+                stream.put(Failed("shutting_down", "the engine was closed"))
+            self.core.close()
+
+
+class InstantStream:
+    def __init__(self, engine: InstantEngine, request: ValidRequest) -> None:
+        self._engine, self._request = engine, request
+        self._events: deque[Event] = deque()
+        self._open = len(request.sequences)
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if isinstance(event, Finished | Embedded):
+            self._open -= 1
+        elif isinstance(event, Failed):
+            self._open = 0
+        if self._open == 0:
+            self._engine.forget(self._request.request_id)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        with self._engine.lock:
+            while not self._events:
+                if self._open == 0:
+                    raise StopIteration
+                self._engine.advance()
+            return self._events.popleft()
+
+    def finish(self, index: int) -> None:
+        with self._engine.lock:
+            self._engine.core.finish(self._request.request_id, index)
+
+    def close(self) -> None:
+        with self._engine.lock:
+            if self._open:
+                self._engine.core.abort(self._request.request_id)
+                self._engine.advance()
+            self._events.clear()
+
+
+def write_model(directory: Path, model: InstantModel | None = None) -> Bundle:
+    """Write an instant model's files and return its bundle."""
+    directory.mkdir(parents=True, exist_ok=True)
+    data = msgspec.json.encode(model or InstantModel())
+    (directory / "instant.json").write_bytes(data)
+    return Bundle(
+        content_hash=hashlib.sha256(data).hexdigest(),
+        tasks=("chat", "completions", "embeddings"),
+        model_dir=str(directory),
+        tokenizer_dir=str(directory),
+    )

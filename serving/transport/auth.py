@@ -1,0 +1,57 @@
+"""Engines that listen on TCP: CURVE, with both key pairs derived from one key that the hosts share.
+
+The engine's public key is itself derived from the shared key and CURVE never sends it in the clear, so only who has the
+shared key can open a connection; all that follows is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import PackagingError
+
+MIN_KEY_BYTES = 16
+
+
+def read_key(path: str | None) -> bytes:
+    """The shared key in a file that only its owner may read. Raises ``PackagingError``."""
+    if not path:
+        raise PackagingError("an engine that listens on TCP needs key_file, a file with the key its clients share")
+    try:
+        with open(path, "rb") as file:
+            mode, key = os.fstat(file.fileno()).st_mode, file.read().strip()
+    except OSError as error:
+        raise PackagingError(f"key_file {path}: {error.strerror}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise PackagingError(f"key_file {path} can be read by others; chmod 600 it")
+    if len(key) < MIN_KEY_BYTES:
+        raise PackagingError(f"key_file {path}: a key has at least {MIN_KEY_BYTES} bytes")
+    return key
+
+
+def _pair(key: bytes, role: str) -> tuple[bytes, bytes]:
+    """(public, secret) in Z85: any 32 bytes are a Curve25519 secret."""
+    secret = z85.encode(hmac.digest(key, f"mlflow-llm {role}".encode(), hashlib.sha256))
+    return zmq.curve_public(secret), secret
+
+
+def secure_server(socket: Any, key: bytes) -> None:
+    """What ``socket`` binds from now on speaks CURVE; what it has bound before stays as it is."""
+    _, secret = _pair(key, "engine")
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
+def secure_client(socket: Any, key: bytes) -> None:
+    """To be called before ``socket`` connects."""
+    public, secret = _pair(key, "client")
+    socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(key, "engine")[0])
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)

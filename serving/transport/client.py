@@ -1,0 +1,294 @@
+"""An engine in another process, seen from here. Implements ``engine.interface.Engine``; threads and forks are fine."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import zmq
+
+from ..bundle import Bundle
+from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..errors import ServingError, ShuttingDown
+from ..events import Event, Failed
+from ..request import ValidRequest
+from ..settings import EngineSettings
+from .client_state import ClientState
+from .launch import Attached, Launcher, Progress
+from .link import Finder, Link
+from .running import is_terminal
+
+JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
+
+
+class RemoteStream:
+    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request."""
+
+    def __init__(self, engine: RemoteEngine, events: Any, num_sequences: int) -> None:
+        self._engine, self._events, self._left = engine, events, num_sequences
+        self._pid = os.getpid()
+        self._closed = False
+        self.wire_id = [""]  # filled by the loop's owner when it takes the request
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._left <= 0 or self._closed:
+            raise StopIteration
+        if self._pid != os.getpid():
+            self._left = 0
+            return Failed("aborted", "this stream belongs to the process that was forked")
+        event: Event = self._events.get()
+        if is_terminal(event):
+            self._left = 0 if isinstance(event, Failed) else self._left - 1
+        return event
+
+    def finish(self, index: int) -> None:
+        """End sequence ``index`` alone; it still gets its ``Finished``."""
+        wire_id = self.wire_id
+        if self._left > 0 and self._pid == os.getpid():
+            self._engine.tell(lambda state: state.finish(wire_id[0], index))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._left > 0 and self._pid == os.getpid():
+            self._left = 0
+            self._engine.abort(self)
+
+    def __enter__(self) -> RemoteStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Sink:
+    """Passes events on as long as somebody holds the stream, so that a stream nobody holds is collected."""
+
+    def __init__(self, events: Any) -> None:
+        self.put = events.put
+
+
+class _Call:
+    """A call's answer, waited for by another thread."""
+
+    def __init__(self, box: Any) -> None:
+        self._box = box
+
+    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None:
+        self._box.put(result)
+
+    def wait(self) -> tuple[AdapterInfo, ...]:
+        result = self._box.get()
+        if isinstance(result, ServingError):
+            raise result
+        found: tuple[AdapterInfo, ...] = result
+        return found
+
+
+class RemoteEngine:
+    """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own."""
+
+    backend: Any = zmq
+
+    def __init__(self, make_finder: Callable[[], Finder], *, stall_timeout: float = 60.0, keep: bool = False) -> None:
+        self._reopening = threading.Lock()
+        self._make_finder, self._stall_timeout, self._keep = make_finder, stall_timeout, keep
+        self._open()
+
+    # what the gevent client does otherwise
+
+    def _queue(self) -> Any:
+        return queue.SimpleQueue()
+
+    def _spawn(self, run: Callable[[], None]) -> Any:
+        thread = threading.Thread(target=run, name="mlflow-llm-client", daemon=True)
+        thread.start()
+        return thread
+
+    # life
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._state = ClientState(uuid.uuid4().hex[:8])
+        finder = self._make_finder()
+        self._link = Link(self.backend, finder, self._state, stall_timeout=self._stall_timeout, keep=self._keep)
+        started = self._queue()
+        self._owner = self._spawn(lambda: self._main(started))
+        error = started.get()
+        if error is not None:
+            self._closed = True
+            self._join()
+            raise error
+        _open_clients.add(self)
+
+    def _main(self, started: Any) -> None:
+        link = self._link
+        try:
+            link.open()
+        except BaseException as error:
+            link.close()
+            started.put(error)
+            return
+        started.put(None)
+        link.run()
+
+    def _join(self) -> None:
+        self._owner.join(JOIN_TIMEOUT)
+
+    def forked(self) -> None:
+        """In a forked child: the parent's connection, thread and locks are not ours."""
+        self._link.forget()
+        self._pid = -1
+        self._reopening = threading.Lock()
+
+    def _ready(self) -> None:
+        if self._pid == os.getpid() or self._closed:
+            return
+        with self._reopening:
+            if self._pid == -1:
+                self._open()
+
+    def tell(self, command: Callable[[ClientState], None]) -> bool:
+        """Have the loop's owner run ``command``; False when this client is closed."""
+        self._ready()
+        with self._lock:
+            if self._closed or self._link.stopping:
+                return False
+            self._link.tell(command)
+            return True
+
+    # the interface
+
+    @property
+    def info(self) -> EngineInfo:
+        self._ready()
+        info = self._state.info
+        assert info is not None, "open() returns behind the welcome"
+        return info
+
+    def submit(self, request: ValidRequest) -> RemoteStream:
+        events = self._queue()
+        stream = RemoteStream(self, events, len(request.sequences))
+        wire_id, sink = stream.wire_id, _Sink(events)  # not the stream: one that nobody holds is to be collected
+
+        def start(state: ClientState) -> None:
+            wire_id[0] = state.submit(request, sink)
+
+        try:
+            if not self.tell(start):
+                events.put(Failed(ShuttingDown.kind, "the engine was closed"))
+        except ServingError as error:  # a forked child that finds no engine
+            events.put(Failed(error.kind, error.message, None, error.retry_after))
+        weakref.finalize(stream, _abort, self._link, wire_id).atexit = False
+        return stream
+
+    def abort(self, stream: RemoteStream) -> None:
+        _abort(self._link, stream.wire_id)
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
+
+    def unload_adapter(self, name: str) -> None:
+        self._call(lambda state, call: state.unload_adapter(name, call))
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return self._call(lambda state, call: state.list_adapters(call))
+
+    def _call(self, ask: Callable[[ClientState, _Call], None]) -> tuple[AdapterInfo, ...]:
+        call = _Call(self._queue())
+        if not self.tell(lambda state: ask(state, call)):
+            raise ShuttingDown("the engine was closed")
+        return call.wait()
+
+    def health(self) -> Health:
+        """From the last heartbeat, without asking: "starting" while the engine is found or started again."""
+        if self._closed or self._link.stopping:
+            return Health(status="dead")
+        health = self._state.health
+        status = "stalled" if self._link.stalled else health.status if self._state.welcome else "starting"
+        return msgspec.structs.replace(health, status=status)
+
+    def close(self) -> None:
+        """Leave the engine, which ends soon after its last client. Closing twice is harmless."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        with self._lock:
+            self._closed = True
+            self._link.stop()
+        self._join()
+        _open_clients.discard(self)
+
+    def __enter__(self) -> RemoteEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _abort(link: Link, wire_id: list[str]) -> None:
+    """Runs behind the request's own command, so the id is known by then; does nothing for one that has ended."""
+    if not link.stopping:
+        link.tell(lambda state: state.abort(wire_id[0]))
+
+
+_open_clients: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for client in list(_open_clients):
+        with contextlib.suppress(Exception):
+            client.close()
+
+
+def _forked() -> None:
+    for client in list(_open_clients):
+        client.forked()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forked)
+
+
+def connect(
+    bundle: Bundle,
+    settings: EngineSettings | None = None,
+    *,
+    state_dir: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RemoteEngine:
+    """The engine process of this model and settings, started if none runs.
+
+    ``state_dir`` replaces the runtime directory, ``progress`` is told "loading" and "ready", ``options`` are those of
+    ``Launcher`` and ``keep`` of ``Link``. Raises ``PackagingError`` where the model cannot be loaded, ``EngineDied``
+    where the process ended while it loaded or took too long.
+    """
+    settings = settings or EngineSettings()
+    keep = bool(options.pop("keep", False))
+
+    def make() -> Launcher:
+        return Launcher(bundle, settings, state_dir=state_dir, progress=progress, **options)
+
+    return RemoteEngine(make, stall_timeout=settings.stall_timeout, keep=keep)
+
+
+def attach(
+    address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0
+) -> RemoteEngine:
+    """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``."""
+    return RemoteEngine(lambda: Attached(address, key_file=key_file, timeout=timeout), stall_timeout=stall_timeout)

@@ -1,0 +1,189 @@
+"""The client's side of the line without the line: frames in, events and frames out.
+
+No socket, no clock, no thread: ``client`` (threads) and ``client_gevent`` (greenlets) drive the same object. Methods
+that put frames into ``outbox`` are called by the one thread that owns the socket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..errors import EngineDied, ServingError, from_kind
+from ..events import Event
+from ..request import ValidRequest
+from . import messages as m
+from .running import RunningRequest, Sink
+
+MAX_RESTARTS = 3
+
+
+class Waiter(Protocol):
+    """Who waits for a call's answer: told once, with what it returns or the error to raise."""
+
+    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None: ...
+
+
+class ClientState:
+    """``name`` makes this client's request ids unique in the engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.outbox: deque[bytes] = deque()
+        self.info: EngineInfo | None = None
+        self.generation = ""
+        self.health = Health(status="starting")
+        self.closing: str | None = None  # the engine's reason for ending on purpose
+        self.lost = False  # the engine does not know us
+        self.moved = True  # whether there was progress since somebody last looked
+        self._running: dict[str, RunningRequest] = {}
+        self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
+        self._number = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._calls)
+
+    @property
+    def welcome(self) -> bool:
+        return bool(self.generation)
+
+    def running(self) -> list[RunningRequest]:
+        return list(self._running.values())
+
+    # towards the engine
+
+    def hello(self, client_id: str) -> None:
+        """Start over on a new connection: nothing of the old one is valid."""
+        self.outbox.clear()
+        self.generation, self.closing, self.lost = "", None, False
+        self.outbox.append(m.encode(m.Hello(client_id)))
+
+    def submit(self, request: ValidRequest, sink: Sink) -> str:
+        """The id under which the request runs: its own, made unique."""
+        wire_id = f"{request.request_id}@{self.name}.{self._next()}"
+        running = RunningRequest(request, wire_id, sink)
+        if running.done:
+            return wire_id
+        self._running[wire_id] = running
+        if self.welcome:
+            self.outbox.append(m.encode(m.Submit(msgspec.structs.replace(request, request_id=wire_id))))
+        return wire_id
+
+    def abort(self, wire_id: str) -> None:
+        """Nobody reads this request any more: what still arrives for it is dropped."""
+        if self._running.pop(wire_id, None) is not None and self.welcome:
+            self.outbox.append(m.encode(m.Abort(wire_id)))
+
+    def finish(self, wire_id: str, index: int) -> None:
+        running = self._running.get(wire_id)
+        if running is None or index not in running.open:
+            return
+        running.ending.add(index)
+        if self.welcome:
+            self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
+
+    def load_adapter(self, name: str, path: str, waiter: Waiter) -> None:
+        self._call(m.LoadAdapter(self._next(), name, path), waiter)
+
+    def unload_adapter(self, name: str, waiter: Waiter) -> None:
+        self._call(m.UnloadAdapter(self._next(), name), waiter)
+
+    def list_adapters(self, waiter: Waiter) -> None:
+        self._call(m.ListAdapters(self._next()), waiter)
+
+    def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, waiter: Waiter) -> None:
+        self._calls[message.call] = (message, waiter)
+        if self.welcome:
+            self.outbox.append(m.encode(message))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    # from the engine
+
+    def receive(self, frame: bytes) -> None:
+        """Take one frame. Raises ``msgspec.DecodeError`` for bytes that are no message."""
+        message = m.decode_for_client(frame)
+        match message:
+            case m.Events():
+                self.moved = True
+                for wire_id, event in message.items:
+                    self._deliver(wire_id, event)
+            case m.Heartbeat(health):
+                idle = health.num_running + health.num_waiting == 0
+                self.moved = self.moved or idle or health.steps != self.health.steps
+                self.health = health
+            case m.Answer():
+                self.moved = True
+                self._answer(message)
+            case m.Welcome():
+                self._welcomed(message)
+            case m.Closing(reason):
+                self.closing = reason
+            case m.Stranger():
+                self.lost = True
+
+    def _deliver(self, wire_id: str, event: Event) -> None:
+        running = self._running.get(wire_id)
+        if running is None:
+            return  # abandoned
+        running.deliver(event)
+        if running.done:
+            del self._running[wire_id]
+
+    def _answer(self, message: m.Answer) -> None:
+        call = self._calls.pop(message.call, None)
+        if call is not None:
+            failed = message.kind is not None
+            error = from_kind(message.kind or "", message.message, param=message.param) if failed else None
+            call[1].answer(error if error is not None else message.adapters)
+
+    def _welcomed(self, message: m.Welcome) -> None:
+        """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
+        self.moved = True
+        self.generation, self.info, self.health = message.generation, message.info, message.health
+        for wire_id, running in list(self._running.items()):
+            request = running.continuation(message.info.max_model_len)
+            if request is None:
+                del self._running[wire_id]
+            else:
+                self.outbox.append(m.encode(m.Submit(request)))
+        for call, _ in self._calls.values():
+            self.outbox.append(m.encode(call))
+
+    # when the line is gone
+
+    def disconnected(self) -> None:
+        """The engine died: calls that change it fail, requests wait.
+
+        A request without an event through ``MAX_RESTARTS`` restarts in a row is given up.
+        """
+        self.generation = ""
+        self.outbox.clear()
+        for wire_id, running in list(self._running.items()):
+            running.restarts += 1
+            if running.restarts > MAX_RESTARTS:
+                running.fail("engine_died", f"the engine died {running.restarts} times in a row on this request")
+                del self._running[wire_id]
+        for number, (call, waiter) in list(self._calls.items()):
+            if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
+                del self._calls[number]
+                waiter.answer(died("the engine restarted during the call"))
+
+    def fail_all(self, error: ServingError) -> None:
+        """End every request and call with ``error``."""
+        running, self._running = self._running, {}
+        for request in running.values():
+            request.fail(error.kind, error.message)
+        calls, self._calls = self._calls, {}
+        for _, waiter in calls.values():
+            waiter.answer(error)
+
+
+def died(reason: str) -> EngineDied:
+    return EngineDied(reason, retry_after=1.0)

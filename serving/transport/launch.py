@@ -1,0 +1,324 @@
+"""Find the engine process that already has a model, or start it: one for all processes of a user, however many start
+at once. See ``rundir`` for the files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from .. import __name__ as _serving_package
+from ..bundle import Bundle
+from ..errors import EngineDied, PackagingError, ShuttingDown, Unavailable
+from ..settings import EngineSettings
+from .auth import read_key
+from .locks import FileLock, try_acquire
+from .process import ENGINE_CORE, Spec
+from .rundir import (
+    KEY_LENGTH,
+    SOCKET,
+    Sleep,
+    StateDir,
+    Status,
+    check_private,
+    check_runtime_dir,
+    default_runtime_dir,
+    sweep,
+)
+
+Progress = Callable[[str], None]
+POLL_INTERVAL = 0.03
+KILL_TIMEOUT = 10.0
+PROCESS_MODULE = f"{_serving_package}.transport.process"
+
+
+def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
+    """Engines with the same key are the same: weights, adapters, settings, code and user; paths do not count."""
+    described = msgspec.json.encode(
+        (
+            bundle.content_hash,
+            bundle.tasks,
+            bundle.embedding,
+            sorted((name, _adapter_hash(path)) for name, path in bundle.adapters.items()),
+            settings,
+            core,
+            [_version(name) for name in ("mlflow-llm", "torch", "transformers")],
+            sys.executable,
+            os.getuid(),
+        ),
+        order="sorted",
+    )
+    return hashlib.sha256(described).hexdigest()[:KEY_LENGTH]
+
+
+def _adapter_hash(path: str) -> str:
+    """SHA-256 over an adapter's files, "" for one that cannot be read (the engine will say so)."""
+    found = hashlib.sha256()
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(path)):
+            if name.endswith((".json", ".safetensors")):
+                with open(os.path.join(path, name), "rb") as file:
+                    found.update(name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class Launcher:
+    """Implements ``link.Finder``: finds the engine or starts it, and starts it again when it is gone."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: EngineSettings,
+        *,
+        state_dir: str | None = None,
+        progress: Progress | None = None,
+        core: str = ENGINE_CORE,
+        listen: str | None = None,
+        key_file: str | None = None,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        if listen is not None:
+            read_key(key_file)
+        self.bundle, self.settings, self.core = bundle, settings, core
+        self.listen, self.key_file = listen, key_file
+        self.client_id = uuid.uuid4().hex
+        self.secret: bytes | None = None
+        self._sleep = sleep
+        self._progress = progress
+        self._said = ""
+        runtime = check_runtime_dir(state_dir or default_runtime_dir())
+        described = core if listen is None else f"{core} {listen}"
+        self.state = StateDir(runtime, engine_key(bundle, settings, described))
+        self._lock: FileLock | None = None
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        self._said = ""
+        sweep(self.state.runtime)
+        deadline = time.monotonic() + self.settings.start_timeout
+        try:
+            generation = self._join(stalled)
+            while not self._is_ready(generation):
+                if cancelled():
+                    raise ShuttingDown("the client was closed")
+                if time.monotonic() > deadline:
+                    self._kill(generation)
+                    limit = self.settings.start_timeout
+                    raise EngineDied(f"the engine was not ready within start_timeout, {limit:g} seconds")
+                self._sleep(POLL_INTERVAL)
+                status = self.state.read_status()  # another may have started it anew in the meantime
+                generation = status.generation if status else generation
+        except BaseException:
+            self.close()
+            raise
+        self._say("ready")
+        check_private(self.state.path)
+        return f"ipc://{self.state.file(SOCKET)}"
+
+    def _join(self, stalled: str) -> str:
+        """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
+        with self._locked():
+            self.state.prepare()
+            if self._lock is None or not self._lock.is_current:
+                self._leave()
+                self._lock = self.state.register_client(self.client_id)
+            status = self.state.read_status()
+            if stalled and status is not None and status.generation == stalled:
+                self._kill_now(status)
+            if self.state.engine_alive and status is not None:
+                return status.generation
+            return self._start()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Any:
+        lock = self.state.lock(sleep=self._sleep)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _start(self) -> str:
+        """Start an engine process that holds the engine lock from its first moment: we take it and hand it down."""
+        generation = uuid.uuid4().hex
+        lock = try_acquire(self.state.engine_lock_path)
+        if lock is None:
+            raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0)
+        spec = Spec(
+            bundle=self.bundle,
+            settings=self.settings,
+            runtime=self.state.runtime,
+            key=self.state.key,
+            generation=generation,
+            lock_fd=lock.fd,
+            core=self.core,
+            listen=self.listen,
+            key_file=self.key_file,
+        )
+        try:
+            self.state.remove_file(SOCKET)
+            self.state.write_json("spec.json", spec)
+            self.state.write_json("status.json", Status(state="loading", generation=generation, pid=0))
+            with open(self.state.file("engine.log"), "ab") as log:
+                command = [sys.executable, "-P", "-m", PROCESS_MODULE, self.state.file("spec.json")]
+                subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env=_environment(),
+                    pass_fds=[lock.fd],
+                    check=True,
+                )
+        except subprocess.CalledProcessError:
+            raise EngineDied(f"the engine cannot be started: {self._last_line()}") from None
+        finally:
+            lock.give_away()
+        return generation
+
+    def _is_ready(self, generation: str) -> bool:
+        """Raises ``PackagingError`` or ``EngineDied`` where the engine has failed."""
+        alive = self.state.engine_alive  # before the status: a failing engine writes first and dies then
+        status = self.state.read_status()
+        if status is None or status.generation != generation:
+            if not alive:
+                raise EngineDied("the engine ended while this process waited for it", retry_after=1.0)
+            return False
+        if status.state == "failed":
+            raise PackagingError(status.reason) if status.kind == "packaging" else EngineDied(status.reason)
+        if not alive:
+            if status.state == "ready":
+                raise EngineDied("the engine ended while this process connected", retry_after=1.0)
+            raise EngineDied(f"the engine was killed while it loaded (out of memory?): {self._last_line()}")
+        self._say("loading")
+        return status.state == "ready"
+
+    def _last_line(self) -> str:
+        lines = [line for line in self.state.log_tail().splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "its log is empty"
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None and stage != self._said:
+            self._said = stage
+            self._progress(stage)
+
+    def _kill(self, generation: str) -> None:
+        with self._locked():
+            status = self.state.read_status()
+            if status is not None and status.generation == generation:
+                self._kill_now(status)
+
+    def _kill_now(self, status: Status) -> None:
+        """Under the lock: end an engine that makes no progress. It holds its lock, so the pid is still its own."""
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while self.state.engine_alive:
+            current = self.state.read_status() or status
+            if current.pid > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(current.pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise EngineDied(f"process {current.pid} cannot be killed")
+            self._sleep(POLL_INTERVAL)
+
+    def alive(self) -> bool:
+        return self.state.engine_alive
+
+    def close(self) -> None:
+        self._leave()
+        if not self.state.engine_alive:
+            self.state.remove_if_abandoned()
+
+    def _leave(self) -> None:
+        if self._lock is not None:
+            self._lock.release(unlink=self._lock.is_current)
+            self._lock = None
+
+
+class Attached:
+    """Implements ``link.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
+
+    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``."""
+
+    def __init__(
+        self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
+    ) -> None:
+        self.address, self.timeout, self._sleep = address, timeout, sleep
+        self.client_id = ""
+        self.secret: bytes | None = None
+        self.state: StateDir | None = None
+        self._lock: FileLock | None = None
+        if address.startswith("tcp://"):
+            self.secret = read_key(key_file)
+        else:
+            runtime, key = os.path.split(address)
+            self.state = StateDir(runtime, key)
+            self.client_id = uuid.uuid4().hex
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        if self.state is None:
+            return self.address
+        deadline = time.monotonic() + self.timeout
+        while not cancelled():
+            status = self.state.read_status()
+            fresh = status is not None and status.state == "ready" and status.generation != stalled
+            if fresh and self.state.engine_alive and self._join():
+                return f"ipc://{self.state.file(SOCKET)}"
+            if time.monotonic() > deadline:
+                raise Unavailable("the engine is not running", retry_after=1.0)
+            self._sleep(POLL_INTERVAL)
+        raise ShuttingDown("the client was closed")
+
+    def _join(self) -> bool:
+        assert self.state is not None
+        check_private(self.state.path)
+        lock = self.state.lock(sleep=self._sleep)
+        try:
+            if not self.state.engine_alive:
+                return False
+            if self._lock is None or not self._lock.is_current:
+                self._leave()
+                self._lock = self.state.register_client(self.client_id)
+            return True
+        finally:
+            lock.release()
+
+    def alive(self) -> bool:
+        return self.state is None or self.state.engine_alive
+
+    def close(self) -> None:
+        self._leave()
+        if self.state is not None and not self.state.engine_alive:
+            self.state.remove_if_abandoned()
+
+    def _leave(self) -> None:
+        if self._lock is not None:
+            self._lock.release(unlink=self._lock.is_current)
+            self._lock = None
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with the package's own place on the path where it is not installed."""
+    environment = dict(os.environ)
+    package = os.path.abspath(sys.modules[_serving_package.partition(".")[0]].__file__ or "")
+    place = os.path.dirname(os.path.dirname(package))
+    if place not in (*site.getsitepackages(), site.getusersitepackages()):
+        paths = [place, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return environment

@@ -1,0 +1,241 @@
+"""A client's connection and the loop that drives its ``ClientState``; the same code on a thread and on a greenlet.
+
+The loop's owner is the only one that touches the socket and the state. Others put commands into a queue and write a
+byte into a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from ..errors import PackagingError, ServingError, ShuttingDown
+from . import messages as m
+from .auth import secure_client
+from .client_state import ClientState, died
+
+logger = logging.getLogger(__name__)
+
+TURN = 0.25  # seconds between looks at the engine's lock and the clock
+PING_INTERVAL = 5.0
+DEAD_TURNS = 4
+Command = Callable[[ClientState], None]
+
+
+class Finder(Protocol):
+    """How a client comes to an engine; ``launch.Launcher`` starts one, ``launch.Attached`` waits for one."""
+
+    client_id: str
+    secret: bytes | None
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "".
+        Raises ``PackagingError`` or ``ServingError``."""
+        ...
+
+    def alive(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Link:
+    """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` restarts the engine even when nothing of ours runs on it."""
+
+    def __init__(self, backend: Any, finder: Finder, state: ClientState, *, stall_timeout: float, keep: bool) -> None:
+        self.zmq, self.finder, self.state, self.keep = backend, finder, state, keep
+        self.stall_timeout = stall_timeout
+        self.stopping = False
+        self.stalled = False
+        self._commands: deque[Command] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._context = backend.Context()
+        self._socket: Any = None
+        self._monitor: Any = None
+        self._still = 0.0  # seconds without progress, as counted by this loop's own turns
+        self._turned_at = self._pinged_at = 0.0
+        self._failures = self._dead_turns = 0
+
+    # any thread
+
+    def tell(self, command: Command) -> None:
+        """Have the loop run ``command`` on the state."""
+        self._commands.append(command)
+        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well
+            os.write(self._wake_write, b"x")
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.tell(lambda state: None)
+
+    # the loop's owner
+
+    def open(self) -> None:
+        """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises."""
+        while not self.stopping:
+            self._connect("")
+            while self._socket is not None and not self.stopping:
+                self._turn()
+                if self.state.welcome:
+                    return
+        raise ShuttingDown("the client was closed")
+
+    def run(self) -> None:
+        """Until ``stop``: everything still running then fails with ``shutting_down``."""
+        error: ServingError = ShuttingDown("the client was closed")
+        try:
+            while not self.stopping:
+                if self._socket is None and (self.state.busy or self.keep):
+                    self._reconnect()
+                self._turn()
+        except BaseException as broken:
+            logger.exception("the engine's client ends")
+            error = died(f"the client broke: {type(broken).__name__}")
+            raise
+        finally:
+            self.stopping = True
+            self._run_commands()
+            self.state.fail_all(error)
+            self.close()
+
+    def close(self) -> None:
+        """Say goodbye and free all: idempotent."""
+        self.stopping = True
+        if self._socket is not None:
+            self.state.outbox.append(m.encode(m.Goodbye()))
+            self._flush()
+        self._disconnect(linger=100)
+        self._context.term()
+        self.finder.close()
+        for fd in (self._wake_read, self._wake_write):
+            if fd >= 0:
+                os.close(fd)
+        self._wake_read = self._wake_write = -1
+
+    def forget(self) -> None:
+        """In a forked child: let go of the parent's pipe; ZeroMQ's objects know their process and do nothing here."""
+        for fd in (self._wake_read, self._wake_write):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._wake_read = self._wake_write = -1
+
+    def _reconnect(self) -> None:
+        try:
+            self._connect(self.state.generation if self.stalled else "")
+            self._failures = 0
+        except (ServingError, PackagingError) as error:
+            logger.warning("no engine: %s", error)
+            told = error if isinstance(error, ServingError) else died(str(error))
+            self.state.fail_all(told)
+            self._failures += 1
+
+    def _connect(self, stalled: str) -> None:
+        endpoint = self.finder.find(stalled, lambda: self.stopping)
+        self.stalled = False
+        socket = self._context.socket(self.zmq.DEALER)
+        socket.setsockopt(self.zmq.SNDHWM, 0)
+        socket.setsockopt(self.zmq.RCVHWM, 0)
+        if self.finder.secret is not None:
+            secure_client(socket, self.finder.secret)
+        else:
+            # another engine at the same path is another conversation: see ClientState.hello
+            socket.setsockopt(self.zmq.RECONNECT_IVL, -1)
+        self._monitor = socket.get_monitor_socket(self.zmq.EVENT_DISCONNECTED)
+        socket.connect(endpoint)
+        self._socket = socket
+        self._still, self._turned_at = 0.0, time.monotonic()
+        self.state.hello(self.finder.client_id)
+
+    def _disconnect(self, linger: int = 0) -> None:
+        if self._socket is None:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger)
+        self._socket = self._monitor = None
+
+    def _turn(self) -> None:
+        self._run_commands()
+        self._flush()
+        if self._poll() or self._is_dead():
+            self._receive()  # what it said before it died
+            self._lost()
+            return
+        self._receive()
+        self._watch()
+
+    def _is_dead(self) -> bool:
+        """The broken connection says it first, behind the last message; this is for one that does not break."""
+        self._dead_turns = 0 if self._socket is None or self.finder.alive() else self._dead_turns + 1
+        return self._dead_turns > DEAD_TURNS
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()(self.state)
+
+    def _flush(self) -> None:
+        outbox = self.state.outbox
+        while self._socket is not None and outbox:
+            self._socket.send(outbox.popleft())
+
+    def _poll(self) -> bool:
+        """Wait for something to do; whether the connection has broken."""
+        poller = self.zmq.Poller()
+        poller.register(self._wake_read, self.zmq.POLLIN)
+        if self._socket is not None:
+            poller.register(self._socket, self.zmq.POLLIN)
+            poller.register(self._monitor, self.zmq.POLLIN)
+        wait = min(TURN * 2**self._failures, 5.0) if self._socket is None and self.keep else TURN
+        ready = dict(poller.poll(int(wait * 1000)))
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        return self._monitor is not None and self._monitor in ready
+
+    def _receive(self) -> None:
+        if self._socket is None:
+            return
+        with contextlib.suppress(self.zmq.Again):
+            while True:
+                frame = self._socket.recv(self.zmq.NOBLOCK)
+                try:
+                    self.state.receive(frame)
+                except msgspec.DecodeError as error:
+                    logger.warning("a message that cannot be read: %s", error)
+        # what the engine had taken it has failed itself; what it never saw is for the next one
+        if self.state.closing is not None or self.state.lost:
+            self._lost()
+
+    def _lost(self) -> None:
+        if self._socket is None:
+            return
+        self._disconnect()
+        stalled = self.state.generation
+        self.state.disconnected()
+        if self.stalled:
+            self.state.generation = stalled
+        self._still = 0.0
+
+    def _watch(self) -> None:
+        """Count the time without progress: in turns of this loop, so that our own sleep is not the engine's."""
+        now = time.monotonic()
+        self._still += min(now - self._turned_at, 2 * TURN)
+        self._turned_at = now
+        if self.state.moved:
+            self.state.moved, self._still = False, 0.0
+        if self._socket is None or not (self.state.busy or self.keep):
+            return
+        if self._still > self.stall_timeout:
+            logger.warning("the engine makes no progress")
+            self.stalled = True
+            self._lost()
+        elif self.finder.secret is not None and now - self._pinged_at > PING_INTERVAL:
+            self._pinged_at = now
+            self.state.outbox.append(m.encode(m.Ping()))

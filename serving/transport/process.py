@@ -1,0 +1,156 @@
+"""An engine process: ``python -m mlflow_llm.serving.transport.process SPEC``, SPEC a JSON file of ``Spec``.
+
+The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
+of its own and is nobody's child (it forks once at the start), so it outlives whoever started it and leaves no zombie.
+It ends by itself when its last client is gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ..bundle import Bundle
+from ..errors import PackagingError
+from ..settings import EngineSettings
+from .locks import FileLock
+from .rundir import SOCKET, StateDir, Status, check_private
+
+logger = logging.getLogger("mlflow_llm.engine")
+
+ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
+
+
+class Spec(Struct, frozen=True, kw_only=True):
+    """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
+    ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us."""
+
+    bundle: Bundle
+    settings: EngineSettings
+    runtime: str
+    key: str
+    generation: str
+    lock_fd: int
+    core: str = ENGINE_CORE
+    listen: str | None = None
+    key_file: str | None = None
+
+
+class Terminated(BaseException):
+    """SIGTERM while the model is being loaded."""
+
+
+def main(argv: list[str]) -> int:
+    with open(argv[0], "rb") as file:
+        spec = msgspec.json.decode(file.read(), type=Spec)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.umask(0o077)
+    state = StateDir(spec.runtime, spec.key)
+    os.set_inheritable(spec.lock_fd, False)
+    lock = FileLock(state.engine_lock_path, spec.lock_fd)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _interrupt_load)
+    try:
+        state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
+        return _serve(spec, state)
+    except Terminated:
+        state.remove(state.lock(timeout=10.0))
+        return 0
+    except BaseException as error:
+        _report(state, spec, error)
+        return 1
+    finally:
+        lock.release()
+
+
+def _interrupt_load(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _serve(spec: Spec, state: StateDir) -> int:
+    _set_threads(spec.settings)
+    import zmq
+
+    from .auth import read_key, secure_server
+    from .server import EngineServer
+
+    module, _, name = spec.core.partition(":")
+    core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
+    info = msgspec.structs.replace(core.info, pid=os.getpid())
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.bind(f"ipc://{state.file(SOCKET)}")
+    os.chmod(state.file(SOCKET), 0o600)
+    if spec.listen is not None:
+        secure_server(socket, read_key(spec.key_file))
+        socket.bind(spec.listen)
+    server = EngineServer(core, spec.settings, state, socket, info, spec.generation)
+    server.reload_adapters(_predecessor(state))
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
+    logger.info("ready, pid %d", os.getpid())
+    try:
+        server.run()
+    finally:
+        socket.close()
+        context.term()
+    return 0
+
+
+def _set_threads(settings: EngineSettings) -> None:
+    """OpenMP reads its variables once, when torch is imported. OMP_NUM_THREADS of the caller wins over the default."""
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
+
+
+def _predecessor(state: StateDir) -> dict[str, str]:
+    """What an engine killed in this directory had loaded at run time."""
+    try:
+        with open(state.file("adapters.json"), "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _report(state: StateDir, spec: Spec, error: BaseException) -> None:
+    """Leave the reason where those who wait for us find it."""
+    logger.error("the engine ends", exc_info=error)
+    kind = "packaging" if isinstance(error, PackagingError) else "engine_died"
+    reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
+    text = reason if kind == "packaging" else f"{type(error).__name__}: {reason}"
+    status = Status(state="failed", generation=spec.generation, pid=os.getpid(), kind=kind, reason=text)
+    try:
+        check_private(state.path)
+        state.write_json("status.json", status)
+    except OSError:
+        logger.exception("the state directory is gone")
+
+
+def _main() -> Any:
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torch's and ZeroMQ's threads have nothing left to do that could be worth waiting for
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _main()

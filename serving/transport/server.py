@@ -1,0 +1,250 @@
+"""The engine process's loop: take messages, step, send, and see who lives. One thread, the one that loaded the model.
+
+A client's life is shown by its lock file (``rundir``), that of a client on another host by its pings.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..errors import InternalError, ServingError
+from ..events import Event, Failed
+from ..request import ValidRequest
+from ..settings import EngineSettings
+from . import messages as m
+from .rundir import StateDir
+from .running import is_terminal
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
+SILENCE = 30.0  # seconds without a ping after which a client on another host is gone
+MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
+
+
+class Core(Protocol):
+    """What the loop drives; ``EngineCore`` and ``InstantCore``. ``finish(request_id, index)`` is optional."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    def add(self, request: ValidRequest, client: Any) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[tuple[Any, str, Event]]: ...
+    def load_adapter(self, name: str, path: str) -> AdapterInfo: ...
+    def unload_adapter(self, name: str) -> None: ...
+    def adapters(self) -> tuple[AdapterInfo, ...]: ...
+    def health(self) -> Health: ...
+    def close(self) -> Any: ...
+
+
+class _Peer:
+    """A connected client and the sequences it still waits for, by request."""
+
+    __slots__ = ("client_id", "open", "seen")
+
+    def __init__(self, client_id: str) -> None:
+        self.client_id = client_id
+        self.open: dict[str, int] = {}
+        self.seen = time.monotonic()
+
+
+class EngineServer:
+    """``socket`` is a bound ROUTER. ``run`` returns when the last client is gone or ``stop`` was called."""
+
+    def __init__(
+        self, core: Core, settings: EngineSettings, state: StateDir, socket: Any, info: EngineInfo, generation: str
+    ) -> None:
+        self.core, self.settings, self.state, self.socket = core, settings, state, socket
+        self.info, self.generation = info, generation
+        self._peers: dict[bytes, _Peer] = {}
+        self._stopping = False
+        self._last_tick = 0.0
+        self._left_at = time.monotonic()
+        self._runtime_adapters: dict[str, str] = {}
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
+        while not self._stopping:
+            self._take()
+            if self.core.has_work():
+                self._send_events(self.core.step())
+            if time.monotonic() - self._last_tick >= TICK and self._tick():
+                return
+        self._shut_down()
+
+    # messages in
+
+    def _take(self) -> None:
+        wait = 0 if self.core.has_work() else int(TICK * 500)
+        if not self.socket.poll(wait):
+            return
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue  # not of our making: a wrong number of frames
+            try:
+                self._handle(identity, m.decode_for_engine(frame))
+            except msgspec.DecodeError as error:
+                logger.warning("a message that cannot be read: %s", error)
+                self._send(identity, m.Stranger("a message cannot be read"))
+
+    def _handle(self, identity: bytes, message: m.ToEngine) -> None:
+        if isinstance(message, m.Hello):
+            self._greet(identity, message)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._send(identity, m.Stranger("say hello first"))
+            return
+        peer.seen = time.monotonic()
+        match message:
+            case m.Submit(request):
+                self._submit(identity, peer, request)
+            case m.Abort(request_id):
+                self._abort(peer, request_id)
+            case m.Finish(request_id, index):
+                finish = getattr(self.core, "finish", None)
+                if finish is not None and request_id in peer.open:
+                    finish(request_id, index)
+            case m.Goodbye():
+                self._drop(identity)
+            case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
+                self._send(identity, self._call(message))
+            case _:
+                pass
+
+    def _greet(self, identity: bytes, hello: m.Hello) -> None:
+        if hello.protocol != m.PROTOCOL:
+            self._send(identity, m.Stranger(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
+            return
+        self._peers[identity] = _Peer(hello.client_id)
+        self._send(identity, m.Welcome(self.generation, self.info, self.core.health()))
+
+    def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest) -> None:
+        peer.open[request.request_id] = len(request.sequences)
+        try:
+            self.core.add(request, identity)
+        except Exception as error:
+            logger.exception("request %s", request.request_id)
+            told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
+            self._send_events([(identity, request.request_id, Failed(told.kind, told.message, told.param))])
+
+    def _abort(self, peer: _Peer, request_id: str) -> None:
+        if peer.open.pop(request_id, None) is not None:
+            self.core.abort(request_id)
+
+    def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
+        try:
+            match message:
+                case m.LoadAdapter(call, name, path):
+                    adapter = self.core.load_adapter(name, path)
+                    self._remember(name, path)
+                    return m.Answer(call, (adapter,))
+                case m.UnloadAdapter(call, name):
+                    self.core.unload_adapter(name)
+                    self._remember(name, None)
+                    return m.Answer(call)
+            return m.Answer(message.call, self.core.adapters())
+        except ServingError as error:
+            return m.Answer(message.call, (), error.kind, error.message, error.param)
+        except Exception:
+            logger.exception("adapter call")
+            return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
+
+    def _remember(self, name: str, path: str | None) -> None:
+        """Keep what is loaded at run time for a successor, should this process be killed."""
+        self._runtime_adapters.pop(name, None)
+        if path is not None:
+            self._runtime_adapters[name] = path
+        self.state.write_json("adapters.json", self._runtime_adapters)
+
+    def reload_adapters(self, adapters: dict[str, str]) -> None:
+        """Load what the killed predecessor had loaded; one that is gone from disk is logged and left out."""
+        for name, path in adapters.items():
+            try:
+                self.core.load_adapter(name, path)
+                self._runtime_adapters[name] = path
+            except Exception:
+                logger.exception("adapter %s cannot be loaded again", name)
+
+    # events out
+
+    def _send_events(self, told: list[tuple[Hashable, str, Event]]) -> None:
+        if not told:
+            return
+        by_client: dict[bytes, list[tuple[str, Event]]] = {}
+        for identity, request_id, event in told:
+            peer = self._peers.get(identity)  # type: ignore[call-overload]
+            if peer is None or request_id not in peer.open:
+                continue  # gone, or aborted by the client itself
+            if is_terminal(event):
+                left = 0 if isinstance(event, Failed) else peer.open[request_id] - 1
+                if left:
+                    peer.open[request_id] = left
+                else:
+                    del peer.open[request_id]
+            by_client.setdefault(identity, []).append((request_id, event))  # type: ignore[arg-type]
+        steps = self.core.health().steps
+        for client, items in by_client.items():
+            self._send(client, m.Events(steps, tuple(items)))
+
+    def _send(self, identity: bytes, message: m.ToClient) -> None:
+        self.socket.send_multipart([identity, m.encode(message)])
+
+    # lives
+
+    def _tick(self) -> bool:
+        """Heartbeats, dead clients, idle end. True when the loop has ended."""
+        now = self._last_tick = time.monotonic()
+        alive = self.state.live_clients()
+        for identity, peer in list(self._peers.items()):
+            gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
+            if gone:
+                logger.info("client %s is gone with %d requests", peer.client_id, len(peer.open))
+                self._drop(identity)
+        beat = m.Heartbeat(self.core.health())
+        for identity in self._peers:
+            self._send(identity, beat)
+        if alive or self._peers:
+            self._left_at = now
+        return now - self._left_at > self.settings.idle_timeout and self._end_if_unused()
+
+    def _drop(self, identity: bytes) -> None:
+        peer = self._peers.pop(identity, None)
+        for request_id in peer.open if peer else ():
+            self.core.abort(request_id)
+
+    def _end_if_unused(self) -> bool:
+        lock = self.state.try_lock()
+        if lock is None:
+            return False
+        if self.state.live_clients():
+            lock.release()
+            return False
+        logger.info("no client is left")
+        self.core.close()
+        self.state.remove(lock)
+        return True
+
+    def _shut_down(self) -> None:
+        """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
+        lock = self.state.lock(timeout=10.0)
+        self._send_events(self.core.close() or [])
+        for identity in self._peers:
+            self._send(identity, m.Closing("the engine was asked to end"))
+        self.state.remove(lock)

@@ -1,0 +1,3 @@
+from transport_place import make_bundle, place
+
+__all__ = ["make_bundle", "place"]
