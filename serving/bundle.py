@@ -32,7 +32,8 @@ class EmbeddingSpec(Struct, frozen=True, kw_only=True):
 
 class Bundle(Struct, frozen=True, kw_only=True):
     """Absolute paths of one model's parts. ``content_hash`` is SHA-256 over the manifest's file hashes: same hash,
-    same weights, wherever they lie, which is how processes find an engine that already has them."""
+    same weights, wherever they lie, which is how processes find an engine that already has them.
+    ``default_adapter`` answers requests that name none; None is the base."""
 
     content_hash: str
     tasks: tuple[Task, ...]
@@ -41,3 +42,4 @@ class Bundle(Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
     chat_templates: dict[str, str] = {}
     embedding: EmbeddingSpec | None = None
+    default_adapter: str | None = None

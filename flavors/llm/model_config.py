@@ -19,7 +19,9 @@ from ...serving.errors import PackagingError, shown
 from ...serving.settings import EngineSettings
 from .signature import request_fields
 
-NOT_DEFAULTS = frozenset({"messages", "prompt", "input", "model", "stream", "stream_options", *REFUSED_FIELDS})
+NOT_DEFAULTS = frozenset(
+    {"messages", "prompt", "input", "model", "stream", "stream_options", "adapter", *REFUSED_FIELDS}
+)
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -31,12 +33,6 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         """Flat, as MLflow stores it: every key is present, so every key may be overridden."""
         own = {"default_adapter": self.default_adapter, "defaults": dict(self.defaults)}
         return msgspec.to_builtins(self.settings) | own
-
-    @property
-    def request_defaults(self) -> dict[str, Any]:
-        """Fields for requests that lack them, the default adapter among them."""
-        adapter = {"adapter": self.default_adapter} if self.default_adapter is not None else {}
-        return dict(self.defaults) | adapter
 
 
 def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:

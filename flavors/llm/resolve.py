@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ...serving.bundle import Bundle
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, shown
 from . import manifest as manifests
 from . import model_config as configs
 from . import templates
@@ -50,6 +52,7 @@ def load_bundle_from(root: Path, verify: Verify | None = None) -> Bundle:
         adapters=own,
         chat_templates=templates.stored(root),
         embedding=manifest.embedding,
+        default_adapter=manifest.default_adapter,
     )
 
 
@@ -66,8 +69,8 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> 
     from .model import LanguageModel
 
     root = _local(model_uri, dst_path)
-    config = configs.parse(saved_config(root), settings)
-    return LanguageModel(load_bundle_from(root), config.settings)
+    bundle, config = _configured(root, settings)
+    return LanguageModel(bundle, config.settings)
 
 
 @public
@@ -76,8 +79,22 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     from .pyfunc import PyfuncModel
 
     root = Path(path)
-    config = configs.parse(saved_config(root), model_config)
-    return PyfuncModel(load_bundle_from(root), config.settings, config.request_defaults)
+    bundle, config = _configured(root, model_config)
+    return PyfuncModel(bundle, config.settings, config.defaults)
+
+
+def _configured(root: Path, overrides: dict[str, Any] | None) -> tuple[Bundle, configs.ModelConfig]:
+    """The bundle and its configuration under ``overrides``, where the default adapter may be another or none."""
+    bundle = load_bundle_from(root)
+    config = configs.parse({"default_adapter": bundle.default_adapter}, saved_config(root), overrides)
+    chosen = config.default_adapter
+    if chosen is not None and chosen not in bundle.adapters:
+        raise PackagingError(f"default_adapter: {shown(chosen)} is no adapter; expected {_names(bundle.adapters)}")
+    return msgspec.structs.replace(bundle, default_adapter=chosen), config
+
+
+def _names(adapters: dict[str, str]) -> str:
+    return ", ".join(sorted(adapters)) or "None, the model has no adapters"
 
 
 def saved_config(root: Path) -> dict[str, Any]:
@@ -122,4 +139,5 @@ def _join(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle) -> 
         adapters=base.adapters | own,
         chat_templates=templates.stored(root) or base.chat_templates,
         embedding=manifest.embedding or base.embedding,
+        default_adapter=manifest.default_adapter,
     )

@@ -105,7 +105,7 @@ def _found_spec(model_dir: Path) -> EmbeddingSpec:
     if is_sentence_transformer(model_dir):
         from ...serving.engine.pooling import read_spec
 
-        return read_spec(str(model_dir))
+        return read_spec(model_dir) or EmbeddingSpec()
     decoder = bool(_default_architecture(read_config(model_dir).get("model_type"))) and is_decoder(model_dir)
     return EmbeddingSpec(pooling="lasttoken" if decoder else "mean")
 

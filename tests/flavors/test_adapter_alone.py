@@ -37,6 +37,7 @@ def test_serves_as_if_whole(base, adapter_dir):
     assert bundle.tasks == whole.tasks == ("chat", "completions")
     assert (bundle.model_dir, bundle.tokenizer_dir) == (whole.model_dir, whole.tokenizer_dir)
     assert bundle.chat_templates == whole.chat_templates
+    assert (bundle.default_adapter, whole.default_adapter) == ("formal", None)
     assert bundle.content_hash != whole.content_hash
     model = AutoModelForCausalLM.from_pretrained(bundle.model_dir)
     wrapped = PeftModel.from_pretrained(model, bundle.adapters["formal"]).eval()

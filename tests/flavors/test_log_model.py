@@ -152,7 +152,7 @@ def test_every_setting_is_saved(tmp_path, llama_dir):
     assert (saved["dtype"], saved["max_num_seqs"], saved["idle_timeout"]) == ("bfloat16", 8, 3.0)
     config = model_config.parse(saved, {"max_num_seqs": 2, "default_adapter": "x"})
     assert config.settings == EngineSettings(dtype="bfloat16", max_num_seqs=2)
-    assert config.request_defaults == {"max_tokens": 32, "adapter": "x"}
+    assert (config.defaults, config.default_adapter) == ({"max_tokens": 32}, "x")
 
 
 def test_settings_from_a_file(tmp_path):

@@ -16,19 +16,18 @@ TOOLS_ONLY = "{{ tools[0].function.name }}" + TEMPLATE
 
 
 def templates_of(root):
-    bundle = llm.load_bundle(root)
-    return {name: open(path, newline="").read() for name, path in bundle.chat_templates.items()}
+    found = {}
+    for name, path in llm.load_bundle(root).chat_templates.items():
+        with open(path, newline="") as file:
+            found[name] = file.read()
+    return found
 
 
 @pytest.fixture
 def save(tmp_path, llama_dir):
     def run(**options):
         llm.save_model(tmp_path / "m", llama_dir, **options)
-        with_text = {}
-        for name, path in llm.load_bundle(tmp_path / "m").chat_templates.items():
-            with open(path, newline="") as file:
-                with_text[name] = file.read()
-        return with_text
+        return templates_of(tmp_path / "m")
 
     return run
 

