@@ -1,4 +1,4 @@
-"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Prints and writes a JSON beside it.
+"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Prints and writes results/ledger_cost.json.
 
 python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
 """
@@ -63,7 +63,9 @@ def main() -> None:
         ledger.close()
         store.close()
     print(json.dumps(figures, indent=2))
-    Path(__file__).with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "ledger_cost.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
