@@ -52,6 +52,7 @@ def make_server(endpoints: Endpoints, settings: ServerSettings | None = None, *,
 def create_app(server: Server) -> Flask:
     """The WSGI application of one worker."""
     app = Flask("mlflow_llm", static_folder=None)
+    app.extensions["mlflow_llm"] = server
     app.config["MAX_CONTENT_LENGTH"] = server.settings.max_body_bytes
     app.url_map.strict_slashes = False
     for number, route in enumerate(ROUTES):

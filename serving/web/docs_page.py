@@ -12,15 +12,19 @@ summary{cursor:pointer}code{font-family:ui-monospace,monospace}
 .m{display:inline-block;min-width:3.2rem;font-weight:600}table{border-collapse:collapse;width:100%}
 td,th{border-top:1px solid #ddd;padding:.25rem .5rem;text-align:left;vertical-align:top}
 @media(prefers-color-scheme:dark){body{background:#161616;color:#ddd}details,td,th{border-color:#444}}
-</style></head><body><h1>mlflow-llm</h1><p>The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>
+</style></head><body><h1>mlflow-llm</h1>
+<p>The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>
 <main>Loading…</main><script>
-const el=(tag,text,...kids)=>{const e=document.createElement(tag);if(text)e.textContent=text;e.append(...kids);return e};
-const kind=s=>s.enum?s.enum.map(v=>JSON.stringify(v)).join(" | "):[].concat(s.type||(s.anyOf||s.oneOf||[]).map(kind)).join(" | ");
+const el=(tag,text,...kids)=>{const e=document.createElement(tag);if(text)e.textContent=text;
+e.append(...kids);return e};
+const kind=s=>s.enum?s.enum.map(v=>JSON.stringify(v)).join(" | "):
+ [].concat(s.type||(s.anyOf||s.oneOf||[]).map(kind)).join(" | ");
 fetch("openapi.json").then(r=>r.json()).then(doc=>{
  const main=document.querySelector("main");main.textContent="";
  const deref=s=>s.$ref?doc.components.schemas[s.$ref.split("/").pop()]:s;
  const tags={};
- for(const[path,ops]of Object.entries(doc.paths))for(const[m,op]of Object.entries(ops))(tags[op.tags[0]]??=[]).push([path,m,op]);
+ for(const[path,ops]of Object.entries(doc.paths))
+  for(const[m,op]of Object.entries(ops))(tags[op.tags[0]]??=[]).push([path,m,op]);
  for(const[tag,ops]of Object.entries(tags)){
   main.append(el("h2",tag));
   for(const[path,m,op]of ops){

@@ -14,7 +14,7 @@ NAME = "mlflow_llm.server"
 class JsonLines(logging.Formatter):
     """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string."""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import gevent
-from greenlet import getcurrent
 
 T = TypeVar("T")
 
@@ -23,7 +22,7 @@ class Offload:
         self.threshold = threshold
 
     def __call__(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        if size < self.threshold or not isinstance(getcurrent(), gevent.Greenlet):
+        if size < self.threshold or not isinstance(gevent.getcurrent(), gevent.Greenlet):
             return function(*args)
         result: T = gevent.get_hub().threadpool.apply(function, args)
         return result

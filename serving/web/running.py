@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import gevent
-from greenlet import getcurrent
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class Pull(Generic[T]):
     def __next__(self) -> T:
         if self._pending is not None:
             raise self._pending
-        self._blocked = getcurrent()
+        self._blocked = gevent.getcurrent()
         try:
             return next(self._items)
         finally:
@@ -53,7 +52,7 @@ class Pull(Generic[T]):
         if self._pending is not None:
             return
         self._pending = error
-        if self._blocked is not None and self._blocked is not getcurrent():
+        if self._blocked is not None and self._blocked is not gevent.getcurrent():
             gevent.get_hub().loop.run_callback(self._throw)
 
     def _throw(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from msgspec import Struct
 
 
@@ -15,7 +18,8 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slow reader can make us hold is then bounded. ``offload_bytes``: a body from this size on is decoded and tokenised
     on a thread, so that the event loop goes on serving streams; below it the switch costs more than it saves.
     ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``database`` is the URL of the store that
-    holds keys and ledger; with ``require_keys`` a request without a key is refused.
+    holds keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger
+    has not yet written to the store; None is the user's own (``default_state_dir``).
     """
 
     host: str = "127.0.0.1"
@@ -31,4 +35,11 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_timeout: float = 30.0
     database: str | None = None
     require_keys: bool = False
+    state_dir: str | None = None
     log_level: str = "info"
+
+
+def default_state_dir() -> Path:
+    """Where a user's servers keep what must outlive them (XDG's state directory)."""
+    root = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(root, "mlflow-llm")

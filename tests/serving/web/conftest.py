@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from instant_model import write_instant_model
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant import InstantEngine
@@ -19,33 +17,6 @@ from mlflow_llm.serving.web.app import create_app, make_server
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints
 from mlflow_llm.serving.web.invoke import Server
 from mlflow_llm.serving.web.settings import ServerSettings
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def write_instant_model(root: Path, **model: float) -> Bundle:
-    """A bundle of ``InstantEngine`` in ``root``: a 259-token byte tokenizer and no weights."""
-    import json
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
-    tokenizer.save_pretrained(root / "tokenizer")
-    (root / "model").mkdir()
-    (root / "model" / "instant.json").write_text(json.dumps({"vocab_size": len(tokenizer), **model}))
-    return Bundle(
-        content_hash=f"instant-{root.name}",
-        tasks=("chat", "completions", "embeddings"),
-        model_dir=str(root / "model"),
-        tokenizer_dir=str(root / "tokenizer"),
-        adapters={"pirate": str(root / "model")},
-    )
 
 
 @pytest.fixture(scope="session")

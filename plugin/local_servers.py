@@ -1,0 +1,187 @@
+"""Servers on this machine that the deployments plugin starts and finds again.
+
+One file a deployment, ``<state>/deployments/<name>.json``; one lock for all. The file names the process by its id and
+its start time, so that a number used again by another process is not taken for ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST
+
+from mlflow_llm.serving.transport.locks import acquire
+from mlflow_llm.serving.web.settings import default_state_dir
+
+STATE_VARIABLE = "MLFLOW_LLM_STATE"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+SERVER_KEYS = ("host", "port", "workers", "profile", "database", "timeout", "drain_timeout", "max_queued", "log_level")
+START_SECONDS = 600.0
+
+
+def directory() -> Path:
+    root = os.environ.get(STATE_VARIABLE)
+    path = Path(root) if root else default_state_dir()
+    path = path / "deployments"
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def _remake() -> None:
+    directory()
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One change to a deployment at a time, across processes."""
+    path = directory() / f".{name}.lock"
+    lock = acquire(str(path), make_parent=_remake)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_name(name: Any) -> str:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise MlflowException.invalid_parameter_value(f"name: {name!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ . -")
+    return name
+
+
+def read(name: str) -> dict[str, Any]:
+    """A deployment's record. Raises ``MlflowException`` for an unknown one."""
+    try:
+        record: dict[str, Any] = json.loads((directory() / f"{check_name(name)}.json").read_text())
+    except FileNotFoundError:
+        raise MlflowException(f"no deployment is called {name!r}", error_code=RESOURCE_DOES_NOT_EXIST) from None
+    return record | {"status": "RUNNING" if is_running(record) else "STOPPED"}
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in directory().glob("*.json"))
+
+
+def is_running(record: dict[str, Any]) -> bool:
+    try:
+        process = psutil.Process(record["pid"])
+        return abs(process.create_time() - record["started"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
+    """The server's command line; what is no server option is an engine setting."""
+    words = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", model_uri, "--name", name]
+    for key, value in config.items():
+        if key in SERVER_KEYS:
+            words += [f"--{key.replace('_', '-')}", str(value)]
+        elif key == "require_keys":
+            words += ["--require-keys"] if str(value).lower() == "true" else []
+        else:
+            words += ["-C", f"{key}={value}"]
+    return words
+
+
+def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None = None) -> dict[str, Any]:
+    """Start a server and wait until it is ready. Its record, not yet written. Raises ``MlflowException``."""
+    port = int(config.get("port") or 0) or port or _free_port()
+    host = str(config.get("host") or "127.0.0.1")
+    log = directory() / f"{name}.log"
+    with open(log, "ab") as sink:
+        process = subprocess.Popen(
+            command(name, model_uri, {**config, "port": port}),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    try:
+        started = psutil.Process(process.pid).create_time()
+        _await(process, url, log)
+    except BaseException:
+        stop_process(process.pid)
+        raise
+    return {
+        "name": name,
+        "model_uri": model_uri,
+        "config": config,
+        "url": url,
+        "pid": process.pid,
+        "started": started,
+        "flavor": "llm",
+    }
+
+
+def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            reason = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no message")
+            raise MlflowException(f"the server did not start: {reason[:300]} (log: {log})")
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise MlflowException(f"the server was not ready within {START_SECONDS:.0f} seconds (log: {log})")
+
+
+def write(record: dict[str, Any]) -> None:
+    path = directory() / f"{record['name']}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({k: v for k, v in record.items() if k != "status"}, indent=1))
+    draft.replace(path)
+
+
+def stop(record: dict[str, Any], *, wait: float | None = None) -> None:
+    """Drain and end a deployment's server, if it runs."""
+    if is_running(record):
+        drain = float(record["config"].get("drain_timeout") or 30)
+        stop_process(record["pid"], drain + 15 if wait is None else wait)
+
+
+def stop_process(pid: int, wait: float = 15.0) -> None:
+    """SIGTERM drains; what is still there after ``wait`` seconds is ended at once, its children too."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        process.send_signal(signal.SIGTERM)
+    except psutil.Error:
+        return
+    _, alive = psutil.wait_procs([process], timeout=wait)
+    if alive:
+        for member in family:
+            with contextlib.suppress(psutil.Error):
+                member.kill()
+        psutil.wait_procs(family, timeout=5)
+
+
+def must_be_new(name: str) -> None:
+    if check_name(name) in names():
+        raise MlflowException(f"a deployment {name!r} exists already", error_code=RESOURCE_ALREADY_EXISTS)
+
+
+def remove(name: str) -> None:
+    for suffix in (".json", ".log"):
+        (directory() / f"{name}{suffix}").unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,36 @@
+"""The command ``mlflow-llm``. Each subcommand is a module of this package."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from mlflow_llm import __version__
+
+from ..errors import PackagingError, ServingError
+from .bench import bench
+from .chat import chat
+from .doctor import doctor
+from .endpoints import endpoints
+from .keys import keys
+from .serve import serve
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def cli() -> None:
+    """Serve language models logged with MLflow."""
+
+
+for command in (serve, keys, endpoints, chat, bench, doctor):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """The console script: our own errors in one line, without a trace."""
+    try:
+        cli()
+    except (ServingError, PackagingError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,5 @@
+"""``python -m mlflow_llm.serving.cli``: the command where its script is not on the path."""
+
+from . import main
+
+main()

@@ -1,0 +1,142 @@
+"""``mlflow-llm serve``: a server in the foreground."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, get_args
+
+import click
+import msgspec
+
+from ..errors import PackagingError
+from ..settings import EngineSettings
+from ..web.settings import ServerSettings
+from ..web.spec import EndpointSpec, ProfileName, ServeSpec
+
+DEFAULTS = ServerSettings()
+
+
+@click.command()
+@click.option(
+    "-m", "--model-uri", "models", multiple=True, help="URI[=name]; repeatable. E.g. models:/assistant@champion"
+)
+@click.option("--name", help="The endpoint's name, with one model (default: from the URI).")
+@click.option(
+    "--spec", "spec_file", type=click.Path(exists=True, dir_okay=False), help="A file that says it all (JSON)."
+)
+@click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
+@click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64))
+@click.option("--profile", default="open", show_default=True, type=click.Choice(get_args(ProfileName)))
+@click.option("--database", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db")
+@click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
+@click.option("--timeout", default=DEFAULTS.timeout, show_default=True, help="Seconds a request may take.")
+@click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
+@click.option("--max-queued", default=DEFAULTS.max_queued, show_default=True, type=click.IntRange(0))
+@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
+@click.option("--log-level", default=DEFAULTS.log_level, type=click.Choice(["debug", "info", "warning", "error"]))
+def serve(
+    models: tuple[str, ...],
+    name: str | None,
+    spec_file: str | None,
+    profile: ProfileName,
+    config: tuple[str, ...],
+    **server: Any,
+) -> None:
+    """Serve one or more models to OpenAI, Databricks and MLflow clients until a signal ends it."""
+    from ..web.server import serve as run
+
+    if server["require_keys"] and not server["database"]:
+        raise click.UsageError("--require-keys needs --database")
+    if spec_file is not None:
+        with open(spec_file, "rb") as file:
+            spec = msgspec.json.decode(file.read(), type=ServeSpec)
+    else:
+        named = _named(models, name)
+        say({"stage": "reading", "models": len(named)})
+        spec = ServeSpec(
+            endpoints=endpoint_specs(named, engine_overrides(config), profile),
+            settings=ServerSettings(**server),
+        )
+    run(spec, say)
+
+
+def say(told: dict[str, Any]) -> None:
+    """A step of the start, for people, on standard error."""
+    where = f" {told['endpoint']}" if "endpoint" in told else ""
+    seconds = f" ({told['seconds']} s)" if "seconds" in told else ""
+    text = {
+        "reading": "reading the models",
+        "loading": f"loading{where}",
+        "loaded": f"loaded{where}{seconds}",
+        "token": f"first token of{where}{seconds}",
+        "ready": "engines ready",
+        "listening": f"listening on http://{told.get('host')}:{told.get('port')} (docs at /docs)",
+    }.get(told["stage"], json.dumps(told))
+    click.echo(text, err=True)
+
+
+def _named(models: tuple[str, ...], name: str | None) -> dict[str, str]:
+    """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name."""
+    if not models:
+        raise click.UsageError("name a model with -m, or a file with --spec")
+    if name is not None and len(models) > 1:
+        raise click.UsageError("--name goes with one model; write -m URI=name for several")
+    found: dict[str, str] = {}
+    for given in models:
+        uri, equals, own = given.rpartition("=")
+        uri, own = (uri, own) if equals and "/" not in own else (given, "")
+        endpoint = name or own or name_of(uri)
+        if endpoint in found:
+            raise click.UsageError(f"two models are called {endpoint!r}; write -m URI=name")
+        found[endpoint] = uri
+    return found
+
+
+def name_of(uri: str) -> str:
+    """``models:/assistant@champion`` and ``models:/assistant/3`` are ``assistant``; else the last part of the path."""
+    path = uri.removeprefix("models:/").rstrip("/")
+    return path.split("@")[0].split("/")[0] if uri.startswith("models:/") else os.path.basename(path) or "model"
+
+
+def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text."""
+    found: dict[str, Any] = {}
+    for pair in config:
+        key, equals, value = pair.partition("=")
+        if not equals or key not in EngineSettings.__struct_fields__:
+            allowed = ", ".join(EngineSettings.__struct_fields__)
+            raise click.UsageError(f"-C {pair}: expected KEY=VALUE with KEY one of {allowed}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def endpoint_specs(
+    models: dict[str, str], overrides: dict[str, Any], profile: ProfileName = "open"
+) -> tuple[EndpointSpec, ...]:
+    """Resolve ``{name: URI}``; saved engine settings hold unless overridden. Raises ``PackagingError``."""
+    from ..web.entry import resolve
+
+    specs = []
+    for (name, uri), found in zip(models.items(), resolve(tuple(models.values())), strict=True):
+        saved = {k: v for k, v in found.config.items() if k in EngineSettings.__struct_fields__ and v is not None}
+        try:
+            settings = msgspec.convert(saved | overrides, EngineSettings)
+        except msgspec.ValidationError as error:
+            raise PackagingError(f"engine settings of {name}: {error}") from None
+        specs.append(
+            EndpointSpec(
+                name=name,
+                entity=uri,
+                bundle=found.bundle,
+                engine=settings,
+                profile=profile,
+                created=int(time.time()),
+            )
+        )
+    return tuple(specs)

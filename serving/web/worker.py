@@ -1,0 +1,111 @@
+"""The gunicorn side: a gevent worker that drains, an arbiter that a second SIGTERM stops at once, a JSON logger."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import gevent
+from gevent.pool import Pool
+from gevent.server import StreamServer
+from gunicorn.arbiter import Arbiter
+from gunicorn.glogging import Logger
+from gunicorn.workers.base_async import AsyncWorker
+from gunicorn.workers.ggevent import GeventWorker
+
+from ..errors import ShuttingDown
+from . import logs
+from .invoke import Server
+
+TICK = 0.1
+FLUSH_SECONDS = 2.0
+
+
+class DrainingWorker(GeventWorker):
+    """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event."""
+
+    @property
+    def server(self) -> Server:
+        served: Server = self.wsgi.extensions["mlflow_llm"]
+        return served
+
+    def handle(self, listener: Any, client: Any, addr: Any) -> None:
+        # instead of the parent's setblocking(1): a peer that neither sends nor takes a byte loses its connection
+        client.settimeout(self.server.settings.io_timeout)
+        AsyncWorker.handle(self, listener, client, addr)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.alive = False
+        if self.wsgi is not None:
+            self.server.gate.draining = True
+
+    def run(self) -> None:
+        servers = [self._listen(sock) for sock in self.sockets]
+        last = 0.0
+        while self.alive:
+            if time.monotonic() - last > 1.0:
+                last = time.monotonic()
+                self.notify()
+            gevent.sleep(TICK)
+        self._drain()
+        for server in servers:
+            server.close()
+        for server in servers:
+            server.stop(timeout=1)
+        for endpoint in self.server.endpoints:
+            endpoint.engine.close()
+
+    def _listen(self, sock: Any) -> StreamServer:
+        sock.setblocking(1)
+        server = StreamServer(sock, handle=partial(self.handle, sock), spawn=Pool(self.worker_connections))
+        if self.cfg.workers > 1:
+            server.max_accept = 1
+        server.start()
+        return server
+
+    def _drain(self) -> None:
+        """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
+        self.server.gate.draining = True
+        running = self.server.running
+        logs.event("draining", running=len(running))
+        self._wait(self.server.settings.drain_timeout)
+        if left := running.interrupt_all(ShuttingDown("the server stopped before the reply was complete")):
+            logs.event("drain over", interrupted=left)
+            self._wait(FLUSH_SECONDS)
+        gevent.sleep(TICK)  # answers just computed still have to be written
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while len(self.server.running) and time.monotonic() < until:
+            self.notify()
+            gevent.sleep(TICK)
+
+
+class ServerArbiter(Arbiter):
+    """The first SIGTERM drains, the next one stops at once."""
+
+    terminated = False
+
+    def signal(self, sig: int, frame: Any) -> None:
+        if sig == signal.SIGTERM and self.terminated:
+            sig = signal.SIGQUIT
+        self.terminated = self.terminated or sig == signal.SIGTERM
+        super().signal(sig, frame)
+
+
+class JsonLogger(Logger):
+    """gunicorn's own messages as the server's JSON lines; a stalled client is no fault."""
+
+    def setup(self, cfg: Any) -> None:
+        super().setup(cfg)
+        for handler in self.error_log.handlers:
+            handler.setFormatter(logs.JsonLines())
+
+    def exception(self, msg: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(sys.exc_info()[1], TimeoutError):
+            logs.event("a client stalled; its connection is closed")
+            return
+        super().exception(msg, *args, **kwargs)

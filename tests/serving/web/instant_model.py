@@ -1,0 +1,36 @@
+"""A bundle for the engine that needs no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlflow_llm.serving.bundle import Bundle
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_instant_model(root: Path, **model: float) -> Bundle:
+    """A bundle of ``InstantEngine`` in ``root``: a 259-token byte tokenizer and no weights."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(root / "tokenizer")
+    (root / "model").mkdir()
+    (root / "model" / "instant.json").write_text(json.dumps({"vocab_size": len(tokenizer), **model}))
+    return Bundle(
+        content_hash=f"instant-{root.name}",
+        tasks=("chat", "completions", "embeddings"),
+        model_dir=str(root / "model"),
+        tokenizer_dir=str(root / "tokenizer"),
+        adapters={"pirate": str(root / "model")},
+    )

@@ -1,0 +1,111 @@
+"""A real server, gunicorn and engine process and all, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.web.settings import ServerSettings
+from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
+
+INSTANT_CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+
+
+class Running:
+    """``log()`` is what the server has said so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self._log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    bundle: Bundle,
+    *,
+    core: str | None = INSTANT_CORE,
+    engine: EngineSettings | None = None,
+    name: str = "assistant",
+    seconds: float = 120,
+    **settings: object,
+) -> Iterator[Running]:
+    """Start a server of ``bundle`` as one endpoint, wait until it is ready, and end it with all its processes."""
+    port = free_port()
+    # a short path of our own: Unix sockets' names are limited to about 100 bytes
+    with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
+        spec = ServeSpec(
+            endpoints=(
+                EndpointSpec(
+                    name=name, entity="model-1", bundle=bundle, core=core, created=1, engine=engine or EngineSettings()
+                ),
+            ),
+            settings=ServerSettings(port=port, **({"workers": 1} | settings)),
+            runtime_dir=runtime,
+        )
+        path, log = Path(runtime, "serve.json"), Path(runtime, "log")
+        path.write_bytes(msgspec.json.encode(spec))
+        with open(log, "wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--spec", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        server = Running(process, port, log)
+        try:
+            _await(server, seconds)
+            yield server
+        finally:
+            _end(process)
+
+
+def _await(server: Running, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if server.process.poll() is not None:
+            break
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not come up:\n{server.log()[-4000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

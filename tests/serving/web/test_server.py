@@ -1,0 +1,122 @@
+"""A real server: gunicorn's arbiter, a gevent worker, a keeper and an engine process, on a loopback port."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from instant_model import write_instant_model
+from serving_process import Running, running
+
+BODY = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose engine takes 10 ms a step."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("slow"), step_delay=0.01)
+    with running(bundle, drain_timeout=1.0) as server:
+        yield server
+
+
+def post(server: Running, body: dict, path: str = "/v1/chat/completions") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def health(server: Running) -> dict:
+    with urllib.request.urlopen(f"{server.url}/health", timeout=30) as answer:
+        return json.load(answer)["endpoints"]["assistant"]
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_answers_and_streams(slow: Running) -> None:
+    """The same request gives the same text whole and streamed, over keep-alive connections."""
+    whole = json.loads(post(slow, BODY).read())
+    found = post(slow, BODY | {"stream": True}).read().decode()
+    lines = [line[6:] for line in found.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    deltas = [c["delta"].get("content") or "" for line in lines[:-1] for c in json.loads(line)["choices"]]
+    assert "".join(deltas) == whole["choices"][0]["message"]["content"]
+
+
+def test_disconnect_aborts_a_stream(slow: Running) -> None:
+    """A client that closes in the middle of a stream has its sequence aborted."""
+    answer = post(slow, BODY | {"stream": True, "max_tokens": 4000})
+    answer.readline()
+    until(lambda: health(slow)["running"] == 1)
+    answer.close()
+    until(lambda: health(slow)["running"] == 0, 5)
+
+
+def test_disconnect_aborts_a_whole_reply(slow: Running) -> None:
+    """A client that closes while it waits for a reply that is not streamed has its sequence aborted."""
+    payload = json.dumps(BODY | {"max_tokens": 4000}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", slow.port)) as caller:
+        caller.sendall(head.encode() + payload)
+        until(lambda: health(slow)["running"] == 1)
+    until(lambda: health(slow)["running"] == 0, 5)
+
+
+def test_a_large_body_holds_up_nobody(slow: Running) -> None:
+    """While 2 MB are tokenised (and refused as too long), a small request is answered."""
+    payload = json.dumps(BODY | {"messages": [{"role": "user", "content": "word " * 400_000}]}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", slow.port, timeout=120)
+    connection.request("POST", "/v1/chat/completions", payload, {"Content-Type": "application/json"})
+    assert post(slow, BODY).status == 200
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["error"]["code"] == "context_length_exceeded"
+
+
+def test_metrics_of_all_processes(slow: Running) -> None:
+    """A scrape gives the workers' counters and the engine's gauges."""
+    assert post(slow, BODY).status == 200
+    with urllib.request.urlopen(f"{slow.url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert 'mlflow_llm_tokens_total{adapter="",endpoint="assistant",kind="completion"}' in text
+    assert 'mlflow_llm_engine_ready{endpoint="assistant"} 1.0' in text
+
+
+def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
+    """After SIGTERM new requests get a 503; a stream over the limit ends with an error event; no process is left."""
+    with running(write_instant_model(tmp_path, step_delay=0.01), drain_timeout=1.5) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        answer = post(server, BODY | {"stream": True, "max_tokens": 4000})
+        answer.readline()
+        server.terminate()
+        time.sleep(0.3)
+        refused = post(server, BODY)
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        rest = answer.read().decode()
+        assert json.loads(rest.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.process.wait(20) == 0
+        gone, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+        assert gone
+
+
+def test_second_sigterm_stops_at_once(tmp_path: Path) -> None:
+    """A second SIGTERM does not wait for what runs."""
+    with running(write_instant_model(tmp_path, step_delay=0.01), drain_timeout=100.0) as server:
+        answer = post(server, BODY | {"stream": True, "max_tokens": 4000})
+        answer.readline()
+        server.terminate()
+        time.sleep(0.3)
+        server.terminate()
+        server.process.wait(15)
