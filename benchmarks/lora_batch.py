@@ -1,0 +1,113 @@
+"""One decode forward of SmolLM2 with 0, 4, 8 and 16 adapters mixed in a batch, beside peft's mixed batch, in one run.
+
+    python benchmarks/lora_batch.py MODEL_DIR [--json lora_batch.json] [--quantization int8]
+
+Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the flat row of
+one token a sequence. Both sides run without a cache, so the ratios are of linears, LoRA and dispatch alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from mlflow_llm.serving.engine import linear
+from mlflow_llm.serving.engine.lora import LoraPool
+from mlflow_llm.serving.engine.step import Step, StepHolder
+from mlflow_llm.serving.settings import EngineSettings
+
+RANKS = (4, 8, 16)
+COUNTS = (0, 4, 8, 16)
+BATCHES = (8, 32)
+
+
+def median_ms(run: Callable[[], Any], repeats: int) -> float:
+    run(), run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def names_of(count: int, batch: int) -> list[str | None]:
+    """The first row is the base's, the others take the adapters in turn."""
+    return [None] + [f"a{i % count}" if count else None for i in range(batch - 1)]
+
+
+def run_peft(model_dir: str, folder: Path, repeats: int) -> dict[str, float]:
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model: Any = None
+    for i in range(max(COUNTS)):
+        config = LoraConfig(r=RANKS[i % 3], target_modules="all-linear", init_lora_weights=False)
+        if model is None:
+            model = get_peft_model(base, config, adapter_name="a0")
+        else:
+            model.add_adapter(f"a{i}", config)
+    model.save_pretrained(folder)
+    model.eval()
+    found = {}
+    for batch in BATCHES:
+        ids = torch.randint(0, 1000, (batch, 1))
+        for count in COUNTS:
+            names = [name or "__base__" for name in names_of(count, batch)]
+            found[f"{batch}/{count}"] = median_ms(lambda: model(input_ids=ids, adapter_names=names), repeats)  # noqa: B023
+    return found
+
+
+def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSettings) -> dict[str, float]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    holder = StepHolder()
+    linear.install(model, holder, settings)
+    pool = LoraPool(model, holder, max(COUNTS))
+    for i in range(max(COUNTS)):
+        pool.load(f"a{i}", str(folder / f"a{i}"))
+    found = {}
+    for batch in BATCHES:
+        ids = torch.randint(0, 1000, (batch, 1))
+        for count in COUNTS:
+            names = names_of(count, batch)
+
+            def step() -> None:
+                holder.step = Step(num_tokens=batch, lora=pool.plan(names, [1] * batch))  # noqa: B023
+                model(input_ids=ids)  # noqa: B023
+
+            found[f"{batch}/{count}"] = median_ms(step, repeats)
+    return found
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_dir")
+    parser.add_argument("--json", type=Path, default=Path("lora_batch.json"))
+    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = run_peft(arguments.model_dir, Path(folder), arguments.repeats)
+        settings = EngineSettings(quantization=arguments.quantization)
+        ours = run_ours(arguments.model_dir, Path(folder), arguments.repeats, settings)
+    print("batch adapters    ours ms  x of 0    peft ms  x of 0")
+    for key in ours:
+        batch, count = key.split("/")
+        mine, peers = ours[key], theirs[key]
+        ratios = mine / ours[f"{batch}/0"], peers / theirs[f"{batch}/0"]
+        print(f"{batch:>5} {count:>8} {mine:10.1f} {ratios[0]:7.2f} {peers:10.1f} {ratios[1]:7.2f}")
+    report = {"ours_ms": ours, "peft_ms": theirs, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    arguments.json.write_text(json.dumps(report | {"quantization": arguments.quantization}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
