@@ -19,9 +19,8 @@ from ...serving.errors import PackagingError, shown
 from ...serving.settings import EngineSettings
 from .signature import request_fields
 
-NOT_DEFAULTS = frozenset(
-    {"messages", "prompt", "input", "model", "stream", "stream_options", "adapter", *REFUSED_FIELDS}
-)
+CONTENT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options")
+NOT_DEFAULTS = frozenset([*CONTENT, *REFUSED_FIELDS])
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

