@@ -1,4 +1,4 @@
-"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Prints and writes results/ledger_cost.json.
+"""What metering adds to a request: reserve, count 64 tokens one by one, settle. Also written to results/.
 
 python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
 """

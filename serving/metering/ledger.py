@@ -69,7 +69,12 @@ class Ledger:
             raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
         owner = self._own()
         started = self._clock()
-        row = _row(reservation, owner.name, started, self.prices.at(reservation.entity, started))
+        try:
+            price = self.prices.at(reservation.entity, started)
+        except Unavailable:
+            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            raise
+        row = _row(reservation, owner.name, started, price)
         try:
             admitted = self._reserve(reservation, row, int(started))
             lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)

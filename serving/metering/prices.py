@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ class Prices:
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
         self._clock = clock
+        self._lock = threading.Lock()
         self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
 
     def set(self, entity: str, price: Price, *, effective: float | None = None) -> None:
@@ -63,15 +65,16 @@ class Prices:
 
     def _of(self, entity: str) -> tuple[tuple[int, Price], ...]:
         """Newest first."""
-        now = time.monotonic()
-        known = self._cache.get(entity)
-        if known is not None and now - known[0] < CACHE_SECONDS:
+        with self._lock:  # one reads, the others wait for it
+            known = self._cache.get(entity)
+            if known is None or time.monotonic() - known[0] >= CACHE_SECONDS:
+                known = self._cache[entity] = (time.monotonic(), self._read(entity))
             return known[1]
+
+    def _read(self, entity: str) -> tuple[tuple[int, Price], ...]:
         query = sa.select(prices).where(prices.c.entity == entity).order_by(prices.c.effective_ms.desc())
         rows = self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0)
-        found = tuple((int(row.effective_ms), _price(row)) for row in rows)
-        self._cache[entity] = (now, found)
-        return found
+        return tuple((int(row.effective_ms), _price(row)) for row in rows)
 
 
 def _price(row: sa.Row) -> Price:

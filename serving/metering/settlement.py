@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
@@ -80,8 +81,10 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
     if settlement.nonce not in (None, found["nonce"]):
         return False
     was_open = found["status"] == "open"
-    if not was_open and settlement.status == "recovered":
-        return False
+    if settlement.status == "recovered":
+        if not was_open:
+            return False
+        settlement = _at_least(settlement, found)
     price = Price(input=found["price_input"], cached=found["price_cached"], output=found["price_output"])
     money = cost(price, prompt=settlement.prompt, cached=settlement.cached, completion=settlement.completion)
     before = (
@@ -114,6 +117,16 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
     if found["bucket_milli"]:
         _credit_bucket(connection, f"{found['endpoint']}\n{found['entity']}", found["bucket_milli"] - used_milli)
     return True
+
+
+def _at_least(settlement: Settlement, row: Any) -> Settlement:
+    """After a power cut the progress file may be older than the row's checkpoint: counts only grow, take the larger."""
+    return msgspec.structs.replace(
+        settlement,
+        prompt=max(settlement.prompt, row["prompt_tokens"]),
+        cached=max(settlement.cached, row["cached_tokens"]),
+        completion=max(settlement.completion, row["completion_tokens"]),
+    )
 
 
 def _credit_bucket(connection: sa.Connection, subject: str, milli: int) -> None:

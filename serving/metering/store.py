@@ -63,7 +63,10 @@ class Store:
 
     def _open(self, url: sa.URL) -> sa.Engine:
         if not self.is_sqlite:
-            return sa.create_engine(url, pool_size=8, max_overflow=56, pool_timeout=2.0, pool_pre_ping=True)
+            # few connections: transactions take milliseconds and meet at the windows' row locks anyway
+            return sa.create_engine(
+                url, pool_size=12, max_overflow=0, pool_timeout=2.0, pool_pre_ping=True, pool_use_lifo=True
+            )
         if not url.database or url.database == ":memory:":
             raise ValueError("the metering store needs a file: a database in memory is not shared by workers")
         Path(url.database).parent.mkdir(parents=True, exist_ok=True)

@@ -81,6 +81,18 @@ def test_another_hosts_rows_wait_for_its_heartbeat(store, tmp_path, clock, reser
     check_integrity(store)
 
 
+def test_a_checkpoint_newer_than_the_progress_file_counts(store, tmp_path, clock, reserve_of, successor):
+    """A power cut may leave old pages of the progress file: counts only grow, so the larger are the right ones."""
+    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    lease = dead.reserve(reserve_of("r1"))
+    lease.count(6)
+    dead.maintain()
+    dead._owner.progress.put(lease._slot, 10, 0, 2)
+    die(dead)
+    assert successor.recover() == 1
+    assert rows_of(store)["r1"].completion_tokens == 6
+
+
 @pytest.fixture
 def locked(sqlite_url):
     """A connection that can take the whole database for itself."""
