@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gevent
 from gevent.pool import Pool
@@ -18,7 +19,9 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from ..errors import ShuttingDown
 from . import logs
-from .invoke import Server
+
+if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
+    from .invoke import Server
 
 TICK = 0.1
 FLUSH_SECONDS = 2.0
@@ -41,6 +44,10 @@ class DrainingWorker(GeventWorker):
         self.alive = False
         if self.wsgi is not None:
             self.server.gate.draining = True
+
+    def handle_quit(self, sig: int, frame: Any) -> None:
+        # at once means at once: engine and ledger take our death as they take kill -9, without loss
+        os._exit(0)
 
     def run(self) -> None:
         servers = [self._listen(sock) for sock in self.sockets]

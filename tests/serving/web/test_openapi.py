@@ -1,0 +1,62 @@
+"""The OpenAPI document, and requests made from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import pytest
+from flask.testing import FlaskClient
+
+from mlflow_llm.serving.web.app import create_app
+from mlflow_llm.serving.web.invoke import Server
+from mlflow_llm.serving.web.openapi import document
+from mlflow_llm.serving.web.routes import ROUTES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, settings
+
+
+def test_every_route_is_described(client: FlaskClient) -> None:
+    """The served document has an operation for each route and resolves its own references."""
+    served = client.get("/openapi.json").json
+    assert sum(len(ops) for ops in served["paths"].values()) == sum(len(route.methods) for route in ROUTES)
+    for operations in served["paths"].values():
+        for operation in operations.values():
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            for ref in body.get("oneOf", [body] if body else []):
+                assert ref["$ref"].split("/")[-1] in served["components"]["schemas"]
+
+
+schema = schemathesis.openapi.from_dict(document())
+
+
+@pytest.fixture
+def bounded(make: Callable[..., Server]) -> Server:
+    return make(timeout=5.0)
+
+
+@schema.parametrize()
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_no_request_is_a_5xx(case, bounded: Server) -> None:
+    """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
+    answer = send(case, bounded)
+    assert answer.status_code < 500 or answer.status_code == 504, answer.text
+
+
+def send(case, server: Server):
+    client = create_app(server).test_client()
+    kwargs = case.as_transport_kwargs(base_url="http://localhost")
+    parts = urlsplit(kwargs["url"])
+    data = kwargs.get("data")
+    body = {"json": kwargs["json"]} if "json" in kwargs else {"data": data}
+    headers = {k: v for k, v in (kwargs.get("headers") or {}).items() if "\n" not in v and "\r" not in v}
+    return client.open(parts.path, method=kwargs["method"], headers=headers, query_string=kwargs.get("params"), **body)
