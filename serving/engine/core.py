@@ -180,6 +180,7 @@ class EngineCore:
         return told
 
     def _run(self, runs: list[Run]) -> None:
+        known = [run.sequence.num_tokens for run in runs]
         try:
             self._forward(runs)
         except Exception as error:
@@ -187,9 +188,11 @@ class EngineCore:
             if len(runs) == 1:
                 self._fail(self._entries[runs[0].sequence.request.request_id], InternalError(_brief(error)))
                 return
-            # The KV of a run is simply written again: find whose fault it was by running each alone.
-            for run in runs:
-                if run.sequence.status == "running" and run.sequence.num_computed == run.start:
+            # The KV of a run is simply written again: find whose fault it was by running each alone, except those
+            # that have got their token already.
+            for run, num_tokens in zip(runs, known, strict=True):
+                if run.sequence.status == "running" and run.sequence.num_tokens == num_tokens:
+                    run.sequence.num_computed = run.start
                     self._run([run])
 
     def _forward(self, runs: list[Run]) -> None:
@@ -220,6 +223,7 @@ class EngineCore:
         scores = sequence.prompt_scores
         if scores is None:
             return
+        del scores[run.start :]  # of a step that failed and is run again
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed >= sequence.num_prompt:
             sequence.prompt_scores = None

@@ -168,7 +168,7 @@ def _draw_typical(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[i
     surprise = -torch.log(weights)
     entropy = (weights * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
     distance = (surprise - entropy).abs().nan_to_num(float("inf"))
-    order = distance.argsort(-1, stable=True)
+    order = torch.argsort(distance, dim=-1, stable=True)
     ordered = weights.gather(1, order)
     keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
     keep[:, 0] = True

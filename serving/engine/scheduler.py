@@ -59,12 +59,12 @@ class Scheduler:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
         runs = self._decodes()
         budget = self.max_num_batched_tokens - len(runs)
-        prefills = self._turn_by_turn(budget)
+        # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
+        # such, so that neither kind waits for the other to be done.
+        prefills = self._admit(budget // 2 if self._turns else budget)
         budget -= sum(run.num_tokens for run in prefills)
-        if budget > 0:
-            started = self._admit(budget)
-            budget -= sum(run.num_tokens for run in started)
-            prefills += started
+        prefills += self._turn_by_turn(budget)
+        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs + prefills)
         if budget > 0:
             prefills = self._fill(prefills, budget)
         for run in prefills:

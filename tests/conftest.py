@@ -1,0 +1,22 @@
+"""Fixtures that every part of the tests may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_models import FAMILIES, make_model, save_bundle
+
+from mlflow_llm.serving.bundle import Bundle
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Any:
+    """A random Llama of two layers, to compare with."""
+    return make_model(FAMILIES["llama"]())
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """The same model on disk."""
+    return save_bundle(tiny_llama, tmp_path_factory.mktemp("tiny_llama"))

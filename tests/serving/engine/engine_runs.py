@@ -1,0 +1,53 @@
+"""Running an engine core to the end and gathering what it said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.request import ValidRequest
+
+
+@dataclass
+class Outcome:
+    """What a request's events amount to; ``tokens`` and ``finished`` are by sequence index."""
+
+    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
+    scored: dict[int, PromptScored] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: Failed | None = None
+
+
+def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None = None) -> dict[str, Outcome]:
+    """Step until there is no work, checking that nothing follows an end."""
+    steps = 0
+    while core.has_work() and (max_steps is None or steps < max_steps):
+        for _, request_id, event in core.step():
+            outcome = outcomes[request_id]
+            assert outcome.failed is None
+            if isinstance(event, Failed):
+                outcome.failed = event
+                continue
+            assert event.index not in outcome.finished
+            if isinstance(event, Tokens):
+                outcome.tokens[event.index].extend(event.token_ids)
+                outcome.logprobs[event.index].extend(event.logprobs)
+            elif isinstance(event, PromptScored):
+                outcome.scored[event.index] = event
+            elif isinstance(event, Finished):
+                outcome.finished[event.index] = event
+        core.check_integrity()
+        steps += 1
+        assert steps < 5000
+    return outcomes
+
+
+def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:
+    """Add all requests at once and run to the end."""
+    outcomes: dict[str, Outcome] = {r.request_id: Outcome() for r in requests}
+    for request in requests:
+        core.add(request)
+    return take(core, outcomes)

@@ -1,0 +1,329 @@
+"""The core: every request ends once, with the tokens it would have alone, whatever happens around it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_runs import Outcome, run, take
+from tiny_models import greedy, prompt_of, request_of
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.interface import Engine
+from mlflow_llm.serving.engine.local import LocalEngine
+from mlflow_llm.serving.events import Finished, Tokens
+from mlflow_llm.serving.settings import EngineSettings
+
+TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
+
+
+def settings(**more: Any) -> EngineSettings:
+    return EngineSettings(**{"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": 1 << 24, **more})
+
+
+@pytest.fixture
+def core(tiny_bundle: Bundle) -> Iterator[EngineCore]:
+    core = EngineCore(tiny_bundle, settings())
+    yield core
+    core.check_integrity()
+    core.close()
+
+
+def test_preemption_changes_no_token(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """With memory for a fraction of the batch, sequences are preempted and still give the same tokens."""
+    core = EngineCore(tiny_bundle, settings(kv_cache_memory=100 * TOKEN_BYTES, max_num_seqs=8))
+    prompts = [prompt_of(20, i) for i in range(5)]
+    outcomes = run(core, *(request_of(str(i), p, max_tokens=30) for i, p in enumerate(prompts)))
+    assert core._scheduler.num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 30)
+    core.close()
+
+
+def test_prefix_is_reused(core: EngineCore, tiny_llama: Any) -> None:
+    """A prompt that extends an earlier conversation reuses its KV, says how much, and gives the same tokens."""
+    first = prompt_of(30, 0)
+    answer = run(core, request_of("a", first))["a"].tokens[0]
+    longer = (*first, *answer, 5, 6, 7)
+    outcome = run(core, request_of("b", longer))["b"]
+    assert outcome.tokens[0] == greedy(tiny_llama, longer, 12)
+    assert outcome.finished[0].num_cached_tokens == len(first) + len(answer) - 1  # the last token was never fed
+
+
+def test_prefix_is_copied(core: EngineCore, tiny_llama: Any) -> None:
+    """A prompt that shares only the beginning copies it and leaves the earlier one usable."""
+    shared, one, two = prompt_of(24, 0), prompt_of(30, 1), prompt_of(9, 2)
+    run(core, request_of("a", shared + one))
+    outcome = run(core, request_of("b", shared + two))["b"]
+    assert outcome.finished[0].num_cached_tokens == len(shared)
+    assert outcome.tokens[0] == greedy(tiny_llama, shared + two, 12)
+    again = run(core, request_of("c", shared + one))["c"]
+    assert again.finished[0].num_cached_tokens == len(shared + one) - 1
+    assert again.tokens[0] == greedy(tiny_llama, shared + one, 12)
+
+
+def test_prefix_caching_can_be_off(tiny_bundle: Bundle) -> None:
+    """Without prefix caching nothing is reused."""
+    core = EngineCore(tiny_bundle, settings(prefix_caching=False))
+    for name in "ab":
+        assert run(core, request_of(name, prompt_of(30, 0)))[name].finished[0].num_cached_tokens == 0
+    assert core.health().kv_tokens_used == 0
+    core.close()
+
+
+def test_choices_share_their_prompt(core: EngineCore) -> None:
+    """The prompt of n choices is computed once; different seeds give different texts."""
+    prompt = prompt_of(40, 0)
+    outcome = run(core, request_of("a", prompt, n=4, temperature=1.0, seed=7))["a"]
+    assert [outcome.finished[i].num_cached_tokens for i in range(4)] == [0, 39, 39, 39]
+    assert len({tuple(outcome.tokens[i]) for i in range(4)}) == 4
+
+
+def test_sampling_is_the_same_alone_and_in_a_batch(core: EngineCore) -> None:
+    """A seeded request samples the same tokens whatever else runs."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 20, "min_p": 0.01},
+        {"temperature": 1.0, "typical_p": 0.8},
+        {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    ]
+    requests = [request_of(f"r{i}", prompt_of(11 + i, i), seed=i, **kind) for i, kind in enumerate(kinds)]
+    together = run(core, *requests)
+    for request in requests:
+        alone = run(core, request)[request.request_id]
+        assert len(alone.tokens[0]) == 12
+        assert alone.tokens[0] == together[request.request_id].tokens[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_resumed_text_is_the_uninterrupted_one(core: EngineCore, temperature: float) -> None:
+    """A continuation after k delivered tokens goes on exactly as the first attempt would have."""
+    prompt = prompt_of(15, 3)
+    kind = {"temperature": temperature, "seed": 11, "frequency_penalty": 0.3, "max_tokens": 20}
+    whole = run(core, request_of("whole", prompt, **kind))["whole"].tokens[0]
+    for k in (1, 7, 19):
+        outcome = run(core, request_of(f"k{k}", prompt, resumed=whole[:k], **kind))[f"k{k}"]
+        assert outcome.tokens[0] == whole[k:]
+        assert outcome.finished[0].num_generated_tokens == 20
+    done = run(core, request_of("done", prompt, resumed=whole, **kind))["done"]
+    assert done.tokens[0] == []
+    assert done.finished[0].reason == "length"
+
+
+def test_stop_tokens_and_min_tokens(core: EngineCore, tiny_llama: Any) -> None:
+    """A stop token ends the text, is delivered, and cannot be sampled before min_tokens."""
+    prompt = prompt_of(10, 0)
+    plain = greedy(tiny_llama, prompt, 12)
+    stop = plain[4]
+    first = plain.index(stop)
+    outcome = run(core, request_of("a", prompt, stop_token_ids=(stop,)))["a"]
+    assert outcome.tokens[0] == plain[: first + 1]
+    assert outcome.finished[0].reason == "stop"
+    later = run(core, request_of("b", prompt, stop_token_ids=(stop,), min_tokens=8))["b"]
+    assert stop not in later.tokens[0][:8]
+    assert len(later.tokens[0]) >= 8
+
+
+def test_the_context_length_ends_a_text(core: EngineCore) -> None:
+    """A sequence that fills the context ends with reason length."""
+    outcome = run(core, request_of("a", prompt_of(250, 0), max_tokens=100))["a"]
+    assert len(outcome.tokens[0]) == 6
+    assert outcome.finished[0].reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_"),
+    [
+        ("context_too_long", request_of("x", prompt_of(256, 0))),
+        ("not_found", request_of("x", (1, 2), adapter="nobody")),
+        ("invalid_field", request_of("x", (1, 131))),
+        ("invalid_field", request_of("x", (1, -1))),
+        ("invalid_field", request_of("x", ())),
+        ("invalid_field", request_of("x", (1,), logit_bias=((500, 1.0),))),
+    ],
+)
+def test_impossible_requests_fail_with_their_kind(core: EngineCore, kind: str, request_: Any) -> None:
+    """What cannot be run fails at once, and the request beside it runs."""
+    outcomes = run(core, request_, request_of("good", prompt_of(5, 0)))
+    failed = outcomes["x"].failed
+    assert failed is not None
+    assert failed.kind == kind
+    assert len(outcomes["good"].tokens[0]) == 12
+
+
+def test_abort_at_any_point_frees_everything(core: EngineCore) -> None:
+    """Aborted before, during and after its prompt, a request ends once and its memory is accounted for."""
+    for steps in range(8):
+        outcomes = {name: Outcome() for name in ("a", "b")}
+        core.add(request_of("a", prompt_of(40, 0), n=2))
+        core.add(request_of("b", prompt_of(12, 1)))
+        take(core, outcomes, max_steps=steps)
+        core.abort("a")
+        take(core, outcomes)
+        assert {f.reason for f in outcomes["a"].finished.values()} <= {"abort", "length"}
+        assert len(outcomes["a"].finished) == 2
+        assert len(outcomes["b"].tokens[0]) == 12
+    core.abort("nobody")
+
+
+def test_one_choice_can_end_early(core: EngineCore) -> None:
+    """Ending one sequence leaves the others running."""
+    outcomes = {"a": Outcome()}
+    core.add(request_of("a", prompt_of(6, 0), prompt_of(7, 1)))
+    take(core, outcomes, max_steps=3)
+    core.finish("a", 0)
+    core.finish("a", 0)
+    take(core, outcomes)
+    assert outcomes["a"].finished[0].reason == "abort"
+    assert outcomes["a"].finished[1].reason == "length"
+
+
+def test_deadline(core: EngineCore) -> None:
+    """A request past its deadline finishes with that reason, running or waiting."""
+    outcomes = {"a": Outcome(), "b": Outcome()}
+    core.add(request_of("a", prompt_of(6, 0), max_tokens=200, deadline=time.time() + 0.05))
+    core.add(request_of("b", prompt_of(6, 0), deadline=time.time() - 1))
+    take(core, outcomes)
+    assert outcomes["b"].finished[0].reason == "deadline"
+    assert outcomes["a"].finished[0].reason in ("deadline", "length")
+
+
+def test_one_failing_request_harms_no_other(
+    core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When a forward raises because of one sequence, that request fails and the others keep their tokens."""
+    forward = core._runner.model.forward
+    good = prompt_of(12, 0)
+    expected = greedy(tiny_llama, good, 4)
+    poison = next(t for t in range(3, 131) if t not in (*good, *expected))
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        if (kwargs["input_ids"] == poison).any():
+            raise RuntimeError("poisoned")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(core._runner.model, "forward", poisoned)
+    outcomes = run(core, request_of("bad", (5, poison, 6)), request_of("good", good, max_tokens=4))
+    assert outcomes["bad"].failed is not None
+    assert outcomes["bad"].failed.kind == "internal"
+    assert outcomes["good"].tokens[0] == expected
+
+
+def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after the forward is pinned on its request too; nothing is left without an end."""
+    from mlflow_llm.serving.engine import core as module
+
+    original = module.sample
+
+    def failing(logits: Any, sequences: Any) -> Any:
+        if any(s.request.request_id == "bad" for s in sequences):
+            raise RuntimeError("sampler")
+        return original(logits, sequences)
+
+    monkeypatch.setattr(module, "sample", failing)
+    outcomes = run(core, request_of("bad", (5, 6)), request_of("good", prompt_of(9, 0)))
+    assert outcomes["bad"].failed is not None
+    assert len(outcomes["good"].tokens[0]) == 12
+
+
+def test_numbers_that_are_not_finite_fail_one_request(
+    core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
+    embed = core._runner.model.get_input_embeddings()
+    original = type(embed).forward
+
+    def poisoned(self: Any, ids: Any) -> Any:
+        out = original(self, ids)
+        out[ids == 77] = float("nan")
+        return out
+
+    monkeypatch.setattr(type(embed), "forward", poisoned)
+    outcomes = run(core, request_of("bad", (5, 77, 6)), request_of("good", (9, 8, 7), max_tokens=3))
+    assert outcomes["bad"].failed is not None
+    prompt = (9, 10, 11, 12)
+    later = run(core, request_of("later", prompt, max_tokens=5), request_of("too", (4, 5), max_tokens=5))
+    assert later["later"].tokens[0] == greedy(tiny_llama, prompt, 5)
+
+
+def test_logprobs(core: EngineCore, tiny_llama: Any) -> None:
+    """Log probabilities are the model's own, of sampled tokens and of the prompt."""
+    import torch
+
+    prompt = prompt_of(40, 0)
+    outcome = run(core, request_of("a", prompt, logprobs=3, prompt_logprobs=2, max_tokens=4))["a"]
+    ids = list(prompt) + outcome.tokens[0]
+    with torch.inference_mode():
+        expected = torch.log_softmax(tiny_llama(torch.tensor([ids])).logits[0], -1)
+    scored = outcome.scored[0].logprobs
+    assert [s.token_id for s in scored] == list(prompt[1:])
+    for place, score in enumerate([*scored, *outcome.logprobs[0]]):
+        assert score.logprob == pytest.approx(float(expected[place, score.token_id]), abs=1e-4)
+        best = expected[place].topk(len(score.top))
+        assert [t for t, _ in score.top] == best.indices.tolist()
+        assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_random_traffic(tiny_bundle: Bundle) -> None:
+    """Many adds, aborts and early ends under little memory: every request ends once and the books stay right."""
+    draw = random.Random(5)
+    core = EngineCore(tiny_bundle, settings(kv_cache_memory=150 * TOKEN_BYTES, max_num_seqs=6))
+    outcomes: dict[str, Outcome] = {}
+    for i in range(120):
+        name = f"r{i}"
+        outcomes[name] = Outcome()
+        prompt = prompt_of(draw.randint(1, 60), draw.randint(0, 6))
+        kind = {"temperature": draw.choice([0.0, 1.0]), "priority": draw.randint(0, 2), "n": draw.randint(1, 3)}
+        core.add(request_of(name, prompt, max_tokens=draw.randint(1, 25), seed=i, **kind))
+        take(core, outcomes, max_steps=draw.randint(0, 3))
+        if draw.random() < 0.3:
+            core.abort(f"r{draw.randint(0, i)}")
+        if draw.random() < 0.2:
+            core.finish(f"r{draw.randint(0, i)}", 0)
+    take(core, outcomes)
+    assert all(o.failed is None and o.finished for o in outcomes.values())
+    assert core.health().num_running == core.health().num_waiting == 0
+    assert 0 < core.health().kv_tokens_used <= 150
+    core.close()
+
+
+def test_shutdown_ends_every_request(tiny_bundle: Bundle) -> None:
+    """Closing fails what runs and waits with shutting_down, once each; later requests fail too."""
+    core = EngineCore(tiny_bundle, settings(max_num_seqs=1))
+    for name in "abc":
+        core.add(request_of(name, prompt_of(5, 0), max_tokens=100))
+    core.step()
+    told = [(request_id, event.kind) for _, request_id, event in core.close() if not isinstance(event, Tokens)]
+    assert sorted(told) == [(name, "shutting_down") for name in "abc"]
+    core.add(request_of("late", (1, 2)))
+    assert [event.kind for _, _, event in core.step()] == ["shutting_down"]
+
+
+def test_local_engine(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """The engine on a thread streams to several callers, aborts on close and ends with its streams failed."""
+    engine = LocalEngine(tiny_bundle, settings())
+    assert isinstance(engine, Engine)
+    prompts = [prompt_of(8 + i, i) for i in range(3)]
+    streams = [engine.submit(request_of(str(i), p)) for i, p in enumerate(prompts)]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        tokens = [t for event in stream if isinstance(event, Tokens) for t in event.token_ids]
+        assert tokens == greedy(tiny_llama, prompt, 12)
+    left = engine.submit(request_of("left", prompts[0], max_tokens=200))
+    next(iter(left))
+    left.close()
+    left.close()
+    engine.check_integrity()
+    early = engine.submit(request_of("early", prompts[0], max_tokens=200))
+    next(iter(early))
+    early.finish(0)
+    assert [e.reason for e in early if isinstance(e, Finished)] == ["abort"]
+    last = engine.submit(request_of("last", prompts[0], max_tokens=240))
+    engine.close()
+    engine.close()
+    assert list(last)[-1].kind == "shutting_down"  # type: ignore[union-attr]
+    assert engine.health().status == "dead"

@@ -1,0 +1,37 @@
+"""Every decoder family: ragged, chunked batches give what transformers' generate() gives for each prompt alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_runs import run
+from tiny_models import FAMILIES, SILENTLY_WRONG, greedy, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.settings import EngineSettings
+
+LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_equals_generate(family: str, tmp_path: Path) -> None:
+    """Greedy tokens of a mixed batch with chunked prefill equal generate()'s, token for token."""
+    model = make_model(FAMILIES[family]())
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24)
+    core = EngineCore(save_bundle(model, tmp_path), settings)
+    prompts = [prompt_of(n, seed) for seed, n in enumerate(LENGTHS)]
+    outcomes = run(core, *(request_of(str(i), p) for i, p in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(model, prompt, 12), (family, i)
+        assert outcomes[str(i)].finished[0].reason == "length"
+    core.close()
+
+
+@pytest.mark.parametrize("family", sorted(SILENTLY_WRONG))
+def test_refuses_what_would_be_wrong(family: str, tmp_path: Path) -> None:
+    """A family whose attention cannot be replaced is refused by its name at load."""
+    model = make_model(SILENTLY_WRONG[family]())
+    with pytest.raises(PackagingError, match=type(model).__name__):
+        EngineCore(save_bundle(model, tmp_path), EngineSettings(kv_cache_memory=1 << 24))

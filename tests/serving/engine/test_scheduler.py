@@ -1,0 +1,165 @@
+"""The scheduler and the books of the slots, without a model."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import prompt_of, request_of
+
+from mlflow_llm.serving.engine.kv_cache import LayerShape
+from mlflow_llm.serving.engine.scheduler import Scheduler
+from mlflow_llm.serving.engine.sequence import SequenceState
+from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+
+
+def make_cache(num_tokens: int = 1000, num_slots: int = 8) -> SlotKVCache:
+    shapes = [LayerShape(2, 8, 8)]
+    return SlotKVCache(shapes, num_slots=num_slots, num_tokens=num_tokens, max_model_len=256, dtype=torch.float32)
+
+
+def make(id: int, prompt: tuple[int, ...], **more: Any) -> SequenceState:
+    return SequenceState(request_of(str(id), prompt, **more), 0, id=id, key="", max_tokens=256, arrived_at=0.0)
+
+
+def compute(scheduler: Scheduler, cache: SlotKVCache) -> dict[int, int]:
+    """Pretend to run a step: {sequence: tokens}; who samples gets token 9."""
+    runs = scheduler.schedule()
+    cache.decode_order([run.sequence.id for run in runs if run.num_tokens == 1])
+    for run in runs:
+        assert run.start == run.sequence.num_computed
+        samples = run.samples
+        run.sequence.num_computed += run.num_tokens
+        cache.computed(run.sequence.id, run.sequence.tokens, run.sequence.num_computed)
+        if samples:
+            run.sequence.append(9)
+            if run.sequence.finish_reason():
+                scheduler.finish(run.sequence)
+    cache.check_integrity()
+    return {run.sequence.id: run.num_tokens for run in runs}
+
+
+def test_a_long_prompt_does_not_starve_short_ones() -> None:
+    """Short prompts behind a long one start in the same step."""
+    cache = make_cache()
+    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler.add(make(0, prompt_of(200, 0)))
+    for i in (1, 2):
+        scheduler.add(make(i, prompt_of(10, i)))
+    first = compute(scheduler, cache)
+    assert first == {0: 44, 1: 10, 2: 10}
+    assert compute(scheduler, cache) == {1: 1, 2: 1, 0: 62}
+
+
+def test_several_long_prompts_take_turns() -> None:
+    """Six long prompts that share a step by four all advance within two steps."""
+    cache = make_cache(2000)
+    scheduler = Scheduler(cache, max_num_seqs=6, max_num_batched_tokens=64)
+    sequences = [make(i, prompt_of(200, i)) for i in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for _ in range(2):
+        assert sum(compute(scheduler, cache).values()) == 64
+    assert min(s.num_computed for s in sequences) >= 16
+
+
+def test_priority_then_arrival() -> None:
+    """Lower priority numbers start first, equal ones by arrival."""
+    cache = make_cache()
+    scheduler = Scheduler(cache, max_num_seqs=1, max_num_batched_tokens=64)
+    for i, priority in enumerate((1, 0, 1, 0)):
+        scheduler.add(make(i, prompt_of(5, i), priority=priority, max_tokens=1))
+    assert [next(iter(compute(scheduler, cache))) for _ in range(4)] == [1, 3, 0, 2]
+
+
+def test_memory_admits_in_order() -> None:
+    """A prompt that does not fit waits and none behind it overtakes it."""
+    cache = make_cache(60)
+    scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=256)
+    for i, size in enumerate((40, 30, 5)):
+        scheduler.add(make(i, prompt_of(size, i), max_tokens=3))
+    assert set(compute(scheduler, cache)) == {0}
+    while scheduler.has_work():
+        compute(scheduler, cache)
+
+
+def test_illegal_moves_raise() -> None:
+    """A finished sequence cannot run again and a slot cannot be given twice."""
+    cache = make_cache()
+    scheduler = Scheduler(cache, max_num_seqs=1, max_num_batched_tokens=64)
+    sequence = make(0, (1, 2))
+    scheduler.add(sequence)
+    scheduler.finish(sequence)
+    with pytest.raises(RuntimeError, match="cannot become"):
+        scheduler.finish(sequence)
+    cache.acquire(5, "", np.array([1, 2], dtype=np.int32))
+    with pytest.raises(RuntimeError, match="cannot be given"):
+        cache.acquire(5, "", np.array([1, 2], dtype=np.int32))
+
+
+def test_integrity_check_finds_a_wrong_book() -> None:
+    """A charge that does not add up is an error."""
+    cache = make_cache()
+    cache.acquire(1, "", np.array([1, 2], dtype=np.int32))
+    cache.table.used += 1
+    with pytest.raises(RuntimeError, match="used is 3"):
+        cache.check_integrity()
+
+
+def test_keys_do_not_share() -> None:
+    """KV computed under one adapter is not reused under another, and is dropped with it."""
+    cache = make_cache()
+    tokens = np.arange(40, dtype=np.int32)
+    cache.acquire(1, "a#1", tokens)
+    cache.computed(1, tokens, 40)
+    cache.release(1, keep=True)
+    assert cache.match("", tokens) == (0, None)
+    assert cache.match("a#1", tokens) == (39, None)
+    cache.forget("a#1")
+    assert cache.match("a#1", tokens) == (0, None)
+    assert cache.num_tokens_used == 0
+
+
+def test_moved_slots_keep_their_numbers() -> None:
+    """Gathering decodes into neighbouring slots moves KV with them."""
+    cache = make_cache()
+    for owner in range(6):
+        cache.acquire(owner, "", np.array([owner] * 10, dtype=np.int32), reuse=False)
+        slot = cache.table.by_owner[owner]
+        cache._layers[0].k[slot.index, :, :10] = float(owner)
+        cache.computed(owner, slot.tokens, 10)
+    for gone in (1, 3):
+        cache.release(gone, keep=True)
+    for _ in range(3):
+        order = cache.decode_order([0, 2, 4, 5])
+    places = [cache.table.by_owner[o].index for o in order]
+    assert places == list(range(places[0], places[0] + 4))
+    for slot in cache.table.slots:
+        if slot.length:
+            assert (cache._layers[0].k[slot.index, :, :10] == float(slot.tokens[0])).all()
+    cache.check_integrity()
+
+
+def test_random_lives() -> None:
+    """Thousands of steps of random arrivals, ends and scarce memory keep the books right and end all."""
+    draw = random.Random(1)
+    cache = make_cache(300, num_slots=10)
+    scheduler = Scheduler(cache, max_num_seqs=5, max_num_batched_tokens=32)
+    alive: list[SequenceState] = []
+    for i in range(400):
+        sequence = make(i, prompt_of(draw.randint(1, 100), draw.randint(0, 8)), max_tokens=draw.randint(1, 40))
+        alive.append(sequence)
+        scheduler.add(sequence)
+        for _ in range(draw.randint(0, 6)):
+            compute(scheduler, cache)
+        if draw.random() < 0.3:
+            victim = draw.choice(alive)
+            if victim.status != "finished":
+                scheduler.finish(victim, keep=draw.random() < 0.5)
+    while scheduler.has_work():
+        assert compute(scheduler, cache)
+    assert scheduler.num_preemptions > 0
+    assert {s.status for s in alive} == {"finished"}
