@@ -1,0 +1,186 @@
+"""The model as an object for people: ``.chat``, ``.complete``, ``.embed``; answers that print as their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ...serving.bundle import Bundle
+from ...serving.errors import InvalidField
+from ...serving.reply import Choice, Delta, Done, Ended, Reply, Usage
+from ...serving.request import ValidRequest
+from ...serving.settings import EngineSettings
+from .session import Session
+
+Messages = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Answer:
+    """A whole answer. ``str(answer)`` is its text; ``choices`` has all of them where ``n`` or prompts were more."""
+
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def texts(self) -> list[str]:
+        return [choice.text for choice in self.choices]
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        more = f", {len(self.choices)} choices" if len(self.choices) > 1 else ""
+        tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens} tokens"
+        return f"Answer({self.text!r}, {self.finish_reason}, {tokens}{more})"
+
+
+class TextStream:
+    """Pieces of text as they come; ``usage``, ``finish_reason`` and ``text`` once it has ended.
+
+    Leaving a ``with`` early, or ``close``, aborts the request. Only choice 0 is streamed here.
+    """
+
+    def __init__(self, session: Session, request: ValidRequest) -> None:
+        self._pieces = session.pieces(request)
+        self.text = ""
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            if isinstance(piece, Done):
+                self.usage = piece.usage
+            elif isinstance(piece, Ended):
+                self.finish_reason = piece.finish_reason
+            elif isinstance(piece, Delta) and piece.text:
+                self.text += piece.text
+                yield piece.text
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    def __enter__(self) -> TextStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TextStream({self.text!r}, {self.finish_reason or 'running'})"
+
+
+class LanguageModel:
+    """A loaded model; use it in a ``with``, or ``close`` it: its engine process ends with its last user.
+
+    Methods take any request field by its name (``max_tokens=64, temperature=0``) and raise a ``ServingError`` that
+    names field, value and what is allowed. Threads may share one object: their requests run in one batch.
+    """
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+        self._session = Session(bundle, settings, defaults)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self._session.adapter_names()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self._session.bundle.tasks
+
+    @property
+    def settings(self) -> EngineSettings:
+        return self._session.settings
+
+    @overload
+    def chat(
+        self, messages: Messages, *, adapter: str | None = None, stream: Literal[False] = False, **fields: Any
+    ) -> Answer: ...
+    @overload
+    def chat(
+        self, messages: Messages, *, adapter: str | None = None, stream: Literal[True], **fields: Any
+    ) -> TextStream: ...
+    def chat(
+        self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
+    ) -> Answer | TextStream:
+        """Answer a conversation, or one user's text. ``stream=True`` gives a ``TextStream``."""
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+        return self._generate({"messages": turns, "adapter": adapter, **fields}, stream)
+
+    @overload
+    def complete(
+        self, prompt: str | list[str], *, adapter: str | None = None, stream: Literal[False] = False, **fields: Any
+    ) -> Answer: ...
+    @overload
+    def complete(
+        self, prompt: str | list[str], *, adapter: str | None = None, stream: Literal[True], **fields: Any
+    ) -> TextStream: ...
+    def complete(
+        self, prompt: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
+    ) -> Answer | TextStream:
+        """Continue a text; several prompts give one ``Answer`` with a choice for each."""
+        return self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
+
+    def embed(
+        self,
+        texts: str | list[str],
+        *,
+        adapter: str | None = None,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """Vectors as float32: ``[dim]`` for one text, ``[n, dim]`` for n. ``stream=True`` yields them one by one."""
+        request = self._session.valid({"input": texts, "adapter": adapter, **fields})
+        if stream:
+            return self._vectors(request)
+        reply = self._session.reply(request)
+        vectors = np.stack([_vector(data) for data in reply.vectors])
+        return vectors[0] if isinstance(texts, str) else vectors
+
+    def close(self) -> None:
+        self._session.close()
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        bundle = self._session.bundle
+        adapters = f", adapters {', '.join(self.adapters)}" if self.adapters else ""
+        return f"LanguageModel({', '.join(bundle.tasks)}{adapters}, {bundle.content_hash[:12]})"
+
+    def _generate(self, body: dict[str, Any], stream: bool) -> Answer | TextStream:
+        request = self._session.valid(body, stream=stream)
+        if stream:
+            if len(request.sequences) > 1:
+                raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
+            return TextStream(self._session, request)
+        reply: Reply = self._session.reply(request)
+        return Answer(choices=reply.choices, usage=reply.usage)
+
+    def _vectors(self, request: ValidRequest) -> Iterator[npt.NDArray[np.float32]]:
+        with self._session.pieces(request) as pieces:
+            for piece in pieces:
+                if not isinstance(piece, Done):
+                    yield _vector(piece.data)
+
+
+def _vector(data: bytes) -> npt.NDArray[np.float32]:
+    return np.frombuffer(data, dtype="<f4").astype(np.float32)

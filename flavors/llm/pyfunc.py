@@ -1,0 +1,159 @@
+"""What ``mlflow.pyfunc.load_model`` gives: ``predict`` and ``predict_stream`` over one engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import ErrorCode
+from mlflow.pyfunc.scoring_server import _SERVER_MODEL_PATH as SERVER_MODEL_PATH
+
+from ...serving.bundle import Bundle
+from ...serving.dialects import DIALECTS
+from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError
+from ...serving.settings import EngineSettings
+from .frames import requests_of
+from .session import Session
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_FROM = 9  # rows: fewer are answered before anybody wonders
+PROGRESS = "MLFLOW_LLM_PROGRESS"
+
+
+class PredictError(MlflowException):
+    """An error with the code and HTTP status of its ``ServingError``.
+
+    ``message`` cannot be changed: MLflow's scoring server would put the whole input in front of it, prompts and all.
+    """
+
+    def __init__(self, error: ServingError) -> None:
+        self.status = error.status
+        self._short = error.message
+        code = DIALECTS["mlflow"].error(error).body["error_code"]
+        super().__init__(error.message, error_code=ErrorCode.Value(code))
+
+    @property
+    def message(self) -> str:
+        return self._short
+
+    @message.setter
+    def message(self, value: str) -> None:
+        pass
+
+    def get_http_status_code(self) -> int:
+        return self.status
+
+
+class PyfuncModel:
+    """Thread-safe: the scoring server's threads and workers are batched together in one engine.
+
+    The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that a server that
+    says it is ready is.
+    """
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+        self.session = Session(bundle, settings, defaults)
+        if SERVER_MODEL_PATH in os.environ:
+            with _told():
+                self.session.connect()
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
+        """Answer one request or many.
+
+        Args:
+            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``), a list of them, or a
+                DataFrame with a row for each.
+            params: request fields for all rows, under those that a row has itself.
+
+        Returns:
+            One reply object for one request (also for one row: MLflow hands both over alike), else a list in order.
+            Many rows show a progress bar on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
+
+        Raises:
+            MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named.
+        """
+        with _told():
+            bodies, single = requests_of(model_input)
+            rows = [{**_given(params), **body} for body in bodies]
+            if single:
+                request = self.session.valid(_unstreamed(rows[0]))
+                return self.session.encode(request, self.session.reply(request))
+            return self._predict_rows(rows)
+
+    def _predict_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        requests = []
+        for row, body in enumerate(rows):
+            try:
+                requests.append(self.session.valid(_unstreamed(body)))
+            except RequestError as error:
+                raise _in_row(error, row) from None
+        try:
+            replies = self.session.replies(requests, _progress if _shows_progress(len(rows)) else None)
+        except ServingError as error:
+            raise _in_row(error, getattr(error, "failed_at", 0)) from None
+        return [self.session.encode(request, reply) for request, reply in zip(requests, replies, strict=True)]
+
+    def predict_stream(self, model_input: Any, params: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Chunks of one reply in OpenAI's form as they come; the last with choices carries ``usage``.
+
+        Closing the iterator aborts the request. Raises ``MlflowException``.
+        """
+        with _told():
+            bodies, _ = requests_of(model_input)
+            if len(bodies) != 1:
+                raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
+            request = self.session.valid({**_given(params), **bodies[0]}, stream=True)
+            yield from self.session.chunks(request)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def _given(params: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (params or {}).items() if value is not None}
+
+
+def _unstreamed(body: dict[str, Any]) -> dict[str, Any]:
+    if body.get("stream") not in (None, False):
+        raise InvalidField("stream", body["stream"], "false: predict gives whole replies, predict_stream gives chunks")
+    return body
+
+
+def _in_row(error: ServingError, row: int) -> ServingError:
+    error.message = f"row {row}: {error.message}"
+    return error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Errors as MLflow's, short, and never a stack trace: that goes to the log."""
+    try:
+        yield
+    except ServingError as error:
+        raise PredictError(error) from None
+    except PackagingError as error:
+        raise PredictError(InternalError(str(error))) from None
+    except Exception:
+        mark = uuid.uuid4().hex[:12]
+        logger.exception("predict failed (%s)", mark)
+        raise PredictError(InternalError(f"internal error {mark}; the log of the server has the details")) from None
+
+
+def _shows_progress(rows: int) -> bool:
+    asked = os.environ.get(PROGRESS)
+    if rows < PROGRESS_FROM or asked == "0":
+        return False
+    return asked == "1" or sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def _progress(replies: Iterator[Any], total: int) -> Iterator[Any]:
+    from tqdm.auto import tqdm
+
+    return iter(tqdm(replies, total=total, unit="request", desc="predict"))

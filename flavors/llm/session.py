@@ -1,0 +1,166 @@
+"""One loaded model and the engine that answers for it: what ``PyfuncModel`` and ``LanguageModel`` have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from ...serving.bundle import Bundle
+from ...serving.dialects import DIALECTS, FIELDS
+from ...serving.dialects.fields import task_of
+from ...serving.engine.interface import Engine
+from ...serving.errors import Aborted, ShuttingDown
+from ...serving.reply import Piece, Reply
+from ...serving.request import Task, ValidRequest
+from ...serving.settings import EngineSettings
+from ...serving.tasks import embed, generate
+from ...serving.tasks.endpoint import EndpointView
+from ...serving.tasks.text import TextModel
+from ...serving.tasks.validate import validate
+
+NAME = "llm"
+T = TypeVar("T")
+Watch = Callable[[Iterator[Any], int], Iterator[Any]]
+
+
+class Session:
+    """Thread-safe. The engine starts at the first request or ``connect``, not before: a model that is only looked
+    at, as when it is logged, costs no engine."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+        self.bundle = bundle
+        self.settings = settings
+        self._defaults = dict(defaults or {})
+        self._dialect = DIALECTS["mlflow"]
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._view: EndpointView | None = None
+        self._closed = False
+
+    def connect(self) -> EndpointView:
+        """The endpoint's view, with its engine running. Raises ``PackagingError``, ``EngineDied``, ``ShuttingDown``."""
+        view = self._view
+        if view is not None:
+            return view
+        with self._lock:
+            if self._closed:
+                raise ShuttingDown("this model was closed")
+            if self._view is None:
+                text = TextModel(self.bundle, trust_remote_code=self.settings.trust_remote_code)
+                self._engine = engine = _start(self.bundle, self.settings)
+                self._view = EndpointView(
+                    name=NAME, info=engine.info, text=text, adapters=self.adapter_names, names=None
+                )
+            return self._view
+
+    @property
+    def engine(self) -> Engine:
+        self.connect()
+        if self._engine is None:
+            raise ShuttingDown("this model was closed")
+        return self._engine
+
+    def adapter_names(self) -> tuple[str, ...]:
+        """The saved adapters, and those that were added to the running engine since."""
+        engine = self._engine
+        names = set(self.bundle.adapters) if engine is None else {a.name for a in engine.adapters()}
+        return tuple(sorted(names))
+
+    def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
+        """A request in MLflow's form, checked. Raises ``RequestError`` naming field, value and what is allowed."""
+        view = self.connect()
+        asked = {**body, "stream": stream}
+        task: Task = task_of(asked, None)  # type: ignore[assignment]
+        for name, value in self._defaults.items():
+            if asked.get(name) is None and name in FIELDS[task]:
+                asked[name] = value
+        raw = self._dialect.decode(asked, task)
+        default = self.bundle.default_adapter
+        if default is not None and raw.adapter is None and view.find_adapter(raw.model, None) is None:
+            raw = msgspec.structs.replace(raw, adapter=default)
+        return validate(raw, view)
+
+    def pieces(self, request: ValidRequest) -> Any:
+        """The reply's pieces as they come; ``close`` aborts."""
+        if request.task == "embeddings":
+            return embed.run(self.engine, request)
+        return generate.run(self.engine, request, self.connect().text)
+
+    def reply(self, request: ValidRequest, stop: threading.Event | None = None) -> Reply:
+        """The whole reply; ``stop``, when set, ends it with ``Aborted``."""
+        with self.pieces(request) as pieces:
+            return generate.gather(_until(pieces, stop) if stop is not None else pieces)
+
+    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
+        return self._dialect.encode(request, reply)
+
+    def chunks(self, request: ValidRequest) -> Iterator[dict[str, Any]]:
+        """A streamed reply as chunk objects."""
+        encoder = self._dialect.stream(request)
+        with self.pieces(request) as pieces:
+            for piece in pieces:
+                yield from _events(encoder.encode(piece))
+
+    def replies(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply]:
+        """Replies in order. All run in one batch: as many are under way at a time as the engine runs at once.
+
+        Each is read by a thread of its own, so that a stop string ends its text when it comes, not when its turn to
+        be read does. The first error stops the rest and is raised; ``failed_at`` on it is the row's number.
+        """
+        stop = threading.Event()
+        width = max(1, min(len(requests), self.settings.max_num_seqs))
+        with ThreadPoolExecutor(width, thread_name_prefix="mlflow-llm-predict") as pool:
+            futures = [pool.submit(self.reply, request, stop) for request in requests]
+            try:
+                waited = _in_order(futures)
+                return list(waited if watch is None else watch(waited, len(futures)))
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def close(self) -> None:
+        """Give the engine up; its process ends when no other client uses it. Closing twice is harmless."""
+        with self._lock:
+            self._closed = True
+            engine, self._engine, self._view = self._engine, None, None
+        if engine is not None:
+            engine.close()
+
+
+def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
+    if settings.in_process:
+        from ...serving.engine.local import LocalEngine
+
+        return LocalEngine(bundle, settings)
+    from ...serving.transport import connect
+
+    return connect(bundle, settings)
+
+
+def _in_order(futures: list[Future[T]]) -> Iterator[T]:
+    for row, future in enumerate(futures):
+        try:
+            yield future.result()
+        except Exception as error:
+            error.failed_at = row  # type: ignore[attr-defined]
+            raise
+
+
+def _until(pieces: Iterator[Piece], stop: threading.Event) -> Iterator[Piece]:
+    for piece in pieces:
+        if stop.is_set():
+            raise Aborted("another row of this batch failed")
+        yield piece
+
+
+def _events(encoded: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in server-sent events; ``[DONE]`` says nothing here."""
+    for line in encoded.split(b"\n\n"):
+        data = line.removeprefix(b"data: ")
+        if data and data != b"[DONE]":
+            yield msgspec.json.decode(data)
