@@ -61,7 +61,12 @@ def running(
         spec = ServeSpec(
             endpoints=(
                 EndpointSpec(
-                    name=name, entity="model-1", bundle=bundle, core=core, created=1, engine=engine or EngineSettings()
+                    name=name,
+                    entity="model-1",
+                    bundle=bundle,
+                    core=core,
+                    created=1,
+                    engine=engine or EngineSettings(idle_timeout=0.3),
                 ),
             ),
             settings=ServerSettings(port=port, **({"workers": 1} | settings)),
@@ -83,6 +88,7 @@ def running(
             yield server
         finally:
             _end(process)
+            _await_engines(Path(runtime))
 
 
 def _await(server: Running, seconds: float) -> None:
@@ -95,6 +101,14 @@ def _await(server: Running, seconds: float) -> None:
                 return
         time.sleep(0.05)
     raise AssertionError(f"the server did not come up:\n{server.log()[-4000:]}")
+
+
+def _await_engines(runtime: Path) -> None:
+    """Engines end by themselves soon after their last client; their directory must live until then."""
+    until = time.monotonic() + 20
+    while any(runtime.glob("*/spec.json")):
+        assert time.monotonic() < until, "an engine outlives its server"
+        time.sleep(0.05)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,196 @@
+"""The clients that people use, unchanged, against a running server with real weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlflow_llm.flavors import llm
+
+pytestmark = [
+    # the clients' own warnings, about their own code
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir: Path) -> Iterator[str]:
+    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command."""
+    root = tmp_path_factory.mktemp("clients")
+    llm.save_model(root / "chat", smollm2_dir, link_files=True)
+    llm.save_model(root / "embed", minilm_dir, link_files=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--port", str(port), "--workers", "1"]
+    command += ["-m", f"{root / 'chat'}=assistant", "-m", f"{root / 'embed'}=embedder", "-C", "max_model_len=512"]
+    with open(root / "log", "wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + 150
+        while True:
+            assert process.poll() is None, (root / "log").read_text()[-3000:]
+            assert time.monotonic() < until, (root / "log").read_text()[-3000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.fixture
+def workspace(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server as a Databricks workspace."""
+    monkeypatch.setenv("DATABRICKS_HOST", url)
+    monkeypatch.setenv("DATABRICKS_TOKEN", "token")
+    return url
+
+
+def test_openai_sync(url: str) -> None:
+    """openai: chat, stream with usage, completions, models."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        whole = client.chat.completions.create(model="assistant", **CHAT)
+        assert "Paris" in whole.choices[0].message.content
+        chunks = list(
+            client.chat.completions.create(
+                model="assistant", stream=True, stream_options={"include_usage": True}, **CHAT
+            )
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        done = client.completions.create(model="assistant", prompt=["One, two,", "A, B,"], max_tokens=4, temperature=0)
+        assert len(done.choices) == 2
+        assert [m.id for m in client.models.list()] == ["assistant", "embedder"]
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nobody", **CHAT)
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(model="assistant", **(CHAT | {"temperature": 9}))
+
+
+def test_openai_async(url: str) -> None:
+    """openai's asynchronous client: several streams at once, each complete."""
+    import openai
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(model="assistant", stream=True, **CHAT)
+        return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+    async def several() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            return await asyncio.gather(*(one(client) for _ in range(4)))
+
+    texts = asyncio.run(several())
+    assert len(set(texts)) == 1
+    assert "Paris" in texts[0]
+
+
+def test_openai_embeddings(url: str) -> None:
+    """openai: embeddings as floats, as base64 (its default), and of token ids; all agree."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        floats = client.embeddings.create(model="embedder", input=["a cat", "a dog"], encoding_format="float").data
+        decoded = client.embeddings.create(model="embedder", input=["a cat", "a dog"]).data
+        raw = client.embeddings.create(model="embedder", input="a cat", encoding_format="base64").data[0].embedding
+        tokens = client.embeddings.create(model="embedder", input=[[101, 1037, 4937, 102]]).data
+    first = np.array(floats[0].embedding)
+    assert np.allclose(first, decoded[0].embedding, atol=1e-6)
+    assert np.allclose(first, np.frombuffer(base64.b64decode(raw), "<f4"), atol=1e-6)
+    assert len(tokens[0].embedding) == len(first) == 384
+    assert abs(float(first @ first) - 1) < 1e-4
+
+
+def test_databricks_sdk(workspace: str) -> None:
+    """databricks-sdk: serving_endpoints.query for chat, completions and embeddings."""
+    from databricks.sdk import WorkspaceClient
+    from databricks.sdk.service.serving import ChatMessage, ChatMessageRole
+
+    client = WorkspaceClient(host=workspace, token="token")
+    message = ChatMessage(role=ChatMessageRole.USER, content=CHAT["messages"][0]["content"])
+    chat = client.serving_endpoints.query("assistant", messages=[message], max_tokens=16, temperature=0.0)
+    assert "Paris" in chat.choices[0].message.content
+    done = client.serving_endpoints.query("assistant", prompt="One, two,", max_tokens=4)
+    assert done.usage.completion_tokens == 4
+    vectors = client.serving_endpoints.query("embedder", input=["a", "b"])
+    assert len(vectors.data) == 2
+
+
+def test_mlflow_databricks_client(workspace: str) -> None:
+    """mlflow.deployments' Databricks client: predict and predict_stream agree."""
+    from mlflow.deployments import get_deploy_client
+
+    client = get_deploy_client("databricks")
+    whole = client.predict(endpoint="assistant", inputs=CHAT)
+    chunks = list(client.predict_stream(endpoint="assistant", inputs=CHAT))
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    assert text == whole["choices"][0]["message"]["content"]
+
+
+def test_mlflow_http_client(url: str) -> None:
+    """mlflow.deployments' HTTP client: list, get and predict."""
+    from mlflow.deployments import get_deploy_client
+
+    client = get_deploy_client(url)
+    assert [e.name for e in client.list_endpoints()] == ["assistant", "embedder"]
+    assert client.get_endpoint("assistant").endpoint_type == "llm/v1/chat"
+    assert "Paris" in client.predict(endpoint="assistant", inputs=CHAT)["choices"][0]["message"]["content"]
+
+
+def test_own_plugin(url: str) -> None:
+    """The plugin's client of a running server: list, get, predict of one and several, predict_stream."""
+    from mlflow.deployments import get_deploy_client
+
+    client = get_deploy_client(url.replace("http://", "llm://"))
+    assert [e["name"] for e in client.list_deployments()] == ["assistant", "embedder"]
+    whole = client.predict("assistant", CHAT)["choices"][0]["message"]["content"]
+    assert len(client.predict("embedder", [{"input": "a"}, {"input": "b"}])["predictions"]) == 2
+    chunks = list(client.predict_stream("assistant", CHAT))
+    assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]) == whole
+
+
+def test_langchain(url: str) -> None:
+    """langchain-openai: invoke and stream."""
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key="x", model="assistant", temperature=0, max_tokens=16)
+    whole = model.invoke(CHAT["messages"][0]["content"])
+    assert "Paris" in whole.content
+    assert whole.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream(CHAT["messages"][0]["content"])) == whole.content
+
+
+@pytest.mark.parametrize(
+    ("model", "suffix"), [("openai/assistant", "/v1"), ("databricks/assistant", "/serving-endpoints")]
+)
+def test_litellm(url: str, model: str, suffix: str) -> None:
+    """litellm through its openai and databricks providers: whole and streamed."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import litellm
+
+    whole = litellm.completion(model=model, api_base=url + suffix, api_key="x", **CHAT)
+    assert "Paris" in whole.choices[0].message.content
+    chunks = litellm.completion(model=model, api_base=url + suffix, api_key="x", stream=True, **CHAT)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
