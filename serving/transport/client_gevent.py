@@ -1,6 +1,6 @@
 """The client for gevent workers: the loop is a greenlet, the queues are gevent's. The only file here that knows gevent.
 
-It attaches to an engine that a supervisor keeps; starting processes is the master's business.
+Where a supervisor keeps the engine, ``attach`` to it; ``connect`` also starts it and starts it again.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import gevent
 import gevent.queue
 import zmq.green
 
+from ..bundle import Bundle
+from ..settings import EngineSettings
 from .client import RemoteEngine
-from .launch import Attached
+from .launch import Attached, Launcher, Progress
 
 
 class GeventEngine(RemoteEngine):
@@ -28,10 +30,30 @@ class GeventEngine(RemoteEngine):
         return gevent.spawn(run)
 
 
-def attach(address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0) -> Any:
+def attach(
+    address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0
+) -> GeventEngine:
     """As ``client.attach``, for a gevent worker."""
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
 
     return GeventEngine(make, stall_timeout=stall_timeout)
+
+
+def connect(
+    bundle: Bundle,
+    settings: EngineSettings | None = None,
+    *,
+    state_dir: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> GeventEngine:
+    """As ``client.connect``, for a gevent worker."""
+    settings = settings or EngineSettings()
+    keep = bool(options.pop("keep", False))
+
+    def make() -> Launcher:
+        return Launcher(bundle, settings, state_dir=state_dir, progress=progress, sleep=gevent.sleep, **options)
+
+    return GeventEngine(make, stall_timeout=settings.stall_timeout, keep=keep)

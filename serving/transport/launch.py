@@ -100,6 +100,7 @@ class Launcher:
         self.bundle, self.settings, self.core = bundle, settings, core
         self.listen, self.key_file = listen, key_file
         self.client_id = uuid.uuid4().hex
+        self.generation = ""
         self.secret: bytes | None = None
         self._sleep = sleep
         self._progress = progress
@@ -114,23 +115,33 @@ class Launcher:
         sweep(self.state.runtime)
         deadline = time.monotonic() + self.settings.start_timeout
         try:
-            generation = self._join(stalled)
-            while not self._is_ready(generation):
-                if cancelled():
-                    raise ShuttingDown("the client was closed")
-                if time.monotonic() > deadline:
-                    self._kill(generation)
-                    limit = self.settings.start_timeout
-                    raise EngineDied(f"the engine was not ready within start_timeout, {limit:g} seconds")
-                self._sleep(POLL_INTERVAL)
-                status = self.state.read_status()  # another may have started it anew in the meantime
-                generation = status.generation if status else generation
+            generation = None
+            while generation is None:  # one that ends just as we come to it is not our failure
+                generation = self._wait(self._join(stalled), deadline, cancelled)
         except BaseException:
             self.close()
             raise
         self._say("ready")
+        self.generation = generation
         check_private(self.state.path)
         return f"ipc://{self.state.file(SOCKET)}"
+
+    def _wait(self, generation: str, deadline: float, cancelled: Callable[[], bool]) -> str | None:
+        """The generation that became ready, None for one that was ready and has ended. Raises as ``find`` does."""
+        while not self._is_ready(generation):
+            if cancelled():
+                raise ShuttingDown("the client was closed")
+            if time.monotonic() > deadline:
+                self._kill(generation)
+                limit = self.settings.start_timeout
+                raise EngineDied(f"the engine was not ready within start_timeout, {limit:g} seconds")
+            status = self.state.read_status()
+            if status is None or (status.state == "ready" and not self.state.engine_alive):
+                return None
+            self._sleep(POLL_INTERVAL)
+            status = self.state.read_status()  # another may have started it anew in the meantime
+            generation = status.generation if status else generation
+        return generation
 
     def _join(self, stalled: str) -> str:
         """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
@@ -142,9 +153,16 @@ class Launcher:
             status = self.state.read_status()
             if stalled and status is not None and status.generation == stalled:
                 self._kill_now(status)
-            if self.state.engine_alive and status is not None:
+            if self.state.engine_alive and status is not None and status.state != "failed":
                 return status.generation
+            self._await_end()
             return self._start()
+
+    def _await_end(self) -> None:
+        """Under the lock: let an engine that has written its failure down finish ending."""
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while self.state.engine_alive and time.monotonic() < deadline:
+            self._sleep(POLL_INTERVAL)
 
     @contextlib.contextmanager
     def _locked(self) -> Any:
@@ -160,13 +178,14 @@ class Launcher:
         lock = try_acquire(self.state.engine_lock_path)
         if lock is None:
             raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0)
+        fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``locks``
         spec = Spec(
             bundle=self.bundle,
             settings=self.settings,
             runtime=self.state.runtime,
             key=self.state.key,
             generation=generation,
-            lock_fd=lock.fd,
+            lock_fd=fd,
             core=self.core,
             listen=self.listen,
             key_file=self.key_file,
@@ -184,12 +203,13 @@ class Launcher:
                     stderr=log,
                     cwd="/",
                     env=_environment(),
-                    pass_fds=[lock.fd],
+                    pass_fds=[fd],
                     check=True,
                 )
         except subprocess.CalledProcessError:
             raise EngineDied(f"the engine cannot be started: {self._last_line()}") from None
         finally:
+            os.close(fd)
             lock.give_away()
         return generation
 
@@ -198,17 +218,13 @@ class Launcher:
         alive = self.state.engine_alive  # before the status: a failing engine writes first and dies then
         status = self.state.read_status()
         if status is None or status.generation != generation:
-            if not alive:
-                raise EngineDied("the engine ended while this process waited for it", retry_after=1.0)
             return False
         if status.state == "failed":
             raise PackagingError(status.reason) if status.kind == "packaging" else EngineDied(status.reason)
-        if not alive:
-            if status.state == "ready":
-                raise EngineDied("the engine ended while this process connected", retry_after=1.0)
+        if not alive and status.state == "loading":
             raise EngineDied(f"the engine was killed while it loaded (out of memory?): {self._last_line()}")
         self._say("loading")
-        return status.state == "ready"
+        return alive and status.state == "ready"
 
     def _last_line(self) -> str:
         lines = [line for line in self.state.log_tail().splitlines() if line.strip()]
@@ -260,7 +276,7 @@ class Attached:
         self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
     ) -> None:
         self.address, self.timeout, self._sleep = address, timeout, sleep
-        self.client_id = ""
+        self.client_id = self.generation = ""
         self.secret: bytes | None = None
         self.state: StateDir | None = None
         self._lock: FileLock | None = None
@@ -278,7 +294,8 @@ class Attached:
         while not cancelled():
             status = self.state.read_status()
             fresh = status is not None and status.state == "ready" and status.generation != stalled
-            if fresh and self.state.engine_alive and self._join():
+            if status is not None and fresh and self.state.engine_alive and self._join():
+                self.generation = status.generation
                 return f"ipc://{self.state.file(SOCKET)}"
             if time.monotonic() > deadline:
                 raise Unavailable("the engine is not running", retry_after=1.0)

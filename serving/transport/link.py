@@ -33,6 +33,7 @@ class Finder(Protocol):
     """How a client comes to an engine; ``launch.Launcher`` starts one, ``launch.Attached`` waits for one."""
 
     client_id: str
+    generation: str  # of the engine found last
     secret: bytes | None
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
@@ -80,7 +81,7 @@ class Link:
     def open(self) -> None:
         """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises."""
         while not self.stopping:
-            self._connect("")
+            self._connect(self.finder.generation if self.stalled else "")
             while self._socket is not None and not self.stopping:
                 self._turn()
                 if self.state.welcome:
@@ -128,7 +129,7 @@ class Link:
 
     def _reconnect(self) -> None:
         try:
-            self._connect(self.state.generation if self.stalled else "")
+            self._connect(self.finder.generation if self.stalled else "")
             self._failures = 0
         except (ServingError, PackagingError) as error:
             logger.warning("no engine: %s", error)
@@ -144,9 +145,6 @@ class Link:
         socket.setsockopt(self.zmq.RCVHWM, 0)
         if self.finder.secret is not None:
             secure_client(socket, self.finder.secret)
-        else:
-            # another engine at the same path is another conversation: see ClientState.hello
-            socket.setsockopt(self.zmq.RECONNECT_IVL, -1)
         self._monitor = socket.get_monitor_socket(self.zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
         self._socket = socket
@@ -182,8 +180,10 @@ class Link:
 
     def _flush(self) -> None:
         outbox = self.state.outbox
-        while self._socket is not None and outbox:
-            self._socket.send(outbox.popleft())
+        with contextlib.suppress(self.zmq.Again):  # only where the connection has just broken
+            while self._socket is not None and outbox:
+                self._socket.send(outbox[0], self.zmq.NOBLOCK)
+                outbox.popleft()
 
     def _poll(self) -> bool:
         """Wait for something to do; whether the connection has broken."""
@@ -217,10 +217,7 @@ class Link:
         if self._socket is None:
             return
         self._disconnect()
-        stalled = self.state.generation
         self.state.disconnected()
-        if self.stalled:
-            self.state.generation = stalled
         self._still = 0.0
 
     def _watch(self) -> None:
@@ -230,7 +227,7 @@ class Link:
         self._turned_at = now
         if self.state.moved:
             self.state.moved, self._still = False, 0.0
-        if self._socket is None or not (self.state.busy or self.keep):
+        if self._socket is None or not (self.state.busy or self.keep or not self.state.welcome):
             return
         if self._still > self.stall_timeout:
             logger.warning("the engine makes no progress")

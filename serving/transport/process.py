@@ -132,6 +132,9 @@ def _predecessor(state: StateDir) -> dict[str, str]:
 def _report(state: StateDir, spec: Spec, error: BaseException) -> None:
     """Leave the reason where those who wait for us find it."""
     logger.error("the engine ends", exc_info=error)
+    found = state.read_status()
+    if found is not None and found.state == "ready":
+        return  # it did start: its clients see it end and start another
     kind = "packaging" if isinstance(error, PackagingError) else "engine_died"
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     text = reason if kind == "packaging" else f"{type(error).__name__}: {reason}"

@@ -6,6 +6,7 @@ A client's life is shown by its lock file (``rundir``), that of a client on anot
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -230,6 +231,9 @@ class EngineServer:
             self.core.abort(request_id)
 
     def _end_if_unused(self) -> bool:
+        if not os.path.isdir(self.state.path):  # somebody removed the directory: no client can come any more
+            self.core.close()
+            return True
         lock = self.state.try_lock()
         if lock is None:
             return False

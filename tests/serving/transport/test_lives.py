@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import threading
@@ -126,7 +127,7 @@ def test_killed_idle_engine(place, make_bundle):
     """A client whose idle engine was killed cleans up behind it."""
     with place.connect(make_bundle()) as engine:
         os.kill(engine.info.pid, signal.SIGKILL)
-        assert eventually(lambda: not place.engines())
+        assert eventually(lambda: not engine._link.finder.alive())
     place.assert_clean()
 
 
@@ -193,4 +194,11 @@ def test_threads_share_a_client(place, make_bundle):
         prompts = [(i, i + 1) for i in range(64)]
         got = list(pool.map(lambda p: timeless(engine.submit(completion(prompt=p))), prompts))
         assert got == [timeless(local.submit(completion(prompt=p))) for p in prompts]
+    place.assert_clean()
+
+
+def test_removed_directory(place, make_bundle):
+    """An engine whose directory somebody removed ends all the same."""
+    with place.connect(make_bundle()):
+        shutil.rmtree(place.runtime)
     place.assert_clean()

@@ -140,3 +140,14 @@ def test_finish_one_sequence(place, make_bundle):
         _, ends = by_sequence([*events, *stream])
         assert {i: e.reason for i, e in ends.items()} == {0: "abort", 1: "length"}
     place.assert_clean()
+
+
+def test_hung_before_the_welcome(place, make_bundle):
+    """A client that meets an engine that hangs replaces it instead of waiting for its welcome for ever."""
+    bundle = make_bundle()
+    with place.connect(bundle) as first:
+        os.kill(first.info.pid, signal.SIGSTOP)
+        with place.connect(bundle) as second:
+            assert second.info.pid != first.info.pid or eventually(lambda: first.info.pid == second.info.pid)
+            assert isinstance(list(second.submit(completion()))[-1], Finished)
+    place.assert_clean()

@@ -24,7 +24,7 @@ from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 CORE = "mlflow_llm.serving.engine.instant:InstantCore"
-SETTINGS = EngineSettings(idle_timeout=0.6, stall_timeout=1.5, start_timeout=20.0)
+SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=20.0)
 
 
 CLIENT = """

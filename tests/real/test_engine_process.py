@@ -1,0 +1,79 @@
+"""The engine process on real weights: shared, killed in the middle of a text, and gone at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.events import Finished, Tokens
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.transport import connect
+
+SETTINGS = EngineSettings(idle_timeout=0.5, max_model_len=256)
+
+
+@pytest.fixture
+def runtime() -> Iterator[str]:
+    base = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: a socket's path has 107 bytes
+    yield os.path.join(base, "r")
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def read(engine, temperature, on_token=lambda: None):
+    """Token ids and ending of each of two sequences."""
+    request = ValidRequest(
+        request_id="r",
+        task="completions",
+        model="m",
+        n=2,
+        sequences=tuple(Sequence(prompt_token_ids=(504, 3575, 282), seed=seed) for seed in (3, 4)),
+        sampling=Sampling(max_tokens=40, temperature=temperature),
+    )
+    tokens, ends = {0: [], 1: []}, {}
+    for event in engine.submit(request):
+        if isinstance(event, Tokens):
+            tokens[event.index].extend(event.token_ids)
+            on_token()
+        elif isinstance(event, Finished):
+            ends[event.index] = (event.reason, event.num_generated_tokens)
+    return tokens, ends
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_killed_engine_keeps_the_text(smollm2_dir: Path, runtime: str, temperature: float) -> None:
+    """kill -9 in the middle of a text: the same tokens and counts as without, and nothing is left at the end."""
+    model = str(smollm2_dir)
+    bundle = Bundle(content_hash="smollm2", tasks=("completions",), model_dir=model, tokenizer_dir=model)
+    with connect(bundle, SETTINGS, state_dir=runtime) as engine, connect(bundle, SETTINGS, state_dir=runtime) as other:
+        first = engine.info.pid
+        assert other.info.pid == first
+        expected = read(engine, temperature)
+        assert {index: len(ids) for index, ids in expected[0].items()} == {0: 40, 1: 40}
+        middle, count = threading.Event(), [0]
+
+        def on_token() -> None:
+            count[0] += 1
+            if count[0] == 20 and not middle.is_set():
+                middle.set()
+                os.kill(first, signal.SIGKILL)
+
+        assert read(engine, temperature, on_token) == expected
+        assert engine.info.pid != first
+        last = engine.info.pid
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (psutil.pid_exists(last) or os.path.exists(runtime)):
+        time.sleep(0.05)
+    assert not psutil.pid_exists(last)
+    assert not psutil.pid_exists(first)
+    assert not os.path.exists(runtime)
