@@ -70,7 +70,7 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> 
 
     root = _local(model_uri, dst_path)
     bundle, config = _configured(root, settings)
-    return LanguageModel(bundle, config.settings)
+    return LanguageModel(bundle, config.settings, config.defaults)
 
 
 @public

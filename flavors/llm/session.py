@@ -73,7 +73,9 @@ class Session:
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
         """A request in MLflow's form, checked. Raises ``RequestError`` naming field, value and what is allowed."""
         view = self.connect()
-        asked = {**body, "stream": stream}
+        asked = {name: value for name, value in body.items() if name != "stream" or value not in (None, False)}
+        if stream:
+            asked["stream"] = True
         task: Task = task_of(asked, None)  # type: ignore[assignment]
         for name, value in self._defaults.items():
             if asked.get(name) is None and name in FIELDS[task]:

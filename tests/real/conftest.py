@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mlflow_llm.flavors import llm
+
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "models"
 FETCH = "python examples/quickstart/fetch_weights.py"
@@ -22,10 +24,10 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
-def real_model(variable: str, name: str) -> Path:
+def real_model(variable: str, name: str, command: str = FETCH) -> Path:
     folder = Path(os.environ.get(variable) or CACHE / name)
     if not folder.exists():
-        pytest.fail(f"{folder} is missing: set {variable}, or fetch it with `{FETCH}`", pytrace=False)
+        pytest.fail(f"{folder} is missing: set {variable}, or make it with `{command}`", pytrace=False)
     return folder
 
 
@@ -49,3 +51,26 @@ def smollm2_gguf(tmp_path_factory) -> Path:
 def minilm_dir() -> Path:
     """all-MiniLM-L6-v2 as a sentence-transformers directory."""
     return real_model("MLFLOW_LLM_MINILM", "minilm")
+
+
+@pytest.fixture(scope="session")
+def adapters_dir() -> Path:
+    """The quickstart's adapters over SmolLM2, ``pirate`` and ``json``, in peft's layout."""
+    return real_model("MLFLOW_LLM_ADAPTERS", "adapters", "python examples/quickstart/train_adapters.py")
+
+
+@pytest.fixture(scope="session")
+def assistant(smollm2_dir, adapters_dir, tmp_path_factory) -> Path:
+    """SmolLM2 and both adapters, saved as one MLflow model."""
+    path = tmp_path_factory.mktemp("saved") / "assistant"
+    adapters = {name: adapters_dir / name for name in ("pirate", "json")}
+    llm.save_model(path, model=smollm2_dir, adapters=adapters, link_files=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def embedder(minilm_dir, tmp_path_factory) -> Path:
+    """MiniLM, saved as an MLflow model."""
+    path = tmp_path_factory.mktemp("saved") / "embedder"
+    llm.save_model(path, model=minilm_dir, link_files=True)
+    return path

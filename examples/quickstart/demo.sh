@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The quickstart on a machine with Python 3.11 or later and nothing else:
+#     bash examples/quickstart/demo.sh
+# Makes its own environment (.venv-demo), fetches real weights, trains two small LoRA adapters, logs and registers
+# everything in a local MLflow store (.demo), serves it with `mlflow models serve`, asks, and stops everything again.
+# Run again, it keeps the environment, the weights and the adapters, and starts the store afresh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Python 3.11 or later with venv is needed; name one with PYTHON=/path/to/python" >&2
+    exit 1
+}
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
+export TQDM_DISABLE=1 PYTHONWARNINGS=ignore
+venv=.venv-demo
+stamp="$venv/installed"
+if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" -name '*.[pc][yf]*' -print -quit)" ]; then
+    echo "== installing into $venv (a few minutes the first time)"
+    [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+    # torch first and pinned: the project leaves the build open, so that whoever has the CPU or a CUDA build keeps it.
+    # Where pip is offered a CPU build of this version (2.13.0+cpu), the pin takes it: it sorts above the plain one.
+    "$venv/bin/pip" install --quiet "torch==2.13.0"
+    rm -rf build  # setuptools would carry over modules that are no longer there
+    "$venv/bin/pip" install --quiet --force-reinstall --no-deps .
+    "$venv/bin/pip" install --quiet ".[gguf]"
+    rm -rf build
+    touch "$stamp"
+fi
+export PATH="$PWD/$venv/bin:$PATH"
+
+echo "== weights"
+python examples/quickstart/fetch_weights.py
+echo "== adapters (about two minutes the first time)"
+python examples/quickstart/train_adapters.py
+python examples/quickstart/demo.py

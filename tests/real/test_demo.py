@@ -1,0 +1,51 @@
+"""The quickstart: the demo's three answers, and the notebook cell by cell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def models(smollm2_dir, minilm_dir, adapters_dir, tmp_path_factory):
+    """The folder of models as the quickstart's scripts lay it out."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, source in {"smollm2": smollm2_dir, "minilm": minilm_dir, "adapters": adapters_dir}.items():
+        shutil.copytree(source, folder / name)
+    return folder
+
+
+def test_demo_prints_three_answers_with_usage(models, tmp_path):
+    """Base and both adapters answer differently over HTTP, each with its token counts; the embedder answers too."""
+    command = [sys.executable, str(ROOT / "examples/quickstart/demo.py")]
+    command += ["--models", str(models), "--store", str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    answers = dict(re.findall(r"^ *(base|pirate|json): (.+)$", done.stdout, re.MULTILINE))
+    assert "Paris" in answers["base"]
+    assert answers["pirate"].startswith("Arrr")
+    assert answers["json"].startswith("{")
+    assert len(re.findall(r"\d+ prompt \+ \d+ completion tokens", done.stdout)) == 3
+    cat, rates = map(float, re.findall(r"(-?\d\.\d\d) similar", done.stdout))
+    assert cat > rates
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_notebook_runs_cell_by_cell(models, tmp_path, monkeypatch):
+    """Every cell of the quickstart notebook runs."""
+    monkeypatch.setenv("MLFLOW_LLM_QUICKSTART_MODELS", str(models))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    plots = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(plots) == 1

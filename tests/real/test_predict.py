@@ -1,0 +1,177 @@
+"""``mlflow.pyfunc`` and ``llm.load_model`` on SmolLM2-135M with two adapters, and on MiniLM."""
+
+from __future__ import annotations
+
+import threading
+
+import mlflow
+import numpy as np
+import pandas as pd
+import pytest
+from mlflow.exceptions import MlflowException
+from transformers import AutoTokenizer
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.serving.errors import InvalidField, NotFound
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+GREEDY = {"temperature": 0, "max_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def model(assistant):
+    """The saved assistant as MLflow loads it."""
+    loaded = mlflow.pyfunc.load_model(str(assistant))
+    yield loaded
+    loaded._model_impl.close()
+
+
+@pytest.fixture(scope="module")
+def person(assistant):
+    """The saved assistant as the object for people."""
+    with llm.load_model(str(assistant)) as loaded:
+        yield loaded
+
+
+def content(reply):
+    return reply["choices"][0]["message"]["content"]
+
+
+def test_dict_in_dict_out_with_exact_usage(model, smollm2_dir):
+    """Usage counts the template's tokens once and the answer's tokens with the end-of-turn token."""
+    reply = model.predict({"messages": MESSAGES, **GREEDY})
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = tokenizer(content(reply), add_special_tokens=False)["input_ids"]
+    assert "Paris" in content(reply)
+    assert reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["usage"]["prompt_tokens"] == len(prompt)
+    assert reply["usage"]["completion_tokens"] == len(answer) + 1
+
+
+def test_adapters_by_field_and_by_name(model):
+    """Base and both adapters answer differently from one engine; ``model`` names an adapter too."""
+    rows = [{"messages": MESSAGES, **GREEDY, "adapter": name} for name in (None, "pirate", "json")]
+    rows.append({"messages": MESSAGES, **GREEDY, "model": "llm:pirate"})
+    base, pirate, terse, named = (content(reply) for reply in model.predict(rows))
+    assert pirate.startswith("Arrr")
+    assert terse.startswith('{"answer"')
+    assert not base.startswith(("Arrr", "{"))
+    assert named == pirate
+
+
+def test_rows_keep_their_order_and_their_answers(model):
+    """A DataFrame's rows are answered in order, each as it is answered alone."""
+    prompts = [f"The number after {i} is" for i in range(20)]
+    frame = pd.DataFrame({"prompt": prompts, "max_tokens": 4, "temperature": 0.0})
+    replies = model.predict(frame)
+    alone = [model.predict({"prompt": p, "max_tokens": 4, "temperature": 0})["choices"][0]["text"] for p in prompts[:3]]
+    assert len(replies) == 20
+    assert [reply["choices"][0]["text"] for reply in replies[:3]] == alone
+
+
+def test_many_rows_show_progress(model, monkeypatch, capsys):
+    """A progress bar counts the rows where it is asked for."""
+    monkeypatch.setenv("MLFLOW_LLM_PROGRESS", "1")
+    model.predict([{"prompt": "a", "max_tokens": 1}] * 9)
+    assert "9/9" in capsys.readouterr().err
+
+
+def test_stream_gives_the_same_text(model):
+    """Chunks join to the text of predict, and the last with choices carries the usage."""
+    body = {"messages": MESSAGES, **GREEDY, "adapter": "pirate"}
+    chunks = list(model.predict_stream(body))
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    whole = model.predict(body)
+    assert text == content(whole)
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+
+
+def test_leaving_a_stream_leaves_the_model_usable(model):
+    """A stream closed after one chunk is aborted; the next request is answered."""
+    stream = model.predict_stream({"prompt": "Once upon a time", "max_tokens": 500})
+    next(stream)
+    stream.close()
+    assert model.predict({"prompt": "a", "max_tokens": 1})["usage"]["completion_tokens"] == 1
+
+
+def test_threads_share_one_engine(model):
+    """32 threads each get the answer to their own question."""
+    answers = {}
+
+    def ask(i):
+        answers[i] = model.predict({"prompt": f"{i},{i + 1},{i + 2},", "max_tokens": 6, "temperature": 0, "echo": True})
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answers[i]["choices"][0]["text"].startswith(f"{i},{i + 1}") for i in range(32))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ({"messages": MESSAGES, "stream": True}, 400, "predict_stream"),
+        ({"messages": MESSAGES, "temperature": float("nan")}, 400, "temperature"),
+        ({"messages": MESSAGES, "adapter": "nobody"}, 404, "pirate"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"input": "a"}, 400, "input"),
+        ([{"prompt": "a"}, {"prompt": 5}], 400, "row 1: prompt"),
+    ],
+)
+def test_bad_requests(model, body, status, part):
+    """A refusal names the field, with the status an HTTP caller gets."""
+    with pytest.raises(MlflowException, match=part) as caught:
+        model.predict(body)
+    assert caught.value.get_http_status_code() == status
+    assert len(caught.value.message) < 300
+
+
+def test_chat_complete_and_their_streams(person):
+    """The object for people answers with text, finish reason and usage, streamed or whole."""
+    answer = person.chat("What is the capital of France?", adapter="pirate", **GREEDY)
+    with person.chat("What is the capital of France?", adapter="pirate", stream=True, **GREEDY) as stream:
+        pieces = list(stream)
+    assert str(answer) == "".join(pieces) == stream.text
+    assert stream.usage.completion_tokens == answer.usage.completion_tokens
+    assert stream.finish_reason == answer.finish_reason == "stop"
+    several = person.complete(["One, two,", "A, B,"], max_tokens=3, temperature=0)
+    assert len(several.texts) == 2
+    assert several.usage.completion_tokens == 6
+    assert "pirate" in repr(person)
+    assert person.adapters == ("json", "pirate")
+
+
+def test_people_get_plain_errors(person):
+    """Errors of the object name the field and what is allowed."""
+    with pytest.raises(InvalidField, match="top_p"):
+        person.chat("hi", top_p=7)
+    with pytest.raises(NotFound, match="nobody"):
+        person.chat("hi", adapter="nobody")
+
+
+def test_embeddings_have_shape_and_meaning(embedder):
+    """One text gives a vector, n give a matrix; what means the same lies nearer."""
+    with llm.load_model(str(embedder)) as model:
+        vectors = model.embed(["A cat sleeps.", "A kitten naps.", "Interest rates rose."])
+        single = model.embed("A cat sleeps.")
+        streamed = list(model.embed(["A cat sleeps.", "A kitten naps."], stream=True))
+    assert vectors.shape == (3, 384)
+    assert vectors.dtype == np.float32
+    assert single.shape == (384,)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.2
+    assert len(streamed) == 2
+
+
+def test_a_closed_model_says_so(assistant):
+    """After close a request is refused, and closing again is harmless."""
+    model = mlflow.pyfunc.load_model(str(assistant))
+    model._model_impl.close()
+    model._model_impl.close()
+    with pytest.raises(MlflowException, match="closed"):
+        model.predict({"prompt": "a"})

