@@ -268,8 +268,9 @@ class EngineCore:
                 self._fail(entry, InternalError(_brief(outcome)))
                 continue
             self._told.append((entry.client, request_id, outcome))
+        for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
             if self._embeddings.is_done(request_id):
-                del self._entries[request_id]
+                self._entries.pop(request_id, None)
 
     # -- the exits of a request -------------------------------------------------------------------------------------
 
