@@ -1,25 +1,23 @@
-"""One uniform number for each (seed, position), whatever else is sampled: SplitMix64 as a counter-based hash."""
+"""Random numbers by (seed, position, token), whatever else is sampled: the counter-based generator Philox 4x64
+(Salmon et al. 2011, numpy's), keyed by seed and position, its counter running over the vocabulary."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+import torch
 
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014); wraps around on purpose."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> Any:
+    """Times at rate one, float32 [len(seeds), size], all above zero. ``seeds`` are uint64, ``positions`` below 2**32.
 
-
-def uniforms(seeds: Any, positions: Any) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits; ``seeds`` uint64 and ``positions`` (below 2**32) of equal shape."""
-    seed = np.asarray(seeds, dtype=np.uint64)
-    position = np.asarray(positions, dtype=np.uint64)
-    mixed = _mix(_mix(seed + GOLDEN) + (position + np.uint64(1)) * GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    Made of 32 random bits each: near zero, where races are won, a time keeps float32's relative precision.
+    """
+    bits = np.empty((len(seeds), size), dtype=np.uint32)
+    for row, seed, position in zip(bits, seeds, positions, strict=True):
+        generator = np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
+        row[:] = generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
+    uniform = torch.from_numpy(bits.astype(np.float32)).add_(0.5).mul_(2.0**-32)
+    return torch.log1p(uniform.clamp_(max=1 - 2.0**-24).neg_()).neg_()

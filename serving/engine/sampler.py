@@ -1,8 +1,11 @@
 """From logits to tokens, each sequence by its own parameters and its own random numbers.
 
-The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then the token whose share
-of the probability contains the uniform number of (seed, position). Which algorithm a row takes depends on its own
-parameters alone, so a sequence samples the same alone and in a batch.
+The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then a race: token t
+arrives at a time drawn from the exponential distribution with its probability as the rate, the first one wins (the
+Gumbel-max trick). The times come from (seed, position, t). Logits differ in their last bits with what else is in the
+batch; in a race that matters only where two tokens arrive together, while cumulated probabilities would move every
+unlikely token behind the first difference. Which algorithm a row takes depends on its own parameters alone, so a
+sequence samples the same alone and in a batch.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from ..events import TokenLogprob
 from ..request import Sampling
-from .randomness import uniforms
+from .randomness import exponentials
 from .sequence import SequenceState
 
 CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
@@ -88,14 +91,13 @@ def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> li
 def _sample_rows(logits: Any, sequences: Sequence[SequenceState]) -> list[int]:
     adjust(logits, sequences)
     tokens: list[int] = [0] * len(sequences)
-    u = uniforms([s.seed for s in sequences], [s.num_tokens for s in sequences])
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
         kinds.setdefault(_kind(sequence.sampling), []).append(i)
     for kind, rows in kinds.items():
         some = logits if len(rows) == len(sequences) else logits[rows]
-        parameters = [sequences[i].sampling for i in rows]
-        for i, token in zip(rows, _draw(kind, some, parameters, u[rows]), strict=True):
+        drawn = _draw(kind, some, [sequences[i] for i in rows])
+        for i, token in zip(rows, drawn, strict=True):
             tokens[i] = token
     return tokens
 
@@ -108,20 +110,23 @@ def _kind(p: Sampling) -> str:
     return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
 
 
-def _draw(kind: str, logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+def _draw(kind: str, logits: Any, sequences: Sequence[SequenceState]) -> list[int]:
     if kind == "greedy":
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy
+    parameters = [s.sampling for s in sequences]
+    times = exponentials([s.seed for s in sequences], [s.num_tokens for s in sequences], logits.shape[-1])
+    times = times.to(logits.device)
     logits = logits / _column(parameters, "temperature", logits)
     if kind == "whole":
         probabilities = _min_p(torch.softmax(logits, -1), parameters)
-        return invert(probabilities, u)
+        return race(probabilities, times).tolist()
     if kind == "truncated":
-        return _draw_truncated(logits, parameters, u)
-    return _draw_typical(logits, parameters, u)
+        return _draw_truncated(logits, parameters, times)
+    return _draw_typical(logits, parameters, times)
 
 
-def _draw_truncated(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> list[int]:
     """Work on the best ``CANDIDATES``; rows for which these are not enough are sorted whole."""
     V = logits.shape[-1]
     width = min(V, max([CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
@@ -134,11 +139,11 @@ def _draw_truncated(logits: Any, parameters: Sequence[Sampling], u: Any) -> list
         if width < V and not 0 < p.top_k <= width and r < p.top_p
     ]
     kept = truncate(values, totals, parameters)
-    tokens: list[int] = ids.gather(1, torch.tensor(invert(kept, u), device=ids.device)[:, None])[:, 0].tolist()
+    tokens: list[int] = ids.gather(1, race(kept, times.gather(1, ids))[:, None])[:, 0].tolist()
     for i in short:
         whole, order = logits[i : i + 1].sort(-1, descending=True)
-        place = invert(truncate(whole, totals[i : i + 1], [parameters[i]]), u[i : i + 1])[0]
-        tokens[i] = int(order[0, place])
+        weights = truncate(whole, totals[i : i + 1], [parameters[i]])
+        tokens[i] = int(order[0, race(weights, times[i : i + 1].gather(1, order))[0]])
     return tokens
 
 
@@ -159,7 +164,7 @@ def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
     return _min_p(weights * keep, parameters)
 
 
-def _draw_typical(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[int]:
+def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> list[int]:
     """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first."""
     totals = torch.logsumexp(logits, -1, keepdim=True)
     values, ids = logits.sort(-1, descending=True)
@@ -172,8 +177,9 @@ def _draw_typical(logits: Any, parameters: Sequence[Sampling], u: Any) -> list[i
     ordered = weights.gather(1, order)
     keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
     keep[:, 0] = True
-    place = torch.tensor(invert(ordered * keep, u), device=ids.device)[:, None]
-    tokens: list[int] = ids.gather(1, order.gather(1, place))[:, 0].tolist()
+    token_ids = ids.gather(1, order)
+    place = race(ordered * keep, times.gather(1, token_ids))[:, None]
+    tokens: list[int] = token_ids.gather(1, place)[:, 0].tolist()
     return tokens
 
 
@@ -184,14 +190,12 @@ def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:
     return weights.masked_fill(weights < floor, 0.0)
 
 
-def invert(weights: Any, u: Any) -> list[int]:
-    """The place at which the cumulated ``weights`` [B, N] pass ``u`` [B] times their sum; never one of weight 0."""
-    cumulated = weights.double().cumsum(-1)
-    target = torch.from_numpy(np.asarray(u)).to(weights.device)[:, None] * cumulated[:, -1:]
-    # Rounding may carry a target to the sum itself: the last place that has weight is the last allowed one.
-    last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous(), right=False)
-    places: list[int] = torch.minimum(torch.searchsorted(cumulated, target, right=True), last)[:, 0].tolist()
-    return places
+def race(weights: Any, times: Any) -> Any:
+    """Winners [B]: the place with the earliest arrival, time over weight; never one of weight 0.
+
+    ``weights`` [B, N] need not sum to one; ``times`` [B, N] are drawn at rate one.
+    """
+    return (weights / times).argmax(-1)
 
 
 def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
