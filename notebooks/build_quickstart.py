@@ -131,8 +131,20 @@ def without_noise(notebook: nbformat.NotebookNode) -> None:
     for cell in notebook.cells:
         cell.get("metadata", {}).pop("execution", None)
         if "outputs" in cell:
-            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr" and "widget" not in str(o.get("data"))]
+            kept = [o for o in cell.outputs if o.get("name") != "stderr" and "widget" not in str(o.get("data"))]
+            cell.outputs = joined(kept)
     notebook.metadata.pop("widgets", None)
+
+
+def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Neighbouring pieces of printed text as one output; a stream prints token by token."""
+    found: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def main() -> None:

