@@ -240,11 +240,12 @@ class EngineCore:
             return
         sequence.append(result.token_id)
         self._generated += 1
-        logprobs: tuple[TokenLogprob, ...] = () if result.logprob is None else (result.logprob,)
-        self._tell(sequence, Tokens(sequence.index, (result.token_id,), logprobs))
+        sequence.held.append(result)
         reason = sequence.finish_reason()
         if reason is not None:
             self._finish(sequence, reason)
+        elif not sequence.may_hold:
+            self._tell_held(sequence)
 
     def _expire(self) -> None:
         now = time.time()
@@ -278,8 +279,16 @@ class EngineCore:
         entry = self._entries[sequence.request.request_id]
         self._told.append((entry.client, entry.request.request_id, event))
 
+    def _tell_held(self, sequence: SequenceState) -> None:
+        held, sequence.held = sequence.held, []
+        token_ids = tuple(result.token_id for result in held)
+        logprobs: tuple[TokenLogprob, ...] = tuple(r.logprob for r in held if r.logprob is not None)
+        self._tell(sequence, Tokens(sequence.index, token_ids, logprobs))
+
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._scheduler.finish(sequence)
+        if sequence.held:
+            self._tell_held(sequence)
         started = sequence.first_step_at or time.monotonic()
         finished = Finished(
             sequence.index,

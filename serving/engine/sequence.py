@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..request import Sampling, Sequence, ValidRequest
 from .kv_cache import TokenIds
 
+if TYPE_CHECKING:
+    from .sampler import Sampled
+
+HELD_TOKENS = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
 Status = Literal["waiting", "running", "finished"]
 
 # Legal moves; "running" goes back to "waiting" when its memory is taken for an earlier sequence (preemption).
@@ -22,13 +26,14 @@ MOVES: dict[Status, tuple[Status, ...]] = {
 class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
-    ``limit`` is the most tokens the sequence may have in all. ``key`` names what its KV depends on beside the tokens.
+    ``held`` are sampled and not told yet. ``limit`` is the most tokens the sequence may have in all. ``key`` names what
+    its KV depends on beside the tokens.
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "id", "index", "key", "limit", "num_cached",
-        "num_computed", "num_preemptions", "num_prompt", "num_tokens", "prompt_scores", "request", "sampling", "seed",
-        "status", "stop_ids",
+        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index", "key", "limit",
+        "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_tokens", "prompt_scores", "request", "sampling",
+        "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +59,7 @@ class SequenceState:
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
+        self.held: list[Sampled] = []
         self.prompt_scores: list[Any] | None = [] if sampling.prompt_logprobs is not None else None
         self.status: Status = "waiting"
 
@@ -75,6 +81,11 @@ class SequenceState:
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt
+
+    @property
+    def may_hold(self) -> bool:
+        """Whether tokens may be told a few at a time: nobody reads them as they come, no stop string may end them."""
+        return not self.request.stream and not self.request.stop and len(self.held) < HELD_TOKENS
 
     @property
     def num_remaining(self) -> int:
