@@ -31,9 +31,9 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index", "key", "limit",
-        "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_tokens", "prompt_scores", "request", "sampling",
-        "seed", "status", "stop_ids",
+        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index",
+        "key", "limit", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_tokens",
+        "prompt_scores", "request", "sampling", "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(
