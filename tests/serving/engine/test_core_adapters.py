@@ -1,4 +1,4 @@
-"""Adapters through the whole engine: each text is the one that peft's own model continues with, whatever it runs beside."""
+"""Adapters through the whole engine: each text is what peft's own model continues with, whatever runs beside it."""
 
 from __future__ import annotations
 

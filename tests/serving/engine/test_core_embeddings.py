@@ -1,0 +1,206 @@
+"""Embeddings through the whole engine on tiny random encoders and decoders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import request_of
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+
+from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.errors import Aborted, ContextTooLong, DeadlineExceeded, InternalError, ShuttingDown
+from mlflow_llm.serving.events import Embedded, Failed
+from mlflow_llm.serving.request import Sequence, ValidRequest
+from mlflow_llm.serving.settings import EngineSettings
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.3,
+}
+MODELS: dict[str, Any] = {
+    "encoder": (lambda: BertModel(BertConfig(**SIZES)), "mean"),
+    "decoder": (lambda: LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2)), "lasttoken"),
+}
+TEXTS = ((5, 6, 7), (9,), (8, 7, 6, 5, 4, 3, 2, 9, 10), tuple(range(3, 33)), (4, 4, 5))
+
+
+class Served:
+    def __init__(self, kind: str, folder: Path) -> None:
+        make, self.pooling = MODELS[kind]
+        torch.manual_seed(0)
+        self.model = make().eval()
+        self.model.save_pretrained(folder)
+        self.bundle = Bundle(
+            content_hash="tiny",
+            tasks=("embeddings",),
+            model_dir=str(folder),
+            tokenizer_dir="",
+            embedding=EmbeddingSpec(pooling=self.pooling),
+        )
+
+    @torch.inference_mode()
+    def expected(self, ids: tuple[int, ...]) -> Any:
+        """The model's own forward of one text, pooled by hand."""
+        hidden = self.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        vector = hidden[-1] if self.pooling == "lasttoken" else hidden.mean(0)
+        return (vector / vector.norm()).numpy()
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture
+def core(served: Served) -> Iterator[EngineCore]:
+    core = EngineCore(served.bundle, EngineSettings(max_num_batched_tokens=16))
+    yield core
+    core.check_integrity()
+    assert not core.has_work()
+    core.close()
+
+
+def ask(request_id: str, *texts: tuple[int, ...], **more: Any) -> ValidRequest:
+    sequences = tuple(Sequence(prompt_token_ids=text) for text in texts)
+    return ValidRequest(request_id=request_id, task="embeddings", model="m", sequences=sequences, **more)
+
+
+def take(core: EngineCore) -> dict[str, dict[int, Any]]:
+    """Vectors by request and index, a ``Failed`` under index -1; nothing may be told twice or after an end."""
+    told: dict[str, dict[int, Any]] = {}
+    while core.has_work():
+        for _, request_id, event in core.step():
+            found = told.setdefault(request_id, {})
+            assert -1 not in found
+            if isinstance(event, Failed):
+                found[-1] = event
+                continue
+            assert isinstance(event, Embedded)
+            assert event.index not in found
+            found[event.index] = np.frombuffer(event.vector, dtype="<f4")
+    return told
+
+
+def test_requests_batched_together_equal_each_text_alone(core: EngineCore, served: Served) -> None:
+    """Texts of several requests, over several batches and beyond a batch's size, are those of the model's forward."""
+    core.add(ask("a", *TEXTS))
+    core.add(ask("b", *reversed(TEXTS)))
+    core.add(ask("c", TEXTS[3]))
+    told = take(core)
+    for name, texts in (("a", TEXTS), ("b", TEXTS[::-1]), ("c", (TEXTS[3],))):
+        assert sorted(told[name]) == list(range(len(texts)))
+        for index, text in enumerate(texts):
+            assert np.allclose(told[name][index], served.expected(text), atol=1e-5)
+
+
+def test_dimensions_cut_and_normalise(core: EngineCore, served: Served) -> None:
+    """Fewer dimensions are the first ones, of length 1 again."""
+    core.add(ask("a", TEXTS[0], dimensions=8))
+    vector = take(core)["a"][0]
+    expected = served.expected(TEXTS[0])[:8]
+    assert np.allclose(vector, expected / np.linalg.norm(expected), atol=1e-5)
+
+
+def test_abort_ends_what_waits_and_nothing_else(core: EngineCore, served: Served) -> None:
+    """An aborted request gets one terminal event, before its first batch or between two; the others are answered."""
+    core.add(ask("gone", *TEXTS))
+    core.add(ask("half", *TEXTS * 4))
+    core.add(ask("kept", TEXTS[0]))
+    core.abort("gone")
+    first = core.step()
+    core.abort("half")
+    told = take(core)
+    assert [event.kind for _, name, event in first if name == "gone" and isinstance(event, Failed)] == [
+        Aborted("").kind
+    ]
+    assert "gone" not in told
+    assert list(told["half"]) == [-1]
+    assert told["half"][-1].kind == Aborted("").kind
+    assert np.allclose(told["kept"][0], served.expected(TEXTS[0]), atol=1e-5)
+
+
+def test_a_deadline_fails_its_request_alone(core: EngineCore) -> None:
+    """A request past its deadline fails as such; one with time left is answered."""
+    core.add(ask("late", *TEXTS, deadline=time.time() - 1))
+    core.add(ask("early", *TEXTS, deadline=time.time() + 600))
+    told = take(core)
+    assert list(told["late"]) == [-1]
+    assert told["late"][-1].kind == DeadlineExceeded("").kind
+    assert sorted(told["early"]) == list(range(len(TEXTS)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [(((7,) * 41,), "41 tokens"), (((5,), (7,) * 41), "at most 40"), (((5,), ()), "token"), (((5, 100),), "99")],
+)
+def test_bad_inputs_are_refused_and_named(core: EngineCore, texts: Any, said: str) -> None:
+    """Over-long, empty and unknown tokens fail the whole request once; 40 tokens, the model's limit, are taken."""
+    core.add(ask("bad", *texts))
+    core.add(ask("good", (7,) * 40))
+    told = take(core)
+    assert list(told["bad"]) == [-1]
+    assert said in told["bad"][-1].message
+    if len(texts[-1]) > 40:
+        assert told["bad"][-1].kind == ContextTooLong("").kind
+    assert list(told["good"]) == [0]
+
+
+def test_an_embedding_model_refuses_to_generate(core: EngineCore) -> None:
+    """A completions request to it fails by name, and an embeddings request beside it is answered."""
+    core.add(request_of("text", (5, 6)))
+    core.add(ask("vector", TEXTS[0]))
+    told = take(core)
+    assert (told["text"][-1].param, "embeddings" in told["text"][-1].message) == ("task", True)
+    assert list(told["vector"]) == [0]
+
+
+def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a batch fails, its texts run one by one and only the request at fault is told so."""
+    embedder = core._parts.embedder
+    embed = embedder.embed
+
+    def failing(texts: Any) -> Any:
+        if (9,) in texts:
+            raise RuntimeError("no")
+        return embed(texts)
+
+    monkeypatch.setattr(embedder, "embed", failing)
+    core.add(ask("bad", (5,), (9,), (6,)))
+    core.add(ask("good", (5,), (6,)))
+    told = take(core)
+    assert told["bad"][-1].kind == InternalError("").kind
+    assert sorted(told["good"]) == [0, 1]
+
+
+def test_closing_fails_what_waits(served: Served) -> None:
+    """Shutdown tells every request that it is over."""
+    core = EngineCore(served.bundle, EngineSettings())
+    core.add(ask("a", *TEXTS))
+    core.add(ask("b", *TEXTS))
+    told = core.close()
+    assert sorted(name for _, name, _ in told) == ["a", "b"]
+    assert all(isinstance(event, Failed) and event.kind == ShuttingDown("").kind for _, _, event in told)
+    assert not core.has_work()
+
+
+@pytest.mark.parametrize(("change", "cosine"), [({"quantization": "int8"}, 0.98), ({"dtype": "bfloat16"}, 0.99)])
+def test_int8_and_bfloat16_stay_near(served: Served, change: dict[str, Any], cosine: float) -> None:
+    """Reduced precision keeps the direction of every vector."""
+    core = EngineCore(served.bundle, EngineSettings(**change))
+    core.add(ask("a", *TEXTS))
+    told = take(core)["a"]
+    for index, text in enumerate(TEXTS):
+        assert told[index] @ served.expected(text) > cosine
+    core.close()
