@@ -21,6 +21,7 @@ from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .interface import EngineInfo
 from .pooling import MODES, pool, transformer_dir
+from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
 from .step import Step, StepHolder
 
 # full GEMM speed, activations near the cache: MiniLM fp32 139/158/166/156, int8 313/332/298/208
@@ -127,13 +128,23 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder |
     model = model.to(device).eval().requires_grad_(False)
     max_length = _max_length(model, spec, settings)
     embedder = Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))
-    _use_ragged_attention(embedder, model, holder)
+    tests, expected = _use_ragged_attention(embedder, model, holder)
     linear.install(model, holder, settings)
+    int8 = settings.quantization == "int8"
+    _check(embedder, tests, expected, INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype], int8=int8)
     return embedder
 
 
-def _use_ragged_attention(embedder: Embedder, model: Any, holder: StepHolder) -> None:
-    """Switch the model to our attention and compare with its own, one sequence at a time."""
+def _check(embedder: Embedder, tests: list[list[int]], expected: Any, allowed: float, *, int8: bool = False) -> None:
+    found = embedder.hidden(tests).float()
+    distance = (relative_norm if int8 else relative_maximum)(found, expected.float())
+    if not distance <= allowed:  # also true for NaN
+        raise PackagingError(f"this model is not supported for embeddings: packed result differs by {distance:.2g}")
+
+
+def _use_ragged_attention(embedder: Embedder, model: Any, holder: StepHolder) -> tuple[list[list[int]], Any]:
+    """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
+    the model made of them."""
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
@@ -148,12 +159,10 @@ def _use_ragged_attention(embedder: Embedder, model: Any, holder: StepHolder) ->
         object.__setattr__(module, HOLDER, holder)
     model.set_attn_implementation(ragged_attention.NAME)
     try:
-        found = embedder.hidden(tests)
+        _check(embedder, tests, expected, TOLERANCE[expected.dtype])
     except (UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{name} is not supported for embeddings: {error}") from error
-    distance = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    if not distance <= TOLERANCE[found.dtype]:
-        raise PackagingError(f"{name} is not supported for embeddings: packed result differs by {distance:.2g}")
+    return tests, expected
 
 
 def _max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:

@@ -91,9 +91,8 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
         test.check(model, holder, layers)
     except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
-    linears = _install_linears(model, holder, settings)
-    if settings.quantization == "none":
-        test.check(model, holder, layers)
+    linears = linear.install(model, holder, settings)
+    test.check(model, holder, layers, int8=settings.quantization == "int8")
     return LoadedModel(
         model=model,
         config=config,
@@ -105,10 +104,6 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
     )
-
-
-def _install_linears(model: Any, holder: StepHolder, settings: EngineSettings) -> Any:
-    return linear.install(model, holder, settings)
 
 
 def vocab_size(model: Any) -> int:

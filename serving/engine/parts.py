@@ -38,6 +38,8 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
     if settings.compile:
         raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
     use_threads(settings)
+    if "embeddings" in bundle.tasks and len(bundle.tasks) > 1:
+        raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected embeddings alone or none")
     if "embeddings" in bundle.tasks:
         return _embedding_parts(bundle, settings)
     loaded = load_model(bundle, settings)

@@ -6,6 +6,7 @@ mixed steps; the logits must agree.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from .kv_cache import LayerShape, Row
 from .slot_cache import SlotKVCache
 from .step import Step, StepHolder
 
+logger = logging.getLogger(__name__)
+
 LENGTHS = (9, 6, 4)
 # Two prompts start, one of them in chunks; then decodes and chunks mix: (sequence, start, count) of each step.
 STEPS = (
@@ -27,6 +30,10 @@ STEPS = (
     ((0, 8, 1), (2, 3, 1)),
 )
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # relative to the largest logit
+# int8 is near on the whole, not at each place: the norm of the difference over the norm of what is right, each row
+# less its mean. SmolLM2-135M has 0.29 on these random tokens, tiny random models up to 0.16; logits
+# of another model have 1.4, all zeros 1.
+INT8_TOLERANCE = 0.6
 
 
 class ProbePlan:
@@ -73,39 +80,56 @@ class SelfTest:
             expected.append(model(input_ids=row, use_cache=False).logits[0].float())
         return cls(tokens, expected)
 
-    def check(self, model: Any, holder: StepHolder, layers: Sequence[LayerShape]) -> None:
-        """Raise ``PackagingError`` when our attention gives other logits."""
+    def check(self, model: Any, holder: StepHolder, layers: Sequence[LayerShape], *, int8: bool = False) -> None:
+        """Raise ``PackagingError`` when our attention, or our linears, give other logits."""
         parameter = next(model.parameters())
         cache = SlotKVCache(
             layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=parameter.dtype, device=parameter.device
         )
         for owner, ids in enumerate(self.tokens):
             cache.acquire(owner, "", ids.astype(np.int32))
-        worst = 0.0
+        allowed = INT8_TOLERANCE if int8 else TOLERANCE[parameter.dtype]
         for step in STEPS:
-            worst = max(worst, self._step(model, holder, cache, [part for part in step if self._fits(part)]))
-        allowed = TOLERANCE[parameter.dtype]
-        if not worst <= allowed:  # also true for NaN
-            name = type(model).__name__
-            raise PackagingError(f"{name} is not supported: in the self-test logits differ by {worst:.2g}")
+            found = self._step(model, holder, cache, [part for part in step if self._fits(part)])
+            if found is None:
+                continue
+            distance = relative_norm(*found) if int8 else relative_maximum(*found)
+            logger.debug("self-test: logits differ by %.2g of at most %.2g", distance, allowed)
+            if not distance <= allowed:  # also true for NaN
+                name = type(model).__name__
+                raise PackagingError(f"{name} is not supported: in the self-test logits differ by {distance:.2g}")
 
     def _fits(self, part: tuple[int, int, int]) -> bool:
         return part[1] + part[2] <= len(self.tokens[part[0]])
 
-    def _step(self, model: Any, holder: StepHolder, cache: SlotKVCache, parts: list[tuple[int, int, int]]) -> float:
+    def _step(
+        self, model: Any, holder: StepHolder, cache: SlotKVCache, parts: list[tuple[int, int, int]]
+    ) -> tuple[Any, Any] | None:
+        """Logits found and wanted of one step, [T, V] each."""
         singles = cache.decode_order([s for s, _, n in parts if n == 1])
         parts = sorted((p for p in parts if p[2] == 1), key=lambda p: singles.index(p[0])) + [
             p for p in parts if p[2] > 1
         ]
         if not parts:
-            return 0.0
+            return None
         ids = np.concatenate([self.tokens[s][a : a + n] for s, a, n in parts])
         positions = np.concatenate([np.arange(a, a + n) for _, a, n in parts])
         logits = _forward(model, holder, ids, positions, cache.plan([Row(s, a, n) for s, a, n in parts])).float()
         for sequence, start, n in parts:
             cache.computed(sequence, self.tokens[sequence].astype(np.int32), start + n)
-        wanted = torch.cat([self.expected[s][a : a + n] for s, a, n in parts])
-        return float((logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+        return logits, torch.cat([self.expected[s][a : a + n] for s, a, n in parts])
+
+
+def relative_maximum(found: Any, wanted: Any) -> float:
+    """The largest difference over the largest value."""
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
+
+
+def relative_norm(found: Any, wanted: Any) -> float:
+    """Of [T, N] each: what all values of a row share says nothing, so each row counts less its mean."""
+    wanted = wanted - wanted.mean(-1, keepdim=True)
+    found = found - found.mean(-1, keepdim=True)
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-6))
 
 
 def _forward(model: Any, holder: StepHolder, ids: Any, positions: Any, plan: Any) -> Any:
