@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,6 +21,8 @@ from .lora import LoraPool
 from .runner import Runner
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,22 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings) -> KVCache:
         num_slots = min(num_slots, num_tokens // max_model_len)
     if num_tokens < 1 or num_slots < 1:
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
-    return SlotKVCache(
-        loaded.layers,
-        num_slots=num_slots,
-        num_tokens=num_tokens,
-        max_model_len=max_model_len,
-        dtype=loaded.dtype,
-        device=loaded.device,
+    make = partial(
+        SlotKVCache, loaded.layers, num_tokens=num_tokens, dtype=loaded.dtype, device=loaded.device,
         prefix_caching=settings.prefix_caching,
-    )
+    )  # fmt: skip
+    try:
+        return make(num_slots=num_slots, max_model_len=max_model_len)
+    except OSError as error:
+        # A system that counts address space as memory (vm.overcommit_memory=2, ulimit -v) refuses slots that could all
+        # grow to the model's whole context: then as many as the budget itself holds.
+        longest = min(max_model_len, num_tokens)
+        fewer = min(num_slots, num_tokens // longest)
+        logger.warning("no address space for %d slots (%s): %d of %d tokens", num_slots, error, fewer, longest)
+        try:
+            return make(num_slots=fewer, max_model_len=longest)
+        except OSError as again:
+            raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be had ({again}); set less") from again
 
 
 def free_memory(device: Any) -> int:

@@ -44,6 +44,11 @@ def read_spec(model_dir: str | Path) -> EmbeddingSpec | None:
             "if wanted, Normalize"
         )
     limits = _read(root / modules[0][1] / "sentence_bert_config.json")
+    if limits.get("do_lower_case") and not _tokenizer_lowercases(root, root / modules[0][1]):
+        raise PackagingError(
+            "sentence_bert_config.json: do_lower_case true is not supported; expected false, or a tokenizer.json whose "
+            "normalizer lowercases"
+        )
     texts = _read(root / "config_sentence_transformers.json")
     prompts = {str(name): str(text) for name, text in (texts.get("prompts") or {}).items()}
     pooling = _read(root / modules[1][1] / "config.json")
@@ -65,6 +70,16 @@ def transformer_dir(model_dir: str | Path) -> Path:
         return root
     return root / next(
         (str(e["path"]) for e in _read(root / "modules.json") if str(e["type"]).endswith("Transformer")), ""
+    )
+
+
+def _tokenizer_lowercases(*folders: Path) -> bool:
+    """Whether the tokenizer does what ``do_lower_case`` asks for; sentence-transformers would do it once more."""
+    normalizer = next((found["normalizer"] for folder in folders if (found := _read(folder / "tokenizer.json"))), None)
+    steps = (normalizer or {}).get("normalizers") or [normalizer or {}]
+    return any(
+        step.get("type") == "Lowercase" or (step.get("type") == "BertNormalizer" and step.get("lowercase"))
+        for step in steps
     )
 
 

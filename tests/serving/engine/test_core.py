@@ -12,9 +12,11 @@ from engine_runs import Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine import slab
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.interface import Engine
 from mlflow_llm.serving.engine.local import LocalEngine
+from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.events import Finished, Tokens
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -327,3 +329,30 @@ def test_local_engine(tiny_bundle: Bundle, tiny_llama: Any) -> None:
     engine.close()
     assert list(last)[-1].kind == "shutting_down"  # type: ignore[union-attr]
     assert engine.health().status == "dead"
+
+
+def test_refused_address_space_falls_back_to_the_budget(
+    tiny_bundle: Bundle, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only as much may be mapped as the KV budget, the engine has fewer slots and gives the same tokens."""
+    allowed = 600 * TOKEN_BYTES
+
+    most = [allowed + (1 << 16)]  # slots are rounded up to whole pages
+
+    def limited(file: int, length: int, **more: Any) -> Any:
+        if length > most[0]:
+            raise OSError(12, "Cannot allocate memory")
+        return real(file, length, **more)
+
+    real = slab.mmap.mmap
+    monkeypatch.setattr(slab.mmap, "mmap", limited)
+    core = EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))
+    assert len(core._parts.cache.table.slots) == 2
+    prompts = [prompt_of(20, i) for i in range(4)]
+    outcomes = run(core, *(request_of(str(i), p) for i, p in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 12)
+    core.close()
+    most[0] = allowed // 2  # the self-test has room, the cache has not
+    with pytest.raises(PackagingError, match="kv_cache_memory"):
+        EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))

@@ -130,3 +130,24 @@ def test_unsupported_modules_are_refused_by_name(tmp_path, kinds, pooling, said)
     write_sentence_transformer(tmp_path, kinds, pooling)
     with pytest.raises(PackagingError, match=said):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "refused"),
+    [
+        (None, True),
+        ({"type": "BertNormalizer", "lowercase": False}, True),
+        ({"type": "BertNormalizer", "lowercase": True}, False),
+        ({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}, False),
+    ],
+)
+def test_lowercasing_is_done_by_the_tokenizer_or_refused(tmp_path, normalizer, refused):
+    """``do_lower_case`` is never ignored: the tokenizer does it, or the directory is refused by the field's name."""
+    write_sentence_transformer(tmp_path, ["Transformer", "Pooling"], {"pooling_mode_cls_token": True})
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 12, "do_lower_case": true}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    if refused:
+        with pytest.raises(PackagingError, match="do_lower_case"):
+            read_spec(tmp_path)
+    else:
+        assert read_spec(tmp_path).max_length == 12
