@@ -36,7 +36,9 @@ from .settings import ServerSettings
 REQUEST_ID = "X-Request-Id"
 
 
-def make_server(endpoints: Endpoints, settings: ServerSettings | None = None, *, keys: Any = None) -> Server:
+def make_server(
+    endpoints: Endpoints, settings: ServerSettings | None = None, *, keys: Any = None, ledger: Any = None
+) -> Server:
     """What one worker shares. ``keys`` (``metering.keys.Keys``) None: nobody is asked for a key."""
     settings = settings or ServerSettings()
     return Server(
@@ -46,6 +48,7 @@ def make_server(endpoints: Endpoints, settings: ServerSettings | None = None, *,
         running=RunningRequests(),
         offload=Offload(settings.offload_bytes),
         keys=keys,
+        ledger=ledger,
     )
 
 

@@ -20,7 +20,10 @@ def request_id_from(header: str | None) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """Times are seconds on the monotonic clock. ``finish`` records the exchange; a second call does nothing."""
+    """Times are seconds on the monotonic clock. ``finish`` records the exchange; a second call does nothing.
+
+    ``headers`` are those that a successful answer gets beside the dialect's own.
+    """
 
     request_id: str
     method: str
@@ -38,6 +41,7 @@ class Exchange:
     usage: Usage | None = None
     finish_reason: str | None = None
     finished: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
 
     def see(self, piece: Piece) -> None:
         """Take note of a piece on its way to the caller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..reply import Done, Piece
 from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
 from ..tasks.validate import validate
-from . import logs
+from . import logs, ratelimit
 from .answer import Answer, json_answer
 from .endpoints import Endpoint, Endpoints
 from .exchange import Exchange
@@ -42,6 +43,7 @@ class Server:
     running: RunningRequests
     offload: Offload
     keys: Any = None
+    ledger: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
         if valid.stream:
             return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
         reply = generate.gather(pieces)
-    return json_answer(incoming.dialect.encode(valid, reply))
+    return json_answer(incoming.dialect.encode(valid, reply), headers=exchange.headers)
 
 
 def _decode(incoming: Incoming) -> RawRequest:
@@ -128,6 +130,7 @@ def _start(
         target = Target(endpoint=endpoint.name, entity=endpoint.entity)
         admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
         valid = admission.request
+        exchange.headers = ratelimit.headers(admission.limits, time.time())
     pull: Pull[Piece] = Pull(_run(endpoint, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.running.holding(pull))
@@ -167,7 +170,7 @@ def _streamed(
     except BaseException as error:
         stream.release(error)
         raise
-    return Answer(body=stream, content_type=encoder.content_type, headers=STREAM_HEADERS)
+    return Answer(body=stream, content_type=encoder.content_type, headers=STREAM_HEADERS | exchange.headers)
 
 
 class Stream:

@@ -64,6 +64,8 @@ class DrainingWorker(GeventWorker):
             server.stop(timeout=1)
         for endpoint in self.server.endpoints:
             endpoint.engine.close()
+        if self.server.ledger is not None:
+            self.server.ledger.close()
 
     def _listen(self, sock: Any) -> StreamServer:
         sock.setblocking(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flask import Flask
 
+from ..modes import PayPerToken
 from ..tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, EndpointView, Profile
 from ..tasks.text import TextModel
 from ..transport.client_gevent import attach
@@ -28,11 +29,15 @@ PROFILES: dict[ProfileName, Profile] = {
 def build(spec: ServeSpec) -> Flask:
     """The application of one worker, its engines proven to give tokens."""
     logs.configure(spec.settings.log_level)
-    keys, mode = _metering(spec)
+    keys, ledger = _metering(spec)
+    mode = PayPerToken(ledger) if ledger is not None else None
     endpoints = Endpoints(*(_endpoint(spec, endpoint, mode) for endpoint in spec.endpoints))
     for endpoint in endpoints:
         generate_one(endpoint.engine)
-    return create_app(make_server(endpoints, spec.settings, keys=keys if spec.settings.require_keys else None))
+    if ledger is not None:
+        ledger.start()  # here we are after the fork
+    keys = keys if spec.settings.require_keys else None
+    return create_app(make_server(endpoints, spec.settings, keys=keys, ledger=ledger))
 
 
 def _endpoint(spec: ServeSpec, endpoint: EndpointSpec, mode: Any) -> Endpoint:
@@ -53,15 +58,14 @@ def _endpoint(spec: ServeSpec, endpoint: EndpointSpec, mode: Any) -> Endpoint:
 
 
 def _metering(spec: ServeSpec) -> tuple[Any, Any]:
-    """Keys and mode of the store, where the server has one."""
+    """Keys and ledger of the store, where the server has one."""
     if spec.settings.database is None:
         return None, None
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
     from ..metering.store import Store
-    from ..modes import PayPerToken
 
     store = Store(spec.settings.database)
     state = Path(spec.settings.state_dir or default_state_dir(), "ledger")
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return Keys(store), PayPerToken(Ledger(store, state_dir=state))
+    return Keys(store), Ledger(store, state_dir=state)

@@ -1,0 +1,100 @@
+"""A real server with a store: what callers saw is what the ledger says, a row a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from instant_model import write_instant_model
+from serving_process import Running, running
+from test_server import BODY, asking, until
+
+from mlflow_llm.serving.metering import Limits, Store, Usage, UsageFilter
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path_factory.mktemp('store') / 'ledger.db'}")
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def metered(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two workers, 5 ms a step, one database."""
+    root: Path = tmp_path_factory.mktemp("metered")
+    url = f"sqlite:///{store.engine.url.database}"
+    bundle = write_instant_model(root, step_delay=0.005)
+    with running(bundle, workers=2, database=url, state_dir=str(root / "state")) as server:
+        yield server
+
+
+def rows(store: Store) -> dict[str, object]:
+    return {row.request_id: row for row in Usage(store).rows(UsageFilter())}
+
+
+def settled(store: Store, before: set[str]) -> list[object]:
+    """The rows that came since ``before``, none of them open."""
+    new = lambda: [row for name, row in rows(store).items() if name not in before]  # noqa: E731
+    until(lambda: new() and all(row.status != "open" for row in new()))
+    return new()
+
+
+def test_whole_and_streamed_replies_are_settled(metered: Running, store: Store) -> None:
+    """Each request leaves one row with the usage that its client was told."""
+    before = set(rows(store))
+    told = []
+    for number in range(4):
+        with asking(metered, BODY | {"max_tokens": 3 + number}) as answer:
+            told.append(json.loads(answer.read())["usage"])
+        body = BODY | {"max_tokens": 10 + number, "stream": True, "stream_options": {"include_usage": True}}
+        with asking(metered, body) as answer:
+            chunks = [json.loads(e[6:]) for e in answer.read().decode().split("\n\n") if e.startswith("data: {")]
+            told.append(next(c["usage"] for c in chunks if c.get("usage")))
+    found = settled(store, before)
+    assert len(found) == 8
+    assert {row.status for row in found} == {"ok"}
+    assert sorted((r.prompt_tokens, r.completion_tokens) for r in found) == sorted(
+        (usage["prompt_tokens"], usage["completion_tokens"]) for usage in told
+    )
+
+
+def test_a_disconnect_is_settled(metered: Running, store: Store) -> None:
+    """A client that leaves pays for what was generated until then."""
+    before = set(rows(store))
+    with asking(metered, BODY | {"stream": True, "max_tokens": 4000}) as answer:
+        for _ in range(20):
+            answer.readline()
+    (row,) = settled(store, before)
+    assert row.status == "aborted"
+    assert 8 <= row.completion_tokens < 2000
+
+
+def test_a_refused_request_leaves_no_row(metered: Running, store: Store) -> None:
+    """An invalid request is not in the ledger."""
+    before = set(rows(store))
+    with asking(metered, BODY | {"temperature": 9}) as answer:
+        assert answer.status == 400
+    assert set(rows(store)) == before
+
+
+def test_limit(metered: Running, store: Store) -> None:
+    """The headers tell what a limit leaves; a request over it is a 429 with Retry-After and no row."""
+    limits = Limits(store)
+    queries = len(rows(store))
+    limits.set("endpoint", "assistant", "qph", queries + 1)
+    try:
+        with asking(metered, BODY) as answer:
+            assert answer.status == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == str(queries + 1)
+            assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+            assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
+        before = set(rows(store))
+        with asking(metered, BODY) as answer:
+            assert answer.status == 429
+            assert int(answer.headers["Retry-After"]) >= 1
+        assert set(rows(store)) == before
+    finally:
+        limits.remove("endpoint", "assistant", "qph")
