@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import ErrorCode
-from mlflow.pyfunc.scoring_server import _SERVER_MODEL_PATH as SERVER_MODEL_PATH
 
 from ...serving.bundle import Bundle
 from ...serving.dialects import DIALECTS
 from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError
 from ...serving.settings import EngineSettings
+from . import scoring_server
 from .frames import requests_of
 from .session import Session
 
@@ -62,8 +60,8 @@ class PyfuncModel:
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
         self.session = Session(bundle, settings, defaults)
-        if SERVER_MODEL_PATH in os.environ:
-            _widen_server(settings.max_num_seqs)
+        if scoring_server.is_scoring_server():
+            scoring_server.admit(settings.max_num_seqs)
             with _told():
                 self.session.connect()
 
@@ -117,16 +115,6 @@ class PyfuncModel:
 
     def close(self) -> None:
         self.session.close()
-
-
-def _widen_server(callers: int) -> None:
-    """Let as many requests into ``predict`` at once as the engine runs at once.
-
-    The scoring server loads the model within its running loop and answers in the loop's default executor, which has
-    the number of cores and four more threads: on a small machine callers would wait while the engine has room.
-    """
-    with suppress(RuntimeError):  # loaded outside a loop, the executor is not ours to set
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(callers, thread_name_prefix="mlflow-llm"))
 
 
 def _given(params: dict[str, Any] | None) -> dict[str, Any]:
