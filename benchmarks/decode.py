@@ -20,7 +20,8 @@ from typing import Any
 
 from report import publish
 
-WORDS = ["the", "river", "carries", "small", "boats", "past", "quiet", "towns", "where", "people", "read", "letters", "and", "plant", "trees", "in", "spring"]
+TEXT = "the river carries small boats past quiet towns where people read letters and plant trees in spring"
+WORDS = TEXT.split(" ")
 
 
 def prompt_ids(tokenizer: Any, number: int, length: int) -> list[int]:

@@ -27,9 +27,7 @@ def admit(callers: int) -> None:
     plain = concurrent.futures.ThreadPoolExecutor
 
     class Executor(plain):  # type: ignore[misc, valid-type]
-        def __init__(
-            self, max_workers: int | None = None, thread_name_prefix: str = "", *args: Any, **more: Any
-        ) -> None:
+        def __init__(self, max_workers: int | None = None, thread_name_prefix: str = "", *rest: Any) -> None:
             if max_workers is None and thread_name_prefix == "asyncio":
                 max_workers = callers
             super().__init__(max_workers, thread_name_prefix, *rest)
