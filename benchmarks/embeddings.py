@@ -1,6 +1,6 @@
 """Texts a second of our embedder beside sentence-transformers, same weights, dtype, threads and texts, in one run.
 
-    python benchmarks/embeddings.py MODEL_DIR [--json embeddings.json] [--int8]
+    python benchmarks/embeddings.py MODEL_DIR [--int8]
 
 Mixed lengths: one text in four is long. "requests" embeds 32 texts a call, "bulk" 512 in one call (each with its peer).
 """
@@ -8,16 +8,14 @@ Mixed lengths: one text in four is long. "requests" embeds 32 texts a call, "bul
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from report import publish
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.embedder import load_embedder
@@ -68,7 +66,6 @@ def texts_per_second(embed: Callable[[list[str]], Any], texts: list[str], batch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir")
-    parser.add_argument("--json", type=Path, default=Path("embeddings.json"))
     parser.add_argument("--int8", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -90,12 +87,11 @@ def main() -> None:
     for name, batch in (("requests of 32", 32), ("bulk of 512", 512)):
         theirs = texts_per_second(lambda t: peer.encode(t, show_progress_bar=False), texts, batch, arguments.repeats)
         mine = texts_per_second(embed_ours, texts, batch, arguments.repeats)
-        rows.append({"load": name, "sentence_transformers": theirs, "ours": mine, "ratio": mine / theirs})
-        print(
-            f"{name:16} sentence-transformers {theirs:7.1f}/s   ours {mine:7.1f}/s   {mine / theirs:.2f}x", flush=True
+        rows.append(
+            {"load": name, "sentence-transformers texts/s": theirs, "ours texts/s": mine, "ratio": mine / theirs}
         )
-    report = {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "rows": rows}
-    arguments.json.write_text(json.dumps(report | {"torch": torch.__version__, "int8": arguments.int8}, indent=1))
+    name = "embeddings-int8" if arguments.int8 else "embeddings"
+    publish(name, rows, threads=torch.get_num_threads(), quantization="int8" if arguments.int8 else "none")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One decode forward of SmolLM2 with 0, 4, 8 and 16 adapters mixed in a batch, beside peft's mixed batch, in one run.
 
-    python benchmarks/lora_batch.py MODEL_DIR [--json lora_batch.json] [--quantization int8]
+    python benchmarks/lora_batch.py MODEL_DIR [--quantization int8]
 
 Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the flat row of
 one token a sequence. Both sides run without a cache, so the ratios are of linears, LoRA and dispatch alone.
@@ -9,7 +9,6 @@ one token a sequence. Both sides run without a cache, so the ratios are of linea
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from report import publish
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.serving.engine import linear
@@ -91,7 +91,6 @@ def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir")
-    parser.add_argument("--json", type=Path, default=Path("lora_batch.json"))
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -99,14 +98,15 @@ def main() -> None:
         theirs = run_peft(arguments.model_dir, Path(folder), arguments.repeats)
         settings = EngineSettings(quantization=arguments.quantization)
         ours = run_ours(arguments.model_dir, Path(folder), arguments.repeats, settings)
-    print("batch adapters    ours ms  x of 0    peft ms  x of 0")
-    for key in ours:
+    rows = []
+    for key, mine in ours.items():
         batch, count = key.split("/")
-        mine, peers = ours[key], theirs[key]
-        ratios = mine / ours[f"{batch}/0"], peers / theirs[f"{batch}/0"]
-        print(f"{batch:>5} {count:>8} {mine:10.1f} {ratios[0]:7.2f} {peers:10.1f} {ratios[1]:7.2f}")
-    report = {"ours_ms": ours, "peft_ms": theirs, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    arguments.json.write_text(json.dumps(report | {"quantization": arguments.quantization}, indent=1))
+        rows.append({
+            "batch": int(batch), "adapters": int(count), "ours ms": mine, "ours x of 0": mine / ours[f"{batch}/0"],
+            "peft ms": theirs[key], "peft x of 0": theirs[key] / theirs[f"{batch}/0"],
+        })  # fmt: skip
+    name = "lora_batch" if arguments.quantization == "none" else f"lora_batch-{arguments.quantization}"
+    publish(name, rows, threads=torch.get_num_threads(), quantization=arguments.quantization)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ class EngineCore:
     # -- adapters ---------------------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        """Read a peft directory into the pool. A name already loaded is replaced unless sequences use it."""
+        """Read a peft directory into the pool. A name already loaded is refused: unload it to replace it."""
         if self._parts.lora is None:
             raise InvalidField("adapter", name, "no adapter: this model takes none")
         if name in self._key_of:
