@@ -32,4 +32,4 @@ def admit(callers: int) -> None:
                 max_workers = callers
             super().__init__(max_workers, thread_name_prefix, *rest)
 
-    concurrent.futures.ThreadPoolExecutor = Executor  # type: ignore[misc]
+    concurrent.futures.ThreadPoolExecutor = Executor  # type: ignore[misc, assignment]
