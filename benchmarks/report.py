@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -57,7 +58,9 @@ def _cell(value: Any) -> str:
 
 def publish(name: str, rows: list[dict[str, Any]], **notes: Any) -> None:
     """Print the table and write ``results/<name>.json``."""
-    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])])
+    # Where the weights lie on this machine is nobody's business: a folder shows by its name alone.
+    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
+    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, arguments)])
     print(table(rows), flush=True)
     RESULTS.mkdir(exist_ok=True)
     data = {"command": command, "machine": machine(), **notes, "rows": rows}
