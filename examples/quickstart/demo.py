@@ -67,7 +67,11 @@ def served(model_uri: str, log: Path) -> Iterator[str]:
         # The whole group: `mlflow models serve` is a shell over a server over its workers.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
-        server.wait(timeout=30)
+        try:
+            server.wait(timeout=20)
+        except subprocess.TimeoutExpired:  # it waits for a request that does not end
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
