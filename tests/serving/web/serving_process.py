@@ -25,10 +25,11 @@ INSTANT_CORE = "mlflow_llm.serving.engine.instant:InstantCore"
 
 
 class Running:
-    """``log()`` is what the server has said so far."""
+    """``log()`` is what the server has said so far; ``runtime`` is where its engines are found."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         self.process, self.port, self._log = process, port, log
+        self.runtime = log.parent
         self.url = f"http://127.0.0.1:{port}"
 
     def log(self) -> str:
