@@ -20,10 +20,11 @@ from . import local_servers as servers
 FLAVOR = "llm"
 
 
-def run_local(
-    target: str, name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None
-) -> None:
-    """Serve ``model_uri`` as endpoint ``name`` in the foreground until interrupted."""
+def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None) -> None:
+    """Serve ``model_uri`` as endpoint ``name`` in the foreground until interrupted.
+
+    MLflow's documentation names ``target`` first; what it calls has no such argument.
+    """
     _check_flavor(flavor)
     ended = subprocess.call(servers.command(servers.check_name(name), model_uri, config or {}))
     if ended not in (0, -2, 130):

@@ -31,6 +31,7 @@ STATE_VARIABLE = "MLFLOW_LLM_STATE"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SERVER_KEYS = ("host", "port", "workers", "profile", "database", "timeout", "drain_timeout", "max_queued", "log_level")
 START_SECONDS = 600.0
+_children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
 
 
 def directory() -> Path:
@@ -109,6 +110,7 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None
             stderr=sink,
             start_new_session=True,
         )
+    _children[process.pid] = process
     url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     try:
         started = psutil.Process(process.pid).create_time()
@@ -157,6 +159,14 @@ def stop(record: dict[str, Any], *, wait: float | None = None) -> None:
 
 def stop_process(pid: int, wait: float = 15.0) -> None:
     """SIGTERM drains; what is still there after ``wait`` seconds is ended at once, its children too."""
+    try:
+        _signal_and_wait(pid, wait)
+    finally:
+        if (child := _children.pop(pid, None)) is not None:
+            child.poll()
+
+
+def _signal_and_wait(pid: int, wait: float) -> None:
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]

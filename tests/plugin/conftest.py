@@ -1,0 +1,59 @@
+"""A saved model of a few kilobytes, and a place of its own for state and engines."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import transformers as tf
+from tiny_models import COMMON, make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlflow_llm.flavors import llm
+from mlflow_llm.plugin import local_servers
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte tokenizer, saved with the flavor."""
+    root = tmp_path_factory.mktemp("deployed")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
+    make_model(tf.LlamaConfig(**(COMMON | {"vocab_size": 272, "eos_token_id": 256}))).save_pretrained(root / "hf")
+    tokenizer.save_pretrained(root / "hf")
+    llm.save_model(root / "model", root / "hf")
+    return root / "model"
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """State and runtime directories of the test alone; when it is over, no process of it and no engine may be left."""
+    with tempfile.TemporaryDirectory(prefix="mlp-", ignore_cleanup_errors=True) as root:
+        monkeypatch.setenv(local_servers.STATE_VARIABLE, f"{root}/state")
+        monkeypatch.setenv("XDG_RUNTIME_DIR", root)
+        yield Path(root)
+        left = [p for p in psutil.process_iter() if belongs(p, root)]
+        _, alive = psutil.wait_procs(left, timeout=30)
+        told = [" ".join(p.cmdline()) for p in alive]
+        for process in alive:
+            process.kill()
+        assert not told
+
+
+def belongs(process: psutil.Process, root: str) -> bool:
+    """Whether ``process`` is another one that was started with the test's environment."""
+    with contextlib.suppress(psutil.Error):
+        ours = process.environ().get("XDG_RUNTIME_DIR") == root
+        return ours and process.pid != psutil.Process().pid and process.status() != psutil.STATUS_ZOMBIE
+    return False
