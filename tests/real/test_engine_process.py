@@ -37,6 +37,7 @@ def read(engine, temperature, on_token=lambda: None):
         task="completions",
         model="m",
         n=2,
+        stream=True,
         sequences=tuple(Sequence(prompt_token_ids=(504, 3575, 282), seed=seed) for seed in (3, 4)),
         sampling=Sampling(max_tokens=40, temperature=temperature),
     )
