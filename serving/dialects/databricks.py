@@ -7,15 +7,10 @@ endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from ..errors import ServingError
-from ..reply import Reply
-from ..request import RawRequest, Task, ValidRequest
 from . import wire
-from .base import ErrorBody, StreamEncoder
-from .decode import decode
-from .errors import retry_headers
+from .codec import CodedErrorDialect
 from .tables import DATABRICKS
 
 ERROR_CODES: dict[str, str] = {
@@ -40,25 +35,14 @@ ERROR_CODES: dict[str, str] = {
 }
 
 
-class DatabricksDialect:
+class DatabricksDialect(CodedErrorDialect):
     """``index="prompt"`` numbers completions by their prompt, as the document says; "flat" as OpenAI does."""
 
     name = "databricks"
+    tables = DATABRICKS
+    error_codes = ERROR_CODES
 
     def __init__(self, index: Literal["flat", "prompt"] = "flat") -> None:
         self.style = wire.Style(
             cached_tokens=False, usage_in_last=True, index_by_prompt=index == "prompt", embedding_id=True
         )
-
-    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
-        return decode(DATABRICKS, body, task)
-
-    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        return wire.reply(request, reply, self.style)
-
-    def stream(self, request: ValidRequest) -> StreamEncoder:
-        return wire.Stream(request, self.style, lambda error: self.error(error).body)
-
-    def error(self, error: ServingError) -> ErrorBody:
-        body = {"error_code": ERROR_CODES[error.kind], "message": error.message}
-        return ErrorBody(status=error.status, body=body, headers=retry_headers(error))

@@ -10,12 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ServingError
-from ..reply import Reply
-from ..request import RawRequest, Task, ValidRequest
 from . import wire
-from .base import ErrorBody, StreamEncoder
-from .decode import decode
-from .errors import retry_headers
+from .codec import ObjectDialect
 from .tables import OPENAI
 
 # kind -> (type, code); clients pick their exception by status and read these for details
@@ -41,22 +37,11 @@ ERRORS: dict[str, tuple[str, str | None]] = {
 }
 
 
-class OpenAIDialect:
-    """A pure codec; one object serves every request."""
-
+class OpenAIDialect(ObjectDialect):
     name = "openai"
+    tables = OPENAI
     style = wire.Style()
 
-    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
-        return decode(OPENAI, body, task)
-
-    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        return wire.reply(request, reply, self.style)
-
-    def stream(self, request: ValidRequest) -> StreamEncoder:
-        return wire.Stream(request, self.style, lambda error: self.error(error).body)
-
-    def error(self, error: ServingError) -> ErrorBody:
+    def error_body(self, error: ServingError) -> dict[str, Any]:
         kind, code = ERRORS[error.kind]
-        body = {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
-        return ErrorBody(status=error.status, body=body, headers=retry_headers(error))
+        return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}

@@ -23,6 +23,15 @@ class UnsupportedAttentionError(ValueError):
     """The model asks its attention for something this engine does not do."""
 
 
+def refuse_unknown(module: Any, attention_mask: Any, keywords: dict[str, Any]) -> None:
+    """Raises ``UnsupportedAttentionError`` for a mask of the model's own or a keyword no attention here knows."""
+    if attention_mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} makes an attention mask of its own")
+    for name in UNKNOWN:
+        if keywords.get(name) is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
+
+
 def attend(
     module: Any,
     query: Any,
@@ -36,11 +45,7 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Any, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights)."""
-    if attention_mask is not None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} makes an attention mask of its own")
-    for name in UNKNOWN:
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"{type(module).__name__} uses {name}")
+    refuse_unknown(module, attention_mask, kwargs)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
     step = getattr(module, HOLDER).step

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from .attention import HOLDER, UNKNOWN, UnsupportedAttentionError
+from .attention import HOLDER, UnsupportedAttentionError, refuse_unknown
 
 NAME = "mlflow_llm_ragged"
 
@@ -72,11 +72,7 @@ def attend(
 ) -> tuple[Any, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> ([1, T, H, Dv], no weights)."""
     name = type(module).__name__
-    if attention_mask is not None:
-        raise UnsupportedAttentionError(f"{name} makes an attention mask of its own")
-    for keyword in UNKNOWN:
-        if kwargs.get(keyword) is not None:
-            raise UnsupportedAttentionError(f"{name} uses {keyword}")
+    refuse_unknown(module, attention_mask, kwargs)
     if softcap is not None:
         raise UnsupportedAttentionError(f"{name} uses softcap")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
