@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..bundle import Bundle
-from ..errors import (
-    Aborted,
-    AlreadyExists,
-    Conflict,
-    ContextTooLong,
-    DeadlineExceeded,
-    InternalError,
-    InvalidField,
-    NotFound,
-    Overloaded,
-    ServingError,
-    ShuttingDown,
-)
-from ..events import Event, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
+from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Overloaded, ServingError, ShuttingDown
+from ..events import FinishReason, PromptScored
 from ..request import ValidRequest
 from ..settings import EngineSettings
+from .acceptance import check_request
+from .adapter_registry import AdapterRegistry
 from .embedding_queue import EmbeddingQueue
+from .entries import Client, Entries, Entry, Told
 from .interface import AdapterInfo, EngineInfo, Health
 from .parts import Parts, build
 from .sampler import Sampled, sample, score_prompt
@@ -38,18 +27,6 @@ from .scheduler import Run
 from .sequence import SequenceState
 
 logger = logging.getLogger(__name__)
-
-Client = Hashable
-Told = tuple[Client, str, Event]
-
-
-@dataclass(slots=True)
-class Entry:
-    """A request the engine has taken on, and its sequences that still run."""
-
-    request: ValidRequest
-    client: Client
-    unfinished: dict[int, SequenceState] = field(default_factory=dict)
 
 
 class EngineCore:
@@ -61,11 +38,9 @@ class EngineCore:
         self._scheduler = self._parts.scheduler
         self._runner = self._parts.runner
         self._embeddings = EmbeddingQueue(self._parts.embedder, settings.max_num_batched_tokens)
-        self._entries: dict[str, Entry] = {}
-        self._told: list[Told] = []
+        self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
+        self._entries = Entries()
         self._next_id = 0
-        self._key_of: dict[str | None, str] = {None: ""}
-        self._keys_made = 0
         self._generated = 0
         self._steps = 0
         self._last_step = time.monotonic()
@@ -78,16 +53,13 @@ class EngineCore:
 
     def add(self, request: ValidRequest, client: Client = None) -> None:
         """Take on a request. What is wrong with it is told by the next step as ``Failed``, never raised."""
-        if request.request_id in self._entries:
-            error: ServingError = AlreadyExists(f"request {request.request_id} is already running")
-            self._told.append((client, request.request_id, _failed(error)))
-            return
         try:
             self._check(request)
+            key = self._adapters.key_of(request.adapter)
         except ServingError as error:
-            self._told.append((client, request.request_id, _failed(error)))
+            self._entries.refuse(request, client, error)
             return
-        entry = self._entries[request.request_id] = Entry(request, client)
+        entry = self._entries.add(request, client)
         if request.task == "embeddings":
             self._embeddings.add(request)
             return
@@ -97,7 +69,7 @@ class EngineCore:
                 request,
                 index,
                 id=self._next_id,
-                key=self._key_of[request.adapter],
+                key=key,
                 max_tokens=self.info.max_kv_tokens,
                 arrived_at=now,
             )
@@ -110,33 +82,13 @@ class EngineCore:
                 self._finish(sequence, reason)
 
     def _check(self, request: ValidRequest) -> None:
-        info = self.info
+        if request.request_id in self._entries:
+            raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
         if len(self._entries) >= self.settings.max_queued_requests:
             raise Overloaded(f"{len(self._entries)} requests are queued already", retry_after=1.0)
-        if request.task not in info.tasks and not (request.task != "embeddings" and self._runner is not None):
-            raise InvalidField("task", request.task, " or ".join(info.tasks))
-        if not request.sequences:
-            raise InvalidField("sequences", (), "at least one prompt")
-        if request.task != "embeddings" and request.sampling is None:
-            raise InvalidField("sampling", None, "sampling parameters")
-        if request.adapter not in self._key_of:
-            raise NotFound(f"adapter {request.adapter!r} is not loaded", param="adapter")
-        for token_id, _ in request.sampling.logit_bias if request.sampling is not None else ():
-            if not 0 <= token_id < info.vocab_size:
-                raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
-        for sequence in request.sequences:
-            ids = sequence.prompt_token_ids + sequence.resumed_token_ids
-            if not sequence.prompt_token_ids:
-                raise InvalidField("prompt", "", "at least one token")
-            if max(ids) >= info.vocab_size or min(ids) < 0:
-                raise InvalidField("prompt", max(ids), f"token ids from 0 to {info.vocab_size - 1}")
-            room = info.max_model_len if request.task == "embeddings" else info.max_kv_tokens
-            if len(sequence.prompt_token_ids) > room - (request.task != "embeddings") or len(ids) > room:
-                raise ContextTooLong(
-                    f"the prompt has {len(ids)} tokens; this model takes at most {room} in all", param="prompt"
-                )
+        check_request(request, self.info)
 
     def abort(self, request_id: str) -> None:
         """End a request early; an unknown or finished one is none of our business."""
@@ -156,13 +108,14 @@ class EngineCore:
 
     def abort_client(self, client: Client) -> None:
         """A client is gone: end all it asked for."""
-        for request_id in [i for i, entry in self._entries.items() if entry.client == client]:
-            self.abort(request_id)
+        for entry in self._entries:
+            if entry.client == client:
+                self.abort(entry.request.request_id)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._told or self._entries)
+        return bool(self._entries) or self._entries.has_news
 
     @torch.inference_mode()
     def step(self) -> list[Told]:
@@ -176,8 +129,7 @@ class EngineCore:
         if runs or self._embeddings:
             self._steps += 1
         self._last_step = time.monotonic()
-        told, self._told = self._told, []
-        return told
+        return self._entries.drain()
 
     def _run(self, runs: list[Run]) -> None:
         known = [run.sequence.num_tokens for run in runs]
@@ -186,7 +138,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(runs))
             if len(runs) == 1:
-                self._fail(self._entries[runs[0].sequence.request.request_id], InternalError(_brief(error)))
+                self._fail(self._entries.of(runs[0].sequence), InternalError(_brief(error)))
                 return
             # The KV of a run is simply written again: find whose fault it was by running each alone, except those
             # that have got their token already.
@@ -227,14 +179,14 @@ class EngineCore:
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed >= sequence.num_prompt:
             sequence.prompt_scores = None
-            self._tell(sequence, PromptScored(sequence.index, tuple(scores)))
+            self._entries.tell(self._entries.of(sequence), PromptScored(sequence.index, tuple(scores)))
 
     def _deliver(self, sequence: SequenceState, result: Sampled) -> None:
         if result.token_id < 0:
             self._parts.cache.wipe(sequence.id)
             logger.error("request %s: logits are not finite", sequence.request.request_id)
-            entry = self._entries[sequence.request.request_id]
-            self._fail(entry, InternalError("the model produced numbers that are not finite"))
+            error = InternalError("the model produced numbers that are not finite")
+            self._fail(self._entries.of(sequence), error)
             return
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
@@ -245,11 +197,11 @@ class EngineCore:
         if reason is not None:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
-            self._tell_held(sequence)
+            self._entries.tell_held(sequence)
 
     def _expire(self) -> None:
         now = time.time()
-        for entry in list(self._entries.values()):
+        for entry in self._entries:
             deadline = entry.request.deadline
             if deadline is None or now < deadline:
                 continue
@@ -268,72 +220,34 @@ class EngineCore:
                 logger.error("embedding request %s failed: %s", request_id, outcome)
                 self._fail(entry, InternalError(_brief(outcome)))
                 continue
-            self._told.append((entry.client, request_id, outcome))
+            self._entries.tell(entry, outcome)
         for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
-            if self._embeddings.is_done(request_id):
-                self._entries.pop(request_id, None)
+            entry = self._entries.get(request_id)
+            if entry is not None and self._embeddings.is_done(request_id):
+                self._entries.leave(entry)
 
     # -- the exits of a request -------------------------------------------------------------------------------------
 
-    def _tell(self, sequence: SequenceState, event: Event) -> None:
-        entry = self._entries[sequence.request.request_id]
-        self._told.append((entry.client, entry.request.request_id, event))
-
-    def _tell_held(self, sequence: SequenceState) -> None:
-        held, sequence.held = sequence.held, []
-        token_ids = tuple(result.token_id for result in held)
-        logprobs: tuple[TokenLogprob, ...] = tuple(r.logprob for r in held if r.logprob is not None)
-        self._tell(sequence, Tokens(sequence.index, token_ids, logprobs))
-
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._scheduler.finish(sequence)
-        if sequence.held:
-            self._tell_held(sequence)
-        started = sequence.first_step_at or time.monotonic()
-        finished = Finished(
-            sequence.index,
-            reason,
-            num_cached_tokens=sequence.num_cached,
-            num_generated_tokens=sequence.num_generated,
-            queue_time=started - sequence.arrived_at,
-        )
-        self._tell(sequence, finished)
-        entry = self._entries[sequence.request.request_id]
-        del entry.unfinished[sequence.index]
-        if not entry.unfinished:
-            del self._entries[entry.request.request_id]
+        self._entries.finish(sequence, reason)
 
     def _fail(self, entry: Entry, error: ServingError) -> None:
         for sequence in entry.unfinished.values():
             self._scheduler.finish(sequence, keep=False)
-        entry.unfinished.clear()
         self._embeddings.drop(entry.request.request_id)
-        del self._entries[entry.request.request_id]
-        self._told.append((entry.client, entry.request.request_id, _failed(error)))
+        self._entries.fail(entry, error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        """Read a peft directory into the pool. A name already loaded is refused: unload it to replace it."""
-        if self._parts.lora is None:
-            raise InvalidField("adapter", name, "no adapter: this model takes none")
-        if name in self._key_of:
-            raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
-        info: AdapterInfo = self._parts.lora.load(name, path)
-        self._keys_made += 1
-        self._key_of[name] = f"{name}#{self._keys_made}"  # KV of an earlier adapter of that name is not this one's
-        return info
+        return self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        if name not in self._key_of:
-            raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
-        if any(entry.request.adapter == name for entry in self._entries.values()):
-            raise Conflict(f"adapter {name!r} is in use", param="adapter")
-        self._parts.cache.forget(self._key_of.pop(name))
-        self._parts.lora.unload(name)
+        self._adapters.unload(name, (entry.request.adapter for entry in self._entries))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        return tuple(self._parts.lora.infos()) if self._parts.lora is not None else ()
+        return self._adapters.infos()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -358,7 +272,7 @@ class EngineCore:
         if cache is not None:
             cache.check_integrity()
             running = len(self._scheduler.running)
-            unfinished = sum(len(entry.unfinished) for entry in self._entries.values())
+            unfinished = sum(len(entry.unfinished) for entry in self._entries)
             if running + len(self._scheduler.waiting) != unfinished:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
@@ -366,16 +280,11 @@ class EngineCore:
         """End every request with ``Failed("shutting_down")`` and give memory back; returns what is still to tell."""
         if not self._closed:
             self._closed = True
-            for entry in list(self._entries.values()):
+            for entry in self._entries:
                 self._fail(entry, ShuttingDown("the engine is shutting down"))
             if self._parts.cache is not None:
                 self._parts.cache.close()
-        told, self._told = self._told, []
-        return told
-
-
-def _failed(error: ServingError) -> Failed:
-    return Failed(error.kind, error.message, error.param, error.retry_after)
+        return self._entries.drain()
 
 
 def _brief(error: Exception) -> str:

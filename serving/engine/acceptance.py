@@ -1,0 +1,36 @@
+"""What an engine takes on: a request is checked against the loaded model before anything is kept of it."""
+
+from __future__ import annotations
+
+from ..errors import ContextTooLong, InvalidField
+from ..request import ValidRequest
+from .interface import EngineInfo
+
+
+def check_request(request: ValidRequest, info: EngineInfo) -> None:
+    """Raises ``InvalidField`` or ``ContextTooLong`` for what the model of ``info`` cannot run."""
+    embeds = request.task == "embeddings"
+    generates = info.tasks != ("embeddings",)
+    if request.task not in info.tasks and (embeds or not generates):
+        raise InvalidField("task", request.task, " or ".join(info.tasks))
+    if not request.sequences:
+        raise InvalidField("sequences", (), "at least one prompt")
+    if not embeds and request.sampling is None:
+        raise InvalidField("sampling", None, "sampling parameters")
+    for token_id, _ in request.sampling.logit_bias if request.sampling is not None else ():
+        if not 0 <= token_id < info.vocab_size:
+            raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
+    room = info.max_model_len if embeds else info.max_kv_tokens
+    for sequence in request.sequences:
+        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, embeds)
+
+
+def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, embeds: bool) -> None:
+    if not prompt:
+        raise InvalidField("prompt", "", "at least one token")
+    ids = prompt + resumed
+    if max(ids) >= vocab_size or min(ids) < 0:
+        raise InvalidField("prompt", max(ids), f"token ids from 0 to {vocab_size - 1}")
+    if len(prompt) > room - (not embeds) or len(ids) > room:
+        message = f"the prompt has {len(ids)} tokens; this model takes at most {room} in all"
+        raise ContextTooLong(message, param="prompt")
