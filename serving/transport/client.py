@@ -21,8 +21,9 @@ from ..errors import ServingError, ShuttingDown
 from ..events import Event, Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
+from .attach import Attached
 from .client_state import ClientState
-from .launch import Attached, Launcher, Progress
+from .launch import Launcher, Progress
 from .link import Finder, Link
 from .running import is_terminal
 

@@ -14,8 +14,9 @@ import zmq.green
 
 from ..bundle import Bundle
 from ..settings import EngineSettings
+from .attach import Attached
 from .client import RemoteEngine
-from .launch import Attached, Launcher, Progress
+from .launch import Launcher, Progress
 
 
 class GeventEngine(RemoteEngine):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from transport_place import SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant import InstantEngine
+from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 

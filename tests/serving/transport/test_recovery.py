@@ -11,7 +11,7 @@ import time
 import pytest
 from transport_place import completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant import InstantEngine
+from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Failed, Finished, Tokens
 from mlflow_llm.serving.transport.client_state import MAX_RESTARTS
 

@@ -9,7 +9,7 @@ import socket
 import pytest
 from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant import InstantEngine
+from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.supervisor import Supervisor

@@ -9,7 +9,7 @@ from flask.testing import FlaskClient
 from instant_model import write_instant_model
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant import InstantEngine
+from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
 from mlflow_llm.serving.tasks.text import TextModel

@@ -1,0 +1,78 @@
+"""Come to an engine that somebody else keeps: a supervisor on this host, or one that listens on a network."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+
+from ..errors import ShuttingDown, Unavailable
+from .auth import read_key
+from .locks import FileLock
+from .rundir import SOCKET, Sleep, StateDir, check_private
+
+POLL_INTERVAL = 0.03  # seconds
+
+
+class Attached:
+    """Implements ``link.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
+
+    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``."""
+
+    def __init__(
+        self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
+    ) -> None:
+        self.address, self.timeout, self._sleep = address, timeout, sleep
+        self.client_id = self.generation = ""
+        self.secret: bytes | None = None
+        self.state: StateDir | None = None
+        self._lock: FileLock | None = None
+        if address.startswith("tcp://"):
+            self.secret = read_key(key_file)
+        else:
+            runtime, key = os.path.split(address)
+            self.state = StateDir(runtime, key)
+            self.client_id = uuid.uuid4().hex
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        if self.state is None:
+            return self.address
+        deadline = time.monotonic() + self.timeout
+        while not cancelled():
+            status = self.state.read_status()
+            fresh = status is not None and status.state == "ready" and status.generation != stalled
+            if status is not None and fresh and self.state.engine_alive and self._join():
+                self.generation = status.generation
+                return f"ipc://{self.state.file(SOCKET)}"
+            if time.monotonic() > deadline:
+                raise Unavailable("the engine is not running", retry_after=1.0)
+            self._sleep(POLL_INTERVAL)
+        raise ShuttingDown("the client was closed")
+
+    def _join(self) -> bool:
+        assert self.state is not None
+        check_private(self.state.path)
+        lock = self.state.lock(sleep=self._sleep)
+        try:
+            if not self.state.engine_alive:
+                return False
+            if self._lock is None or not self._lock.is_current:
+                self._leave()
+                self._lock = self.state.register_client(self.client_id)
+            return True
+        finally:
+            lock.release()
+
+    def alive(self) -> bool:
+        return self.state is None or self.state.engine_alive
+
+    def close(self) -> None:
+        self._leave()
+        if self.state is not None and not self.state.engine_alive:
+            self.state.remove_if_abandoned()
+
+    def _leave(self) -> None:
+        if self._lock is not None:
+            self._lock.release(unlink=self._lock.is_current)
+            self._lock = None
