@@ -93,8 +93,10 @@ class Launcher:
         core: str = ENGINE_CORE,
         listen: str | None = None,
         key_file: str | None = None,
+        replica: int = 0,
         sleep: Sleep = time.sleep,
     ) -> None:
+        """``replica`` numbers engines of the same model and settings: each number is an engine of its own."""
         if listen is not None:
             read_key(key_file)
         self.bundle, self.settings, self.core = bundle, settings, core
@@ -107,6 +109,7 @@ class Launcher:
         self._said = ""
         runtime = check_runtime_dir(state_dir or default_runtime_dir())
         described = core if listen is None else f"{core} {listen}"
+        described += f" #{replica}" if replica else ""
         self.state = StateDir(runtime, engine_key(bundle, settings, described))
         self._lock: FileLock | None = None
 
