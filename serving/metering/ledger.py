@@ -21,7 +21,7 @@ from .lease import Lease, Reservation
 from .money import Price, cost
 from .owner import Owner
 from .prices import Prices
-from .progress import MAX_ID
+from ..progress import MAX_ID
 from .settlement import Settlement, settle_in
 from .store import Store
 from .tables import ledger

@@ -17,7 +17,7 @@ import time
 import weakref
 from pathlib import Path
 
-from .progress import ProgressFile
+from ..progress import ProgressFile
 from .spool import Spool, spooled
 
 STALE_SECONDS = 60.0

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from .lease import Lease
 from .owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
-from .progress import read_progress
+from ..progress import read_progress
 from .settlement import Settlement, settle_in
 from .spool import drain_file, spooled
 from .store import Store

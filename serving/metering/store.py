@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
@@ -29,9 +29,27 @@ from ..errors import Unavailable
 
 T = TypeVar("T")
 
+
+class Runner(Protocol):
+    """Runs one attempt of a transaction, where it holds up nobody else. It returns or raises what ``attempt`` does."""
+
+    def __call__(self, attempt: Callable[[], T], *, read: bool) -> T: ...
+
+
+def here(attempt: Callable[[], T], *, read: bool) -> T:
+    """On the caller's own thread."""
+    return attempt()
+
+
 BUSY_TIMEOUT_MS = 20
-"""How long SQLite itself waits for a lock. It blocks the whole gevent worker, so it is short; ``write`` then sleeps
-cooperatively between attempts."""
+"""How long SQLite itself waits for a lock. Short, because it holds a thread; ``write`` sleeps between attempts."""
+
+_PATIENCE = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 4000,
+    "options": "-c lock_timeout=2000 -c idle_in_transaction_session_timeout=10000",
+}
+"""PostgreSQL's: seconds to connect, ms until a silent network is an error, ms for a row lock and for a stuck client."""
 
 _MIGRATION_LOCK = 0x6D6C6C6D  # any constant: the key of PostgreSQL's advisory lock
 _READ = "mlflow_llm_read"
@@ -42,17 +60,19 @@ class Store:
     """``Store("sqlite:///path")``, ``Store("postgresql+psycopg://…")``; a plain path is SQLite's.
 
     ``?synchronous=FULL`` on a SQLite URL makes every commit survive a power cut (NORMAL, the default, survives the
-    end of any process). Opening migrates the schema; many processes may open a new database at once.
+    end of any process). Opening migrates the schema; many processes may open a new database at once. ``run`` is where
+    transactions run: an event loop passes one that uses threads (``web.store_threads``).
     Raises ``Unavailable`` where the database does not answer within ``timeout`` seconds.
     """
 
-    def __init__(self, url: str, *, timeout: float = 5.0) -> None:
+    def __init__(self, url: str, *, timeout: float = 5.0, run: Runner = here) -> None:
         if "://" not in url:
             url = f"sqlite:///{url}"
         parsed = sa.make_url(url)
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         self.timeout = timeout
+        self._run = run
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
@@ -65,7 +85,13 @@ class Store:
         if not self.is_sqlite:
             # few connections: transactions take milliseconds and meet at the windows' row locks anyway
             return sa.create_engine(
-                url, pool_size=12, max_overflow=0, pool_timeout=2.0, pool_pre_ping=True, pool_use_lifo=True
+                url,
+                pool_size=12,
+                max_overflow=0,
+                pool_timeout=2.0,
+                pool_pre_ping=True,
+                pool_use_lifo=True,
+                connect_args=_PATIENCE,
             )
         if not url.database or url.database == ":memory:":
             raise ValueError("the metering store needs a file: a database in memory is not shared by workers")
@@ -109,10 +135,10 @@ class Store:
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
         """Run ``work`` in a transaction and commit; an exception of its own rolls back and passes through."""
-        return self._retry(lambda: self._transact(work, read=False), timeout)
+        return self._retry(work, timeout, read=False)
 
     def read(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
-        return self._retry(lambda: self._transact(work, read=True), timeout)
+        return self._retry(work, timeout, read=True)
 
     def _transact(self, work: Callable[[sa.Connection], T], *, read: bool) -> T:
         with self.engine.connect() as connection:
@@ -121,12 +147,18 @@ class Store:
             with connection.begin():
                 return work(connection)
 
-    def _retry(self, attempt: Callable[[], T], timeout: float | None) -> T:
+    def _retry(self, work: Callable[[sa.Connection], T], timeout: float | None, *, read: bool) -> T:
         until = time.monotonic() + (self.timeout if timeout is None else timeout)
         pause = 0.001
+
+        def attempt() -> T:
+            if time.monotonic() > until:  # it waited behind others for all its time: they found a slow store
+                raise PoolTimeout("the store is busy")
+            return self._transact(work, read=read)
+
         while True:
             try:
-                return attempt()
+                return self._run(attempt, read=read)
             except (IntegrityError, ProgrammingError):
                 raise
             except (DBAPIError, PoolTimeout) as error:

@@ -49,6 +49,7 @@ ledger = sa.Table(
     sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+    sa.Column("generated_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("price_input", sa.BigInteger, nullable=False),
     sa.Column("price_cached", sa.BigInteger, nullable=False),
     sa.Column("price_output", sa.BigInteger, nullable=False),
@@ -69,6 +70,35 @@ ledger = sa.Table(
         "owner",
         sqlite_where=sa.text("status = 'open'"),
         postgresql_where=sa.text("status = 'open'"),
+    ),
+)
+
+journals = sa.Table(
+    "journals",
+    metadata,
+    sa.Column("journal", sa.String(128), primary_key=True),
+    sa.Column("position", sa.BigInteger, nullable=False),
+)
+
+folded = sa.Table(
+    "folded",
+    metadata,
+    *(
+        sa.Column(name, kind, primary_key=True)
+        for name, kind in (
+            ("day", sa.Integer),
+            ("key_id", sa.String(128)),
+            ("tenant", sa.String(128)),
+            ("endpoint", sa.String(256)),
+            ("entity", sa.String(256)),
+            ("mode", sa.String(32)),
+            ("task", sa.String(32)),
+            ("status", sa.String(16)),
+        )
+    ),
+    *(
+        sa.Column(name, sa.BigInteger, nullable=False)
+        for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
     ),
 )
 

@@ -64,8 +64,9 @@ def _metering(spec: ServeSpec) -> tuple[Any, Any]:
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
     from ..metering.store import Store
+    from .store_threads import StoreThreads
 
-    store = Store(spec.settings.database)
+    store = Store(spec.settings.database, run=StoreThreads.for_url(spec.settings.database))
     state = Path(spec.settings.state_dir or default_state_dir(), "ledger")
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     return Keys(store), Ledger(store, state_dir=state)
