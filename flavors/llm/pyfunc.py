@@ -62,6 +62,7 @@ class PyfuncModel:
         self.session = Session(bundle, settings, defaults)
         if scoring_server.is_scoring_server():
             scoring_server.admit(settings.max_num_seqs)
+            scoring_server.keep_requests_whole()
             with _told():
                 self.session.connect()
 
@@ -71,7 +72,8 @@ class PyfuncModel:
         Args:
             model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``), a list of them, or a
                 DataFrame with a row for each.
-            params: request fields for all rows, under those that a row has itself.
+            params: request fields for all rows, used where a row says nothing of a field itself. MLflow passes on those
+                that the signature lists, which are all that have one plain value (``stop`` goes into the request).
 
         Returns:
             One reply object for one request (also for one row: MLflow hands both over alike), else a list in order.
@@ -82,7 +84,7 @@ class PyfuncModel:
         """
         with _told():
             bodies, single = requests_of(model_input)
-            rows = [{**_given(params), **body} for body in bodies]
+            rows = [_with_params(body, params) for body in bodies]
             if single:
                 request = self.session.valid(_unstreamed(rows[0]))
                 return self.session.encode(request, self.session.reply(request))
@@ -110,15 +112,17 @@ class PyfuncModel:
             bodies, _ = requests_of(model_input)
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
-            request = self.session.valid({**_given(params), **bodies[0]}, stream=True)
+            request = self.session.valid(_with_params(bodies[0], params), stream=True)
             yield from self.session.chunks(request)
 
     def close(self) -> None:
         self.session.close()
 
 
-def _given(params: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (params or {}).items() if value is not None}
+def _with_params(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
+    """``body`` with what ``params`` says of the fields that it leaves out or gives as null."""
+    given = {name: value for name, value in (params or {}).items() if value is not None and body.get(name) is None}
+    return {**body, **given}
 
 
 def _unstreamed(body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""MLflow's scoring server, as far as it must be known: whether we run in it, and how many callers it lets in at once.
+"""MLflow's scoring server, as far as it must be known: whether we run in it, how many callers it lets in at once, and
+what it makes of a request. MLflow's private names of the server are used here alone.
 
 It answers each request in the event loop's default executor, which asyncio makes at the first request with the number
 of cores and four more threads: on two cores six callers enter ``predict`` and the others wait while the engine has
@@ -11,12 +12,21 @@ import concurrent.futures
 import os
 from typing import Any
 
-from mlflow.pyfunc.scoring_server import _SERVER_MODEL_PATH as SERVER_MODEL_PATH
+from mlflow.pyfunc import scoring_server
 
 
 def is_scoring_server() -> bool:
     """Whether this process is a worker of ``mlflow models serve``."""
-    return SERVER_MODEL_PATH in os.environ
+    return scoring_server._SERVER_MODEL_PATH in os.environ
+
+
+def keep_requests_whole() -> None:
+    """Leave the fields of a request in OpenAI's form in the request, in this process.
+
+    The server would move those that the signature lists as ``params`` out of it and hold them to MLflow's types: its
+    refusals repeat the whole prompt, ours name the field.
+    """
+    scoring_server._split_data_and_params_for_llm_input = lambda request, params_schema: (request, {})
 
 
 def admit(callers: int) -> None:

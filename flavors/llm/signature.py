@@ -3,6 +3,9 @@
 MLflow drops a key that the signature does not list, and converts one that it lists with a type. So every field of
 every task is a column of any type, none required. One further column of type array is never sent: MLflow wraps a
 single request into one row only where some column is an array (``mlflow.models.utils._enforce_schema``).
+
+MLflow hands ``params=`` over only where the signature lists them, each with one type: those are the fields whose value
+is one number, word or flag. ``stop`` (a string or a list) and what has parts belong into the request.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 from mlflow.models import ModelSignature
-from mlflow.types import ColSpec, DataType, Schema
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 from ...serving.dialects import FIELDS, REFUSED_FIELDS
+from ...serving.dialects.tables import MLFLOW
 from ...serving.request import Task
 
 ROW_MARKER = "_one_request_per_row"
@@ -26,6 +30,13 @@ REPLY_FIELDS = {
     "choices": AnyType(),
     "data": AnyType(),
     "usage": AnyType(),
+}
+
+PARAM_TYPES = {
+    "integer": DataType.long,
+    "number": DataType.double,
+    "boolean": DataType.boolean,
+    "string": DataType.string,
 }
 
 EXAMPLES: dict[Task, dict[str, Any]] = {
@@ -41,11 +52,22 @@ def request_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(name for names in FIELDS.values() for name in names), *REFUSED_FIELDS]))
 
 
+def params_schema() -> ParamSchema:
+    """The fields that ``params=`` may give for all rows: of one scalar type in every task, and with an effect."""
+    kinds: dict[str, set[str]] = {}
+    for table in MLFLOW.values():
+        for name, field in table.fields.items():
+            if field.target is not None and name not in (table.required, "stream"):
+                kinds.setdefault(name, set()).add(str(field.schema["type"]))
+    one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
+    return ParamSchema([ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None])
+
+
 def lossless_signature() -> ModelSignature:
     columns = [ColSpec(AnyType(), name, required=False) for name in request_fields()]
     columns.append(ColSpec(Array(AnyType()), ROW_MARKER, required=False))
     replies = [ColSpec(kind, name, required=False) for name, kind in REPLY_FIELDS.items()]
-    return ModelSignature(inputs=Schema(columns), outputs=Schema(replies))
+    return ModelSignature(inputs=Schema(columns), outputs=Schema(replies), params=params_schema())
 
 
 def default_example(tasks: tuple[Task, ...]) -> dict[str, Any]:

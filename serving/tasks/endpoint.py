@@ -48,7 +48,8 @@ class EndpointView:
     """One served model as ``validate`` sees it.
 
     ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
-    notebook, which cannot know what its callers call it. ``adapters`` is asked at each request, since they come and go.
+    notebook, which cannot know what its callers call it; what follows a colon is an adapter there too. ``adapters`` is
+    asked at each request, since they come and go.
     """
 
     name: str
@@ -87,5 +88,5 @@ class EndpointView:
         if colon and (name == self.name or name in (self.names or ())):
             return adapter
         if self.names is None:
-            return adapter if adapter in self.known_adapters() else None
+            return adapter if colon and "/" not in adapter else None  # models:/name/1 names no adapter
         raise NotFound(f"model: no model {model[:64]!r} here; this endpoint is {self.name!r}", param="model")

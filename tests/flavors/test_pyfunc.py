@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import _validate_prediction_input
 from mlflow.pyfunc.scoring_server import infer_and_parse_data
 
 from mlflow_llm.flavors.llm.frames import requests_of
-from mlflow_llm.flavors.llm.pyfunc import PredictError
+from mlflow_llm.flavors.llm.pyfunc import PredictError, _with_params
 from mlflow_llm.flavors.llm.signature import lossless_signature
 from mlflow_llm.serving.errors import RequestError, ServingError, walk
 
@@ -95,6 +96,24 @@ def test_what_is_no_request_is_refused(given):
     """Input in which MLflow found no field of a request is refused with what is expected."""
     with pytest.raises(RequestError, match="messages, prompt or input"):
         through_mlflow(given)
+
+
+def test_params_pass_where_they_are_one_value():
+    """``params`` reaches predict with every field of one scalar type; MLflow holds each to that type."""
+    schema = lossless_signature().params
+    given = {"temperature": 0, "max_tokens": 5, "adapter": "pirate", "echo": True, "seed": 2**40}
+    _, params = _validate_prediction_input({"prompt": "a"}, dict(given), lossless_signature().inputs, schema)
+    assert {name: value for name, value in params.items() if value is not None} == given
+    assert not {"messages", "prompt", "input", "stream", "stop", "logprobs"} & set(params)
+    with pytest.raises(MlflowException, match="max_tokens"):
+        _validate_prediction_input({"prompt": "a"}, {"max_tokens": "many"}, lossless_signature().inputs, schema)
+
+
+def test_a_request_stands_over_params():
+    """What a request says itself wins; null says nothing, in either."""
+    params = {"temperature": 0.5, "max_tokens": 5, "seed": None}
+    body = {"prompt": "a", "temperature": 0.0, "max_tokens": None}
+    assert _with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
 
 
 def test_every_error_keeps_status_and_message():

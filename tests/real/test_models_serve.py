@@ -67,7 +67,7 @@ BAD = {
     "unknown adapter": ({"messages": MESSAGES, "adapter": "nobody"}, 404, "adapter"),
     "temperature NaN": ({"messages": MESSAGES, "temperature": float("nan")}, 400, "temperature"),
     "list for a string": ({"messages": [{"role": "user", "content": [1, 2]}]}, 400, "content"),
-    "string for a number": ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens"),
+    "string for a number": ({"prompt": "long " * 1000, "max_tokens": "many"}, 400, "max_tokens"),
     "5 MB body": ({"prompt": "x" * 5_000_000}, 400, "prompt"),
     "10,000 stop strings": ({"prompt": "a", "stop": [f"s{i}" for i in range(10_000)]}, 400, "stop"),
     "stream": ({"messages": MESSAGES, "stream": True}, 400, "predict_stream"),

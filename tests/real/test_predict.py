@@ -70,6 +70,19 @@ def test_rows_keep_their_order_and_their_answers(model):
     assert [reply["choices"][0]["text"] for reply in replies[:3]] == alone
 
 
+def test_params_are_for_all_rows(model):
+    """``params`` holds for every row that does not say otherwise itself, streamed or whole."""
+    frame = pd.DataFrame({"prompt": ["One, two,", "A, B,", "x y"], "max_tokens": [None, None, 2]})
+    replies = model.predict(frame, params={"max_tokens": 3, "temperature": 0, "adapter": "pirate"})
+    assert [reply["usage"]["completion_tokens"] for reply in replies] == [3, 3, 2]
+    told = {"prompt": "One, two,", "max_tokens": 3, "temperature": 0, "adapter": "pirate"}
+    assert replies[0]["choices"] == model.predict(told)["choices"]
+    chunks = list(model.predict_stream({"prompt": "One, two,"}, params={"max_tokens": 3}))
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    with pytest.raises(MlflowException, match="nobody"):
+        model.predict(frame, params={"adapter": "nobody"})
+
+
 def test_many_rows_show_progress(model, monkeypatch, capsys):
     """A progress bar counts the rows where it is asked for."""
     monkeypatch.setenv("MLFLOW_LLM_PROGRESS", "1")
@@ -117,6 +130,7 @@ def test_threads_share_one_engine(model):
         ({"messages": MESSAGES, "stream": True}, 400, "predict_stream"),
         ({"messages": MESSAGES, "temperature": float("nan")}, 400, "temperature"),
         ({"messages": MESSAGES, "adapter": "nobody"}, 404, "pirate"),
+        ({"messages": MESSAGES, "model": "assistant:nobody"}, 404, "json, pirate"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"input": "a"}, 400, "input"),

@@ -149,10 +149,13 @@ def test_adapters(endpoint_of):
 
 
 def test_any_model_name(endpoint_of):
-    """A model loaded in a notebook takes any name for itself."""
-    endpoint = endpoint_of(names=None, adapters=lambda: ("pirate",))
-    assert _valid(endpoint, messages=HI, model="models:/x/1").adapter is None
+    """A model loaded in a notebook takes any name for itself, but no adapter that it does not have."""
+    endpoint = endpoint_of(names=None, adapters=lambda: ("haiku", "pirate"))
+    for name in ("models:/x/1", "models:/x@prod", "gpt-4o", "org/name"):
+        assert _valid(endpoint, messages=HI, model=name).adapter is None
     assert _valid(endpoint, messages=HI, model="whatever:pirate").adapter == "pirate"
+    with pytest.raises(NotFound, match="no adapter 'nobody'; loaded: haiku, pirate"):
+        _valid(endpoint, messages=HI, model="whatever:nobody")
 
 
 def test_wrong_task(endpoint_of):
