@@ -9,15 +9,23 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField
+from ..settings import EngineSettings
 from .provisioned import check_throughput
+from .source import Source
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:-]{0,126}")
+ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
+URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
+VERSION = re.compile(r"[0-9]{1,18}|@?[A-Za-z0-9_-]{1,255}")
 MAX_ENTITIES = 32
 
 
 class ServedEntity(Struct, frozen=True, kw_only=True):
-    """A registry model and version (or ``@alias``). With ``max_provisioned_throughput`` it is provisioned, tokens/s."""
+    """A registry model and version (or ``@alias``), or a URI or directory, which has no version.
+
+    With ``max_provisioned_throughput`` it is provisioned, tokens/s. ``engine_settings`` replace those saved with the
+    model. ``source`` is the model that was found; it is stored, and never shown.
+    """
 
     name: str
     entity_name: str
@@ -25,6 +33,16 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
     min_provisioned_throughput: int | None = None
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False
+    engine_settings: dict[str, Any] = {}
+    source: Source | None = None
+
+    @property
+    def uri(self) -> str:
+        """What MLflow fetches the model by."""
+        if not self.entity_version:
+            return self.entity_name
+        number = self.entity_version.isdecimal()
+        return f"models:/{self.entity_name}{'/' if number else '@'}{self.entity_version.removeprefix('@')}"
 
     @property
     def provisioned(self) -> bool:
@@ -37,8 +55,13 @@ class Route(Struct, frozen=True, kw_only=True):
 
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
+    """``sticky``: a caller with an API key stays with the served entity that the key falls to. ``profile`` names the
+    defaults and limits of its requests; None is the server's own."""
+
     served_entities: tuple[ServedEntity, ...]
     routes: tuple[Route, ...]
+    sticky: bool = False
+    profile: str | None = None
 
 
 _ENTITY_FIELDS = {
@@ -51,6 +74,7 @@ _ENTITY_FIELDS = {
     "workload_size",
     "workload_type",
     "environment_vars",
+    "engine_settings",
 }
 
 
@@ -73,7 +97,8 @@ def parse_config(body: Any) -> EndpointConfig:
     for name in names:
         if names.count(name) > 1:
             raise InvalidField(f"{field}[].name", name, "a name that only one served entity has")
-    return EndpointConfig(served_entities=entities, routes=_routes(body.get("traffic_config"), names))
+    routes, sticky = _traffic(body.get("traffic_config"), names)
+    return EndpointConfig(served_entities=entities, routes=routes, sticky=sticky)
 
 
 def _modern(item: Any) -> Any:
@@ -90,16 +115,12 @@ def _entity(item: Any, field: str) -> ServedEntity:
             raise InvalidField(f"{field}.{key}", item[key], "no value: an entity runs on the server's own machine")
     if item.get("workload_size") not in (None, "Small", "Medium", "Large"):
         raise InvalidField(f"{field}.workload_size", item["workload_size"], '"Small", "Medium" or "Large"')
-    entity_name, version = item.get("entity_name"), item.get("entity_version")
-    if not isinstance(entity_name, str) or not ENTITY_NAME.fullmatch(entity_name):
-        raise InvalidField(f"{field}.entity_name", entity_name, "the name of a registered model")
-    if isinstance(version, int) and not isinstance(version, bool):
-        version = str(version)
-    if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,18}|@?[A-Za-z0-9_-]{1,255}", version):
-        raise InvalidField(f"{field}.entity_version", version, "a version number or an alias")
+    entity_name, version = _model(item, field)
     name = item.get("name")
     if name is None:
-        name = f"{entity_name}-{version}".replace("@", "").replace(":", "-").replace(".", "-")[:63]
+        name = (
+            re.sub(r"[^A-Za-z0-9_-]+", "-", f"{entity_name}-{version}".replace("@", "")).strip("-_")[-63:].strip("-_")
+        )
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidField(f"{field}.name", name, "1 to 63 letters, digits, dashes and underscores")
     scale = item.get("scale_to_zero_enabled")
@@ -113,7 +134,36 @@ def _entity(item: Any, field: str) -> ServedEntity:
         min_provisioned_throughput=minimum,
         max_provisioned_throughput=maximum,
         scale_to_zero_enabled=bool(scale),
+        engine_settings=_engine_settings(item.get("engine_settings"), f"{field}.engine_settings"),
     )
+
+
+def _model(item: dict[str, Any], field: str) -> tuple[str, str]:
+    """Name and version; the version of a URI or directory is empty."""
+    name, version = item.get("entity_name"), item.get("entity_version")
+    if isinstance(name, str) and URI.fullmatch(name):
+        if version not in (None, ""):
+            raise InvalidField(f"{field}.entity_version", version, "none: entity_name is a URI")
+        return name, ""
+    if not isinstance(name, str) or not ENTITY_NAME.fullmatch(name):
+        raise InvalidField(f"{field}.entity_name", name, "the name of a registered model, or a model's URI")
+    if isinstance(version, int) and not isinstance(version, bool):
+        version = str(version)
+    if not isinstance(version, str) or not VERSION.fullmatch(version):
+        raise InvalidField(f"{field}.entity_version", version, "a version number or an alias")
+    return name, version
+
+
+def _engine_settings(value: Any, field: str) -> dict[str, Any]:
+    """Settings of the engine that replace those saved with the model."""
+    given = {} if value is None else _object(value, field, set(EngineSettings.__struct_fields__))
+    if given.get("trust_remote_code"):
+        raise InvalidField(f"{field}.trust_remote_code", True, "false: it is granted on the server's command line only")
+    try:
+        msgspec.convert(given, EngineSettings)
+    except msgspec.ValidationError as error:
+        raise InvalidField(field, given, f"engine settings: {error}") from None
+    return given
 
 
 def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | None]:
@@ -133,13 +183,22 @@ def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | Non
     return minimum, maximum
 
 
-def _routes(body: Any, names: list[str]) -> tuple[Route, ...]:
-    field = "config.traffic_config.routes"
-    if body is None or (isinstance(body, dict) and body.get("routes") is None):
+def _traffic(body: Any, names: list[str]) -> tuple[tuple[Route, ...], bool]:
+    """Routes, and whether callers are sticky."""
+    field = "config.traffic_config"
+    body = {} if body is None else _object(body, field, {"routes", "sticky"})
+    sticky = body.get("sticky")
+    if sticky is not None and not isinstance(sticky, bool):
+        raise InvalidField(f"{field}.sticky", sticky, "true or false")
+    return _routes(body.get("routes"), f"{field}.routes", names), bool(sticky)
+
+
+def _routes(listed: Any, field: str, names: list[str]) -> tuple[Route, ...]:
+    if listed is None:
         if len(names) > 1:
             raise InvalidField(field, None, "a traffic percentage for each of several served entities")
         return (Route(served_model_name=names[0], traffic_percentage=100),)
-    listed = _list(_object(body, "config.traffic_config", {"routes"})["routes"], field)
+    listed = _list(listed, field)
     routes = tuple(_route(item, f"{field}[{place}]", names) for place, item in enumerate(listed))
     if len({route.served_model_name for route in routes}) != len(routes):
         raise InvalidField(field, [route.served_model_name for route in routes], "one route for each served entity")
@@ -196,7 +255,11 @@ def parse_rate_limits(listed: Any) -> dict[tuple[str, str], int]:
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     """As the API returns it: both spellings of entities, both names in a route (clients read either)."""
     entities = [
-        {key: value for key, value in msgspec.to_builtins(entity).items() if value is not None}
+        {
+            key: value
+            for key, value in msgspec.to_builtins(entity).items()
+            if value not in (None, {}) and key != "source"
+        }
         for entity in config.served_entities
     ]
     models = [
@@ -210,7 +273,8 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
         }
         for route in config.routes
     ]
-    return {"served_entities": entities, "served_models": models, "traffic_config": {"routes": routes}}
+    traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
+    return {"served_entities": entities, "served_models": models, "traffic_config": traffic}
 
 
 def _object(value: Any, field: str, allowed: set[str]) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
+from typing import Any
+
 import msgspec
 import sqlalchemy as sa
 
-from ..errors import NotFound
+from ..errors import AlreadyExists, NotFound
+from ..metering.store import Store
 from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits
 from ..request import Task
-from .endpoint_config import EndpointConfig
+from .endpoint_config import EndpointConfig, ServedEntity
 
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:
@@ -19,6 +23,59 @@ def find_row(connection: sa.Connection, name: str) -> sa.Row:
     if row is None:
         raise NotFound(f"there is no endpoint {name!r}")
     return row
+
+
+def must_be_new(connection: sa.Connection, name: str) -> None:
+    if connection.execute(sa.select(endpoints.c.name).where(endpoints.c.name == name)).first() is not None:
+        raise AlreadyExists(f"there is an endpoint {name!r} already")
+
+
+def tasks_of(entity: ServedEntity) -> tuple[Task, ...]:
+    """The tasks of a served entity whose model was found."""
+    assert entity.source is not None, "stored configs have their sources"
+    return tuple(sorted(entity.source.bundle.tasks))
+
+
+def insert_endpoint(
+    store: Store,
+    connection: sa.Connection,
+    name: str,
+    config: EndpointConfig,
+    now_ms: int,
+    *,
+    creator: str,
+    description: str = "",
+) -> None:
+    """A new endpoint whose first config is pending. Raises ``AlreadyExists``."""
+    row = {"name": name, "id": secrets.token_hex(16), "creator": creator, "description": description}
+    row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "message": ""}
+    row |= {"ready": "NOT_READY", "config_update": "IN_PROGRESS"}
+    new = store.insert(endpoints).values(**row, created_ms=now_ms, updated_ms=now_ms, pending_version=1, last_version=1)
+    if connection.execute(new.on_conflict_do_nothing()).rowcount != 1:
+        raise AlreadyExists(f"there is an endpoint {name!r} already")
+    _add_config(connection, name, 1, config, now_ms)
+
+
+def begin_update(connection: sa.Connection, row: sa.Row, config: EndpointConfig, now_ms: int) -> int:
+    """``config`` as the pending one of the endpoint ``row``: its version."""
+    version: int = row.last_version + 1
+    _add_config(connection, row.name, version, config, now_ms)
+    values = {"config_update": "IN_PROGRESS", "message": "", "pending_version": version, "last_version": version}
+    change_endpoint(connection, row.name, now_ms, **values)
+    return version
+
+
+def _add_config(connection: sa.Connection, name: str, version: int, config: EndpointConfig, now_ms: int) -> None:
+    row = {"name": name, "version": version, "config": msgspec.json.encode(config).decode()}
+    row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "created_ms": now_ms, "outcome": "pending"}
+    connection.execute(sa.insert(endpoint_configs).values(row))
+
+
+def change_endpoint(connection: sa.Connection, name: str, now_ms: int | None, **values: Any) -> None:
+    """``now_ms`` is the time of a change that a person made; None for what happens by itself."""
+    if now_ms is not None:
+        values["updated_ms"] = now_ms
+    connection.execute(sa.update(endpoints).where(endpoints.c.name == name).values(**values))
 
 
 def decode_config(text: str) -> EndpointConfig:

@@ -7,14 +7,13 @@
                          │                      └─ mark_failed ─► UPDATE_FAILED             the old one stays active
                          └──── mark_ready ◄── IN_PROGRESS ◄── update ──┘
 
-``ready`` is READY while an active config is being served. Whoever runs the engines watches ``pending``, warms the
+``ready`` is READY while an active config is being served. Whoever runs the engines watches ``rows``, warms the pending
 entities up and then calls ``mark_ready`` or ``mark_failed`` with the config's version: a report on another version than
 the pending one is stale and changes nothing.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,31 +22,38 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..errors import AlreadyExists, Conflict, InvalidField, NotFound
+from ..errors import Conflict, InvalidField, NotFound
 from ..metering.store import Store
-from ..metering.tables import endpoint_configs, endpoints, limits, windows
+from ..metering.tables import endpoints, limits, windows
 from ..request import Task
-from .endpoint_config import (
-    NAME,
-    EndpointConfig,
-    ServedEntity,
-    parse_config,
-    parse_rate_limits,
-    parse_tags,
+from .endpoint_config import NAME, EndpointConfig, ServedEntity, parse_config, parse_rate_limits, parse_tags
+from .endpoint_rows import (
+    begin_update,
+    change_endpoint,
+    find_row,
+    insert_endpoint,
+    must_be_new,
+    set_outcome,
+    set_rates,
+    set_tags,
+    stored_config,
+    tasks_of,
 )
-from .endpoint_rows import decode_config, find_row, set_outcome, set_rates, set_tags, stored_config
 from .endpoint_views import endpoint_to_wire, rate_limits_to_wire, tags_to_wire
-from .traffic import TrafficSplit
+from .source import Source
 
 _CREATE_FIELDS = {"name", "config", "tags", "rate_limits", "description"}
 
 
-class Pending(Struct, frozen=True, kw_only=True):
-    """A config that waits to be served."""
+class EndpointRow(Struct, frozen=True, kw_only=True):
+    """Where an endpoint stands, without its configs. ``id`` tells it from an earlier endpoint of the same name."""
 
     name: str
-    version: int
-    config: EndpointConfig
+    id: str
+    created_ms: int
+    ready: bool
+    active_version: int | None
+    pending_version: int | None
 
 
 class Active(Struct, frozen=True, kw_only=True):
@@ -61,20 +67,21 @@ class Active(Struct, frozen=True, kw_only=True):
 
 
 class Endpoints:
-    """``inspect(entity)`` gives the tasks of a registry entity, and raises ``NotFound`` where there is none.
+    """``locate(entities)`` finds the models of served entities, and raises ``NotFound``, ``InvalidField``.
 
-    It is called outside transactions. Every method that takes a ``name`` raises ``NotFound`` for an unknown one.
+    It may take seconds and is called outside transactions. Methods that take a ``name`` raise ``NotFound`` for an
+    unknown one.
     """
 
     def __init__(
         self,
         store: Store,
         *,
-        inspect: Callable[[ServedEntity], tuple[Task, ...]],
+        locate: Callable[[tuple[ServedEntity, ...]], tuple[Source, ...]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._inspect = inspect
+        self._locate = locate
         self._clock = clock
 
     def create(self, body: dict[str, Any], *, creator: str = "") -> dict[str, Any]:
@@ -90,18 +97,13 @@ class Endpoints:
             raise InvalidField("description", description, "a text of at most 4096 characters")
         config = parse_config(body.get("config"))
         tags, rates = parse_tags(body.get("tags") or []), parse_rate_limits(body.get("rate_limits") or [])
-        tasks = self._tasks(config)
+        self._store.read(lambda connection: must_be_new(connection, name))  # before the work of looking models up
+        config = self._located(config)
 
         def work(connection: sa.Connection) -> None:
-            now = self._now_ms()
-            row = {"name": name, "id": secrets.token_hex(16), "creator": creator, "description": description}
-            row |= {"tasks": " ".join(tasks), "ready": "NOT_READY", "config_update": "IN_PROGRESS", "message": ""}
-            new = self._store.insert(endpoints).values(
-                **row, created_ms=now, updated_ms=now, pending_version=1, last_version=1
+            insert_endpoint(
+                self._store, connection, name, config, self._now_ms(), creator=creator, description=description
             )
-            if connection.execute(new.on_conflict_do_nothing()).rowcount != 1:
-                raise AlreadyExists(f"there is an endpoint {name!r} already")
-            self._add_config(connection, name, 1, config, tasks)
             set_tags(connection, name, tags, ())
             set_rates(connection, name, rates)
 
@@ -140,20 +142,34 @@ class Endpoints:
         if isinstance(body, dict) and body.get("name") not in (None, name):
             raise InvalidField("name", body["name"], f"{name!r}: an endpoint keeps its name")
         config = parse_config(body)
-        tasks = self._tasks(config)
+        self._store.read(lambda connection: _must_be_idle(find_row(connection, name)))
+        config = self._located(config)
 
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
-            if row.config_update == "IN_PROGRESS":
-                raise Conflict(f"an update of {name!r} is in progress; try again when it has ended")
-            version = row.last_version + 1
-            self._add_config(connection, name, version, config, tasks)
-            self._change(
-                connection, name, config_update="IN_PROGRESS", message="", pending_version=version, last_version=version
-            )
+            _must_be_idle(row)
+            begin_update(connection, row, config, self._now_ms())
 
         self._store.write(work)
         return self.get(name)
+
+    def declare(self, name: str, config: EndpointConfig, *, creator: str = "") -> int:
+        """Make ``name`` serve ``config``, whose sources are known: the version that has it or is to have it.
+
+        For whoever runs the engines: an update that is in progress is replaced.
+        """
+
+        def work(connection: sa.Connection) -> int:
+            row = connection.execute(sa.select(endpoints).where(endpoints.c.name == name)).one_or_none()
+            if row is None:
+                insert_endpoint(self._store, connection, name, config, self._now_ms(), creator=creator)
+                return 1
+            version = row.active_version if row.pending_version is None else row.pending_version
+            if version is not None and stored_config(connection, name, version)[0] == config:
+                return int(version)
+            return begin_update(connection, row, config, self._now_ms())
+
+        return self._store.write(work)
 
     def put_rate_limits(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PUT …/{name}/rate-limits``: replaces the calls a minute of the endpoint and of each of its users."""
@@ -176,20 +192,26 @@ class Endpoints:
         def work(connection: sa.Connection) -> dict[str, Any]:
             find_row(connection, name)
             set_tags(connection, name, added, tuple(deleted))
-            self._change(connection, name)
+            change_endpoint(connection, name, self._now_ms())
             return {"tags": tags_to_wire(connection, name)}
 
         return self._store.write(work)
 
-    def pending(self) -> tuple[Pending, ...]:
-        """Every update that is in progress."""
-        joined = sa.and_(
-            endpoint_configs.c.name == endpoints.c.name, endpoint_configs.c.version == endpoints.c.pending_version
-        )
-        query = sa.select(endpoints.c.name, endpoint_configs.c.version, endpoint_configs.c.config)
-        query = query.join(endpoint_configs, joined).where(endpoints.c.config_update == "IN_PROGRESS")
-        rows = self._store.read(lambda connection: connection.execute(query.order_by(endpoints.c.name)).all())
-        return tuple(Pending(name=row.name, version=row.version, config=decode_config(row.config)) for row in rows)
+    def rows(self) -> tuple[EndpointRow, ...]:
+        """Every endpoint, by name: what to look at again and again."""
+        fields = [field for field in EndpointRow.__struct_fields__ if field != "ready"]
+        query = sa.select(*(endpoints.c[field] for field in fields), endpoints.c.ready).order_by(endpoints.c.name)
+        found = self._store.read(lambda connection: connection.execute(query).mappings().all())
+        return tuple(EndpointRow(**{**row, "ready": row["ready"] == "READY"}) for row in found)
+
+    def config(self, name: str, version: int) -> EndpointConfig:
+        """A stored config, which never changes."""
+
+        def work(connection: sa.Connection) -> EndpointConfig:
+            find_row(connection, name)
+            return stored_config(connection, name, version)[0]
+
+        return self._store.read(work)
 
     def active(self, name: str) -> Active:
         """What ``name`` serves. Raises ``NotFound`` before its first config was ready, too."""
@@ -212,9 +234,10 @@ class Endpoints:
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
             _, tasks = stored_config(connection, name, version)
-            self._change(
+            change_endpoint(
                 connection,
                 name,
+                self._now_ms(),
                 ready="READY",
                 config_update="NOT_UPDATING",
                 message="",
@@ -234,7 +257,8 @@ class Endpoints:
             row = find_row(connection, name)
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
-            self._change(connection, name, config_update="UPDATE_FAILED", message=message[:4096], pending_version=None)
+            values = {"config_update": "UPDATE_FAILED", "message": message[:4096], "pending_version": None}
+            change_endpoint(connection, name, self._now_ms(), **values)
             set_outcome(connection, name, version, "failed")
             return True
 
@@ -247,40 +271,32 @@ class Endpoints:
             row = find_row(connection, name)
             if ready and row.active_version is None:
                 raise Conflict(f"endpoint {name!r} has no active config to be ready with")
-            self._change(connection, name, ready="READY" if ready else "NOT_READY")
+            change_endpoint(connection, name, None, ready="READY" if ready else "NOT_READY")
 
         self._store.write(work)
 
-    def split(self, active: Active) -> TrafficSplit:
-        """The traffic split of an active config; one a worker, kept as long as the version is the same."""
-        return TrafficSplit(active.name, active.config.routes, start=secrets.randbits(64))
-
-    def _tasks(self, config: EndpointConfig) -> tuple[Task, ...]:
-        """The tasks that every entity exposes, the same for all. Raises ``InvalidField``."""
-        found: tuple[Task, ...] | None = None
-        for place, entity in enumerate(config.served_entities):
-            tasks = tuple(sorted(self._inspect(entity)))
-            if found is not None and tasks != found:
+    def _located(self, config: EndpointConfig) -> EndpointConfig:
+        """``config`` with its models found, all of the same tasks. Raises ``InvalidField``, ``NotFound``."""
+        entities = config.served_entities
+        found = tuple(
+            msgspec.structs.replace(entity, source=source)
+            for entity, source in zip(entities, self._locate(entities), strict=True)
+        )
+        first = tasks_of(found[0])
+        for place, entity in enumerate(found):
+            if tasks_of(entity) != first:
                 field = f"config.served_entities[{place}]"
-                first = config.served_entities[0].name
-                raise InvalidField(field, list(tasks), f"the same tasks as {first!r}: {', '.join(found)}")
-            found = tasks
-        assert found is not None
-        return found
-
-    def _add_config(
-        self, connection: sa.Connection, name: str, version: int, config: EndpointConfig, tasks: tuple[Task, ...]
-    ) -> None:
-        row = {"name": name, "version": version, "config": msgspec.json.encode(config).decode()}
-        row |= {"tasks": " ".join(tasks), "created_ms": self._now_ms(), "outcome": "pending"}
-        connection.execute(sa.insert(endpoint_configs).values(row))
-
-    def _change(self, connection: sa.Connection, name: str, **values: Any) -> None:
-        update = sa.update(endpoints).where(endpoints.c.name == name)
-        connection.execute(update.values(**values, updated_ms=self._now_ms()))
+                allowed = f"the same tasks as {found[0].name!r}: {', '.join(first)}"
+                raise InvalidField(field, list(tasks_of(entity)), allowed)
+        return msgspec.structs.replace(config, served_entities=found)
 
     def _view(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
         return endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
+
+
+def _must_be_idle(row: sa.Row) -> None:
+    if row.config_update == "IN_PROGRESS":
+        raise Conflict(f"an update of {row.name!r} is in progress; try again when it has ended")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from databricks.sdk.service.serving import (
     EndpointStateConfigUpdate,
@@ -12,10 +13,12 @@ from databricks.sdk.service.serving import (
     ServingEndpointDetailed,
 )
 
+from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
-from mlflow_llm.serving.modes.endpoint_config import Route
+from mlflow_llm.serving.modes.endpoint_config import EndpointConfig, Route, parse_config
 from mlflow_llm.serving.modes.endpoints import Endpoints
+from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.modes.traffic import TrafficSplit
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
@@ -30,12 +33,14 @@ def store(tmp_path):
 
 @pytest.fixture
 def endpoints(store):
-    def inspect(entity):
-        if entity.entity_name not in TASKS:
-            raise NotFound(f"there is no model {entity.entity_name!r}")
-        return TASKS[entity.entity_name]
+    return Endpoints(store, locate=lambda entities: tuple(map(source_of, entities)), clock=lambda: 1_800_000_000.0)
 
-    return Endpoints(store, inspect=inspect, clock=lambda: 1_800_000_000.0)
+
+def source_of(entity):
+    if entity.entity_name not in TASKS:
+        raise NotFound(f"there is no model {entity.entity_name!r}")
+    bundle = Bundle(content_hash=entity.uri, tasks=TASKS[entity.entity_name], model_dir="/m", tokenizer_dir="/t")
+    return Source(uri=entity.uri, bundle=bundle)
 
 
 def entity(name="assistant", version="1", **more):
@@ -66,9 +71,10 @@ def test_an_endpoint_is_created_and_becomes_ready(endpoints):
     assert state_of(endpoints.create(body(tags=[{"key": "team", "value": "a"}]), creator="ann")) == (NOT_READY, BUSY)
     with pytest.raises(NotFound, match="not ready"):
         endpoints.active("chat")
-    (pending,) = endpoints.pending()
-    assert (pending.name, pending.version) == ("chat", 1)
-    assert pending.config.served_entities[0].name == "assistant-1"
+    (row,) = endpoints.rows()
+    assert (row.name, row.active_version, row.pending_version, row.ready) == ("chat", None, 1, False)
+    (served,) = endpoints.config("chat", 1).served_entities
+    assert (served.name, served.source.uri) == ("assistant-1", "models:/assistant/1")
     assert endpoints.mark_ready("chat", 1)
     view = ServingEndpointDetailed.from_dict(endpoints.get("chat"))
     assert state_of(endpoints.get("chat")) == (READY, IDLE)
@@ -77,7 +83,9 @@ def test_an_endpoint_is_created_and_becomes_ready(endpoints):
     assert (view.task, view.creator, view.pending_config) == ("llm/v1/chat", "ann", None)
     (listed,) = endpoints.list()["endpoints"]
     assert ServingEndpoint.from_dict(listed).tags[0].key == "team"
-    assert endpoints.pending() == ()
+    assert "source" not in listed["config"]["served_entities"][0]
+    (row,) = endpoints.rows()
+    assert (row.active_version, row.pending_version, row.ready) == (1, None, True)
     with pytest.raises(AlreadyExists):
         endpoints.create(body())
 
@@ -127,6 +135,43 @@ def test_entities_of_one_endpoint_have_the_same_tasks(endpoints):
     assert state_of(endpoints.get("chat")) == (READY, IDLE)
 
 
+def test_what_the_server_was_started_with_is_declared(endpoints):
+    """A new endpoint, no change where it is the same, a new version where it differs, even while another is pending."""
+
+    def config(version, **more):
+        served = parse_config(body(entity(version=version))["config"]).served_entities[0]
+        served = msgspec.structs.replace(served, source=source_of(served))
+        return EndpointConfig(
+            served_entities=(served,), routes=(Route(served_model_name=served.name, traffic_percentage=100),), **more
+        )
+
+    assert endpoints.declare("chat", config("1")) == 1
+    assert endpoints.declare("chat", config("1")) == 1
+    endpoints.mark_ready("chat", 1)
+    assert endpoints.declare("chat", config("1")) == 1
+    assert endpoints.declare("chat", config("2")) == 2
+    assert endpoints.declare("chat", config("2", sticky=True)) == 3
+    assert not endpoints.mark_ready("chat", 2)
+    assert endpoints.mark_ready("chat", 3)
+    assert endpoints.get("chat")["config"]["traffic_config"]["sticky"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "uri", "name"),
+    [
+        (entity(version="@champion"), "models:/assistant@champion", "assistant-champion"),
+        (entity(version="champion"), "models:/assistant@champion", "assistant-champion"),
+        (entity(version=3), "models:/assistant/3", "assistant-3"),
+        ({"entity_name": "/srv/models/chat"}, "/srv/models/chat", "srv-models-chat"),
+        ({"entity_name": "runs:/abc/model", "name": "mine"}, "runs:/abc/model", "mine"),
+    ],
+)
+def test_a_model_is_named_by_version_alias_or_uri(given, uri, name):
+    """Each gives the URI that MLflow fetches, and a name to route by."""
+    (served,) = parse_config(body(given)["config"]).served_entities
+    assert (served.uri, served.name) == (uri, name)
+
+
 BAD_CONFIGS = [
     (None, "config"),
     ({"served_entities": []}, "served_entities"),
@@ -136,6 +181,10 @@ BAD_CONFIGS = [
     ({"served_entities": [entity(), entity()]}, "name"),
     ({"served_entities": [entity(version=True)]}, "entity_version"),
     ({"served_entities": [entity(name="../x")]}, "entity_name"),
+    ({"served_entities": [{"entity_name": "/srv/x", "entity_version": "1"}]}, "entity_version"),
+    ({"served_entities": [entity(engine_settings={"dtype": "float99"})]}, "engine_settings"),
+    ({"served_entities": [entity(engine_settings={"trust_remote_code": True})]}, "trust_remote_code"),
+    ({"served_entities": [entity()], "traffic_config": {"sticky": 1}}, "sticky"),
     ({"served_entities": [entity(workload_type="GPU_SMALL")]}, "workload_type"),
     ({"served_entities": [entity(max_provisioned_throughput=0)]}, "max_provisioned_throughput"),
     ({"served_entities": [entity(min_provisioned_throughput=9, max_provisioned_throughput=5)]}, "max_provisioned"),

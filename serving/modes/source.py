@@ -1,0 +1,20 @@
+"""The model behind a served entity, as it was found when the endpoint's configuration was accepted."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ..bundle import Bundle
+from ..settings import EngineSettings
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """``uri`` names a version even where an alias was asked for, so that a configuration never changes by itself.
+
+    ``core`` replaces the engine's own class.
+    """
+
+    uri: str
+    bundle: Bundle
+    engine: EngineSettings = EngineSettings()
+    core: str | None = None
