@@ -13,12 +13,14 @@ from .locks import FileLock
 from .rundir import SOCKET, Sleep, StateDir, check_private
 
 POLL_INTERVAL = 0.03  # seconds
+RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
 
 
 class Attached:
     """Implements ``link.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
 
-    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``."""
+    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
+    without an engine; one that is loading may take its own time."""
 
     def __init__(
         self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
@@ -28,6 +30,7 @@ class Attached:
         self.secret: bytes | None = None
         self.state: StateDir | None = None
         self._lock: FileLock | None = None
+        self._not_before = 0.0
         if address.startswith("tcp://"):
             self.secret = read_key(key_file)
         else:
@@ -37,14 +40,18 @@ class Attached:
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         if self.state is None:
+            self._sleep(max(0.0, self._not_before - time.monotonic()))
+            self._not_before = time.monotonic() + RETRY_INTERVAL
             return self.address
         deadline = time.monotonic() + self.timeout
         while not cancelled():
             status = self.state.read_status()
-            fresh = status is not None and status.state == "ready" and status.generation != stalled
-            if status is not None and fresh and self.state.engine_alive and self._join():
-                self.generation = status.generation
-                return f"ipc://{self.state.file(SOCKET)}"
+            if status is not None and status.generation != stalled and self.state.engine_alive:
+                if status.state == "ready" and self._join():
+                    self.generation = status.generation
+                    return f"ipc://{self.state.file(SOCKET)}"
+                if status.state == "loading":
+                    deadline = time.monotonic() + self.timeout
             if time.monotonic() > deadline:
                 raise Unavailable("the engine is not running", retry_after=1.0)
             self._sleep(POLL_INTERVAL)

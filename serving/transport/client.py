@@ -9,7 +9,7 @@ import queue
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,67 +18,16 @@ import zmq
 from ..bundle import Bundle
 from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..errors import ServingError, ShuttingDown
-from ..events import Event, Failed
+from ..events import Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from .attach import Attached
 from .client_state import ClientState
 from .launch import Launcher, Progress
 from .link import Finder, Link
-from .running import is_terminal
+from .stream import EventBuffer, RemoteStream
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
-
-
-class RemoteStream:
-    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request."""
-
-    def __init__(self, engine: RemoteEngine, events: Any, num_sequences: int) -> None:
-        self._engine, self._events, self._left = engine, events, num_sequences
-        self._pid = os.getpid()
-        self._closed = False
-        self.wire_id = [""]  # filled by the loop's owner when it takes the request
-
-    def __iter__(self) -> Iterator[Event]:
-        return self
-
-    def __next__(self) -> Event:
-        if self._left <= 0 or self._closed:
-            raise StopIteration
-        if self._pid != os.getpid():
-            self._left = 0
-            return Failed("aborted", "this stream belongs to the process that was forked")
-        event: Event = self._events.get()
-        if is_terminal(event):
-            self._left = 0 if isinstance(event, Failed) else self._left - 1
-        return event
-
-    def finish(self, index: int) -> None:
-        """End sequence ``index`` alone; it still gets its ``Finished``."""
-        wire_id = self.wire_id
-        if self._left > 0 and self._pid == os.getpid():
-            self._engine.tell(lambda state: state.finish(wire_id[0], index))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._left > 0 and self._pid == os.getpid():
-            self._left = 0
-            self._engine.abort(self)
-
-    def __enter__(self) -> RemoteStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class _Sink:
-    """Passes events on as long as somebody holds the stream, so that a stream nobody holds is collected."""
-
-    def __init__(self, events: Any) -> None:
-        self.put = events.put
 
 
 class _Call:
@@ -103,8 +52,16 @@ class RemoteEngine:
 
     backend: Any = zmq
 
-    def __init__(self, make_finder: Callable[[], Finder], *, stall_timeout: float = 60.0, keep: bool = False) -> None:
+    def __init__(
+        self,
+        make_finder: Callable[[], Finder],
+        *,
+        stall_timeout: float = 60.0,
+        keep: bool = False,
+        timeout: float | None = None,
+    ) -> None:
         self._reopening = threading.Lock()
+        self._timeout = timeout
         self._make_finder, self._stall_timeout, self._keep = make_finder, stall_timeout, keep
         self._open()
 
@@ -118,6 +75,9 @@ class RemoteEngine:
         thread.start()
         return thread
 
+    def _rest(self) -> None:
+        """Threads take turns by themselves."""
+
     # life
 
     def _open(self) -> None:
@@ -126,7 +86,15 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._state = ClientState(uuid.uuid4().hex[:8])
         finder = self._make_finder()
-        self._link = Link(self.backend, finder, self._state, stall_timeout=self._stall_timeout, keep=self._keep)
+        self._link = Link(
+            self.backend,
+            finder,
+            self._state,
+            stall_timeout=self._stall_timeout,
+            keep=self._keep,
+            rest=self._rest,
+            timeout=self._timeout,
+        )
         started = self._queue()
         self._owner = self._spawn(lambda: self._main(started))
         error = started.get()
@@ -182,12 +150,12 @@ class RemoteEngine:
         return info
 
     def submit(self, request: ValidRequest) -> RemoteStream:
-        events = self._queue()
+        events = EventBuffer(self._queue(), len(request.sequences))
         stream = RemoteStream(self, events, len(request.sequences))
-        wire_id, sink = stream.wire_id, _Sink(events)  # not the stream: one that nobody holds is to be collected
+        wire_id = stream.wire_id  # and not the stream: one that nobody holds is to be collected
 
         def start(state: ClientState) -> None:
-            wire_id[0] = state.submit(request, sink)
+            wire_id[0] = state.submit(request, events)
 
         try:
             if not self.tell(start):
@@ -291,5 +259,13 @@ def connect(
 def attach(
     address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0
 ) -> RemoteEngine:
-    """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``."""
-    return RemoteEngine(lambda: Attached(address, key_file=key_file, timeout=timeout), stall_timeout=stall_timeout)
+    """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``.
+
+    It finds the engine's successor by itself, also while nothing runs. Raises ``Unavailable`` where there is no engine
+    within ``timeout`` seconds, or none that knows the key.
+    """
+
+    def make() -> Attached:
+        return Attached(address, key_file=key_file, timeout=timeout)
+
+    return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout)

@@ -30,16 +30,23 @@ class GeventEngine(RemoteEngine):
     def _spawn(self, run: Callable[[], None]) -> Any:
         return gevent.spawn(run)
 
+    def _rest(self) -> None:
+        gevent.sleep(0)
+
 
 def attach(
-    address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0
+    address: str,
+    *,
+    key_file: str | None = None,
+    timeout: float = 60.0,
+    stall_timeout: float = 60.0,
 ) -> GeventEngine:
     """As ``client.attach``, for a gevent worker."""
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
 
-    return GeventEngine(make, stall_timeout=stall_timeout)
+    return GeventEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout)
 
 
 def connect(

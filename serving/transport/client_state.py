@@ -28,7 +28,9 @@ class Waiter(Protocol):
 
 
 class ClientState:
-    """``name`` makes this client's request ids unique in the engine."""
+    """``name`` makes this client's request ids unique in the engine, and its connections one client's.
+
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,7 +62,7 @@ class ClientState:
         """Start over on a new connection: nothing of the old one is valid."""
         self.outbox.clear()
         self.generation, self.closing, self.lost = "", None, False
-        self.outbox.append(m.encode(m.Hello(client_id)))
+        self.outbox.append(m.encode(m.Hello(client_id, name=self.name)))
 
     def submit(self, request: ValidRequest, sink: Sink) -> str:
         """The id under which the request runs: its own, made unique."""
@@ -83,8 +85,27 @@ class ClientState:
         if running is None or index not in running.open:
             return
         running.ending.add(index)
-        if self.welcome:
+        if self.welcome and running.phase != "paused":
             self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
+
+    def _pause(self, running: RunningRequest) -> None:
+        """Take a request whose reader does not follow out of the engine: its place there is for those who do."""
+        running.move("pausing")
+        running.wanted = False
+        for index in running.open - running.ending:
+            self.outbox.append(m.encode(m.Finish(running.wire_id, running.attempt.index(index))))
+
+    def resume(self, wire_id: str) -> None:
+        """The reader of a paused request has room again; one that is not quite paused yet goes on once it is."""
+        running = self._running.get(wire_id)
+        if running is not None:
+            running.wanted = True
+            self._go_on(running)
+
+    def _go_on(self, running: RunningRequest) -> None:
+        if running.phase == "paused" and running.wanted and self.welcome:
+            running.move("running")
+            self._resubmit(running)
 
     def load_adapter(self, name: str, path: str, waiter: Waiter) -> None:
         self._call(m.LoadAdapter(self._next(), name, path), waiter)
@@ -135,6 +156,10 @@ class ClientState:
         running.deliver(event)
         if running.done:
             del self._running[wire_id]
+        elif running.should_pause:
+            self._pause(running)
+        else:
+            self._go_on(running)
 
     def _answer(self, message: m.Answer) -> None:
         call = self._calls.pop(message.call, None)
@@ -147,14 +172,21 @@ class ClientState:
         """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
         self.moved = True
         self.generation, self.info, self.health = message.generation, message.info, message.health
-        for wire_id, running in list(self._running.items()):
-            request = running.continuation(message.info.max_model_len)
-            if request is None:
-                del self._running[wire_id]
+        for running in self.running():
+            if running.phase == "running":
+                self._resubmit(running)
             else:
-                self.outbox.append(m.encode(m.Submit(request)))
+                self._go_on(running)
         for call, _ in self._calls.values():
             self.outbox.append(m.encode(call))
+
+    def _resubmit(self, running: RunningRequest) -> None:
+        assert self.info is not None, "there was a welcome"
+        request = running.continuation(self.info.max_model_len)
+        if request is None:
+            del self._running[running.wire_id]
+        else:
+            self.outbox.append(m.encode(m.Submit(request)))
 
     # when the line is gone
 
@@ -166,6 +198,10 @@ class ClientState:
         self.generation = ""
         self.outbox.clear()
         for wire_id, running in list(self._running.items()):
+            if running.phase == "pausing":
+                running.move("paused")
+            if running.phase == "paused":
+                continue
             running.restarts += 1
             if running.restarts > MAX_RESTARTS:
                 running.fail("engine_died", f"the engine died {running.restarts} times in a row on this request")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..errors import PackagingError, ServingError, ShuttingDown
+from ..errors import PackagingError, ServingError, ShuttingDown, Unavailable
 from . import messages as m
 from .auth import secure_client
 from .client_state import ClientState, died
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 TURN = 0.25  # seconds between looks at the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
+FRAMES_PER_TURN = 64  # taken before others may run: an engine faster than its readers must not starve them
 Command = Callable[[ClientState], None]
 
 
@@ -46,10 +47,25 @@ class Finder(Protocol):
 
 
 class Link:
-    """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` restarts the engine even when nothing of ours runs on it."""
+    """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` finds the engine again even when nothing of ours runs on it.
 
-    def __init__(self, backend: Any, finder: Finder, state: ClientState, *, stall_timeout: float, keep: bool) -> None:
-        self.zmq, self.finder, self.state, self.keep = backend, finder, state, keep
+    ``rest`` lets others run between two turns, where that does not come by itself (greenlets). ``timeout`` is seconds
+    for the first welcome, None as long as it takes.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        finder: Finder,
+        state: ClientState,
+        *,
+        stall_timeout: float,
+        keep: bool,
+        rest: Callable[[], None],
+        timeout: float | None = None,
+    ) -> None:
+        self.timeout = timeout
+        self.zmq, self.finder, self.state, self.keep, self.rest = backend, finder, state, keep, rest
         self.stall_timeout = stall_timeout
         self.stopping = False
         self.stalled = False
@@ -79,13 +95,17 @@ class Link:
     # the loop's owner
 
     def open(self) -> None:
-        """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises."""
+        """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises; ``Unavailable``."""
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
         while not self.stopping:
-            self._connect(self.finder.generation if self.stalled else "")
-            while self._socket is not None and not self.stopping:
-                self._turn()
-                if self.state.welcome:
-                    return
+            if self._socket is None:
+                self._connect(self.finder.generation if self.stalled else "")
+            self._turn()
+            if self.state.welcome:
+                return
+            if deadline is not None and time.monotonic() > deadline:
+                wrong_key = ", or it has another key" if self.finder.secret is not None else ""
+                raise Unavailable(f"no engine answered within {self.timeout:g} seconds{wrong_key}", retry_after=1.0)
         raise ShuttingDown("the client was closed")
 
     def run(self) -> None:
@@ -168,6 +188,7 @@ class Link:
             return
         self._receive()
         self._watch()
+        self.rest()
 
     def _is_dead(self) -> bool:
         """The broken connection says it first, behind the last message; this is for one that does not break."""
@@ -203,7 +224,7 @@ class Link:
         if self._socket is None:
             return
         with contextlib.suppress(self.zmq.Again):
-            while True:
+            for _ in range(FRAMES_PER_TURN):
                 frame = self._socket.recv(self.zmq.NOBLOCK)
                 try:
                     self.state.receive(frame)

@@ -20,10 +20,14 @@ PROTOCOL = 1
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):
-    """``client_id`` names the client's lock file in the state directory; "" for a client on another host."""
+    """``client_id`` names the client's lock file in the state directory; "" for a client on another host.
+
+    ``name`` is the same on all connections of a client: what it asked for on an earlier one is aborted first.
+    """
 
     client_id: str
     protocol: int = PROTOCOL
+    name: str = ""
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, Tokens
 from ..request import ValidRequest
 
+Phase = Literal["running", "pausing", "paused"]
+
+# "pausing": the engine was asked to end the sequences, and what it had under way still comes. A paused request has
+# nothing in the engine, where its place is another's; it is submitted again as a continuation.
+MOVES: dict[Phase, tuple[Phase, ...]] = {
+    "running": ("pausing", "paused"),
+    "pausing": ("paused",),
+    "paused": ("running",),
+}
+
 
 class Sink(Protocol):
-    """Where a request's events go. Called on the client's own thread; must not block."""
+    """Where a request's events go. Called on the client's own thread; must not block.
 
-    def put(self, event: Event) -> None: ...
+    ``is_full`` asks for a pause, which ``paused`` then tells the reader of; ``is_drained`` takes it back.
+    """
+
+    paused: bool
+
+    def put(self, event: Event, /) -> None: ...
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def is_drained(self) -> bool: ...
 
 
 class RunningRequest:
@@ -28,10 +47,19 @@ class RunningRequest:
         self.scored: set[int] = set()
         self.restarts = 0  # in a row, with nothing delivered between them
         self.failed = False
+        self.phase: Phase = "running"
+        self.wanted = True  # by its reader: False from a pause until the reader asks for more
+        self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed
+        self._cached: dict[int, int] = {}  # prompt tokens found in the cache by the first attempt
 
     @property
     def done(self) -> bool:
         return self.failed or not self.open
+
+    def move(self, phase: Phase) -> None:
+        assert phase in MOVES[self.phase], f"{self.phase} → {phase}"
+        self.phase = phase
+        self._parked.clear()
 
     def deliver(self, event: Event) -> None:
         """Hand on one event of the running attempt, under the request's own numbering."""
@@ -47,9 +75,39 @@ class RunningRequest:
             self.delivered[index].extend(event.token_ids)
         elif isinstance(event, PromptScored):
             self.scored.add(index)
+        elif isinstance(event, Finished):
+            event = msgspec.structs.replace(
+                event, num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens)
+            )
+            if self._is_pause(index, event):
+                self._park(index)
+                return
+            self.open.discard(index)
         else:
             self.open.discard(index)
         self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
+        self._park(None)
+
+    def _is_pause(self, index: int, event: Finished) -> bool:
+        return self.phase == "pausing" and event.reason == "abort" and index not in self.ending
+
+    def _park(self, index: int | None) -> None:
+        """Paused when the engine has nothing of the request any more."""
+        if index is not None:
+            self._parked.add(index)
+        if self.phase == "pausing" and self.open and self._parked >= self.open:
+            self.move("paused")
+
+    @property
+    def should_pause(self) -> bool:
+        """Asks the sink twice, the second time behind ``paused``: a reader that has just emptied it does not see it."""
+        if self.phase != "running" or self.request.task == "embeddings" or not self.sink.is_full:
+            return False
+        self.sink.paused = True
+        if self.sink.is_drained:
+            self.sink.paused = False
+            return False
+        return True
 
     def fail(self, kind: str, message: str) -> None:
         if not self.done:
@@ -66,7 +124,7 @@ class RunningRequest:
             if reason is not None:
                 self.open.discard(index)
                 num_generated = len(self.request.sequences[index].resumed_token_ids) + len(self.delivered[index])
-                self.sink.put(Finished(index, reason, 0, num_generated))
+                self.sink.put(Finished(index, reason, self._cached.get(index, 0), num_generated))
         if not self.open:
             return None
         self.attempt = sorted(self.open)

@@ -49,10 +49,10 @@ class Core(Protocol):
 class _Peer:
     """A connected client and the sequences it still waits for, by request."""
 
-    __slots__ = ("client_id", "open", "seen")
+    __slots__ = ("client_id", "name", "open", "seen")
 
-    def __init__(self, client_id: str) -> None:
-        self.client_id = client_id
+    def __init__(self, client_id: str, name: str) -> None:
+        self.client_id, self.name = client_id, name
         self.open: dict[str, int] = {}
         self.seen = time.monotonic()
 
@@ -133,7 +133,10 @@ class EngineServer:
         if hello.protocol != m.PROTOCOL:
             self._send(identity, m.Stranger(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
             return
-        self._peers[identity] = _Peer(hello.client_id)
+        if hello.name:  # back after its connection broke: what it wants now, it submits anew
+            for known in [identity for identity, peer in self._peers.items() if peer.name == hello.name]:
+                self._drop(known)
+        self._peers[identity] = _Peer(hello.client_id, hello.name)
         self._send(identity, m.Welcome(self.generation, self.info, self.core.health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest) -> None:

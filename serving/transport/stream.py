@@ -1,0 +1,94 @@
+"""What a caller holds of a running request: its events, in a buffer that does not grow without bound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from ..events import Event, Failed
+from .client_state import ClientState
+from .running import is_terminal
+
+HIGH = 1024  # events a sequence that may wait for their reader before the engine is told to pause
+LOW = 128  # events left at which the engine is asked to go on
+MAX_MARKS = 8  # a request of many sequences may keep this many times the marks, not more
+
+
+class EventBuffer:
+    """Between the loop that receives a request's events and the one reader they are for. Either may be a thread.
+
+    The loop pauses the request when the buffer ``is_full``; the reader asks for more once it ``is_drained``. Both look
+    again after they have said so, hence neither can wait for the other.
+    """
+
+    def __init__(self, events: Any, num_sequences: int) -> None:
+        marks = min(num_sequences, MAX_MARKS)
+        self._events, self._high, self._low = events, HIGH * marks, LOW * marks
+        self.paused = False
+        self.put: Callable[[Event], None] = events.put
+        self.get: Callable[[], Event] = events.get
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._events.qsize() >= self._high)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the request was paused for this buffer's sake and there is room again."""
+        return self.paused and self._events.qsize() <= self._low
+
+
+class Commands(Protocol):
+    """The side of ``client.RemoteEngine`` that a stream speaks to."""
+
+    def tell(self, command: Callable[[ClientState], None]) -> bool: ...
+    def abort(self, stream: RemoteStream) -> None: ...
+
+
+class RemoteStream:
+    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request."""
+
+    def __init__(self, engine: Commands, buffer: EventBuffer, num_sequences: int) -> None:
+        self._engine, self._buffer, self._left = engine, buffer, num_sequences
+        self._pid = os.getpid()
+        self._closed = False
+        self.wire_id = [""]  # filled by the loop's owner when it takes the request
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._left <= 0 or self._closed:
+            raise StopIteration
+        if self._pid != os.getpid():
+            self._left = 0
+            return Failed("aborted", "this stream belongs to the process that was forked")
+        event = self._buffer.get()
+        if self._buffer.is_drained:
+            self._buffer.paused = False
+            wire_id = self.wire_id
+            self._engine.tell(lambda state: state.resume(wire_id[0]))
+        if is_terminal(event):
+            self._left = 0 if isinstance(event, Failed) else self._left - 1
+        return event
+
+    def finish(self, index: int) -> None:
+        """End sequence ``index`` alone; it still gets its ``Finished``."""
+        wire_id = self.wire_id
+        if self._left > 0 and self._pid == os.getpid():
+            self._engine.tell(lambda state: state.finish(wire_id[0], index))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._left > 0 and self._pid == os.getpid():
+            self._left = 0
+            self._engine.abort(self)
+
+    def __enter__(self) -> RemoteStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
