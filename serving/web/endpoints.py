@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from ..engine.interface import Engine
 from ..errors import NotFound
 from ..modes import Mode
+from ..modes.traffic import TrafficSplit
 from ..request import Task
 from ..tasks.endpoint import EndpointView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint as a worker sees it.
+    """One served entity of an endpoint as a worker sees it.
 
     ``view`` is what validation knows of it, its tokenizer included. ``mode`` admits its requests; None admits all and
     keeps no ledger. ``created`` is Unix seconds. ``entity`` is the served model's name, in answers and metrics.
@@ -35,43 +36,86 @@ class Endpoint:
         return tuple(sorted(a.name for a in self.engine.adapters()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """An endpoint's served entities by name, and the traffic split that chooses among them (None: there is one).
+
+    ``sticky``: a caller's requests stay with the entity that its API key falls to.
+    """
+
+    name: str
+    entities: dict[str, Endpoint]
+    split: TrafficSplit | None = None
+    sticky: bool = False
+
+    def choose(self, sticky_key: str | None, caller: str | None) -> Endpoint:
+        if self.split is None:
+            return self.first
+        if sticky_key is None and self.sticky:
+            sticky_key = caller
+        return self.entities[self.split.choose(sticky_key)]
+
+    @property
+    def first(self) -> Endpoint:
+        return next(iter(self.entities.values()))
+
+
 class Endpoints:
-    """A registry of endpoints. Names are unique; the order is the order of adding."""
+    """What this worker serves. Names are unique; the order is the order of adding. Replaced as a whole."""
 
     def __init__(self, *endpoints: Endpoint) -> None:
-        self._by_name = {endpoint.name: endpoint for endpoint in endpoints}
+        self._by_name: dict[str, Routed] = {}
+        self.replace(tuple(Routed(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints))
+
+    def replace(self, routed: tuple[Routed, ...]) -> None:
+        """Requests that come from now on find these."""
+        self._by_name = {one.name: one for one in routed}
 
     def __iter__(self) -> Iterator[Endpoint]:
-        return iter(tuple(self._by_name.values()))
+        """One of each endpoint: its first served entity."""
+        return iter(tuple(routed.first for routed in self._by_name.values()))
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def find(self, called: str | None) -> tuple[Endpoint, str | None]:
-        """The endpoint and adapter that ``called`` names: an endpoint, its entity, or ``endpoint:adapter``.
+    def entities(self) -> Iterator[Endpoint]:
+        """Every served entity of every endpoint."""
+        return iter(tuple(entity for routed in self._by_name.values() for entity in routed.entities.values()))
 
-        None is the only endpoint there is. Raises ``NotFound``.
+    def find(
+        self, called: str | None, *, sticky_key: str | None = None, caller: str | None = None
+    ) -> tuple[Endpoint, str | None]:
+        """The served entity and adapter that ``called`` names: an endpoint, an entity, or ``endpoint:adapter``.
+
+        None is the only endpoint there is. An endpoint's traffic split chooses the entity, by ``sticky_key`` where it
+        is given, by ``caller`` (a key's id) where the endpoint is sticky. Raises ``NotFound``.
         """
         if called is None:
-            return self._only(), None
-        if endpoint := self._named(called):
+            return self._only().choose(sticky_key, caller), None
+        if endpoint := self._named(called, sticky_key, caller):
             return endpoint, None
         name, colon, adapter = called.rpartition(":")
-        endpoint = self._named(name) if colon else None
+        endpoint = self._named(name, sticky_key, caller) if colon else None
         if endpoint is None:
             raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
-        if adapter not in endpoint.adapter_names():
-            has = ", ".join(endpoint.adapter_names()) or "none"
+        if adapter not in (names := endpoint.adapter_names()):
+            has = ", ".join(names) or "none"
             raise NotFound(f"endpoint {name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
-        return endpoint, adapter
+        # the question went to the engine: the endpoint may have been replaced in the meantime
+        routed = self._by_name.get(endpoint.name)
+        now = routed.entities.get(endpoint.entity) if routed is not None else None
+        return now or self.find(name, sticky_key=sticky_key, caller=caller)[0], adapter
 
-    def _named(self, name: str) -> Endpoint | None:
-        return self._by_name.get(name) or next((e for e in self if e.entity == name), None)
+    def _named(self, name: str, sticky_key: str | None, caller: str | None) -> Endpoint | None:
+        routed = self._by_name.get(name)
+        if routed is not None:
+            return routed.choose(sticky_key, caller)
+        return next((e for e in self.entities() if e.entity == name), None)
 
-    def _only(self) -> Endpoint:
+    def _only(self) -> Routed:
         if len(self) != 1:
             raise NotFound(f"name an endpoint in model; there is {self._listed()}", param="model")
-        return next(iter(self))
+        return next(iter(self._by_name.values()))
 
     def _listed(self) -> str:
         return ", ".join(self._by_name) or "none"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -26,10 +27,12 @@ from .exchange import Exchange
 from .gate import Gate
 from .offload import Offload
 from .routes import Route
-from .running import ClientGone, Pull, RunningRequests, watching
+from .running import ClientGone, Pull, RunningRequests, ending_at, watching
 from .settings import ServerSettings
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+STICKY_HEADER = "X-Sticky-Key"
+SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -44,17 +47,22 @@ class Server:
     offload: Offload
     keys: Any = None
     ledger: Any = None
+    store: Any = None
+    management: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """``name`` is the endpoint of the path, None where the body names it. ``sock`` is watched for a disconnect."""
+    """``name`` is the endpoint of the path, None where the body names it. ``sock`` is watched for a disconnect.
+
+    Requests with the same ``sticky_key`` go to the same served entity of an endpoint."""
 
     route: Route
     dialect: Dialect
     body: bytes
     name: str | None = None
     timeout: str | None = None
+    sticky_key: str | None = None
     caller: Caller = ANONYMOUS
     sock: Any = None
 
@@ -66,10 +74,11 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     raw = server.offload(size, _decode, incoming)
     endpoint, raw = _address(server.endpoints, incoming, raw)
     exchange.endpoint, exchange.adapter, exchange.stream = endpoint.name, raw.adapter or "", raw.stream
+    exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
     with ExitStack() as held:
         server.gate.enter(endpoint.name, endpoint.engine)
-        held.callback(server.gate.leave, endpoint.name)
+        held.callback(server.gate.leave, endpoint.engine)
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
         valid = server.offload(size, validate, raw, endpoint.view)
@@ -93,7 +102,9 @@ def _decode(incoming: Incoming) -> RawRequest:
 
 def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
-    endpoint, adapter = endpoints.find(incoming.name or raw.model)
+    endpoint, adapter = endpoints.find(
+        incoming.name or raw.model, sticky_key=incoming.sticky_key, caller=incoming.caller.key_id
+    )
     if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
         raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
     return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter or raw.adapter)
@@ -130,11 +141,12 @@ def _start(
         target = Target(endpoint=endpoint.name, entity=endpoint.entity)
         admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
         valid = admission.request
-        exchange.headers = ratelimit.headers(admission.limits, time.time())
+        exchange.headers |= ratelimit.headers(admission.limits, time.time())
     pull: Pull[Piece] = Pull(_run(endpoint, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.running.holding(pull))
     held.enter_context(watching(incoming.sock, pull))
+    held.enter_context(ending_at(valid.deadline, pull))
     return _counted(pull, admission, exchange)
 
 
@@ -176,8 +188,9 @@ def _streamed(
 class Stream:
     """The bytes of a streamed reply. ``close`` (which WSGI servers call, come what may) gives everything back.
 
-    Nothing is buffered here: a slow reader stops the pulling, and what its request may still pile up is bounded by
-    its ``max_tokens``; a reader that takes nothing for ``io_timeout`` loses its connection.
+    Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
+    thousand tokens wait for it (``transport.stream``). A reader that takes nothing for ``io_timeout`` loses its
+    connection.
     """
 
     def __init__(self, encoder: Any, pieces: Iterator[Piece], exchange: Exchange, held: ExitStack) -> None:

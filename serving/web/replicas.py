@@ -1,0 +1,185 @@
+"""One engine to the rest of a worker, none to several processes behind it. Implements ``engine.interface.Engine``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gevent.event import Event as Signal
+
+from ..engine.interface import AdapterInfo, Engine, EngineInfo, EventStream, Health
+from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
+from ..events import Event, Failed
+from ..request import ValidRequest
+from . import logs
+
+ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
+SUMMED = ("steps", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total", "prefix_hit_tokens")
+SUMMED += ("prefix_query_tokens", "generated_tokens")
+
+
+class _Replica:
+    """``streams`` are those that somebody still holds: what runs here for this worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+
+    def submit(self, request: ValidRequest) -> EventStream:
+        stream = self.engine.submit(request)
+        self.streams.add(stream)
+        return stream
+
+    @property
+    def load(self) -> tuple[bool, int]:
+        """Orders replicas: those that make progress first, then by what this worker has running there."""
+        return (self.engine.health().status != "ready", len(self.streams))
+
+
+class Replicas:
+    """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none.
+
+    ``info`` is that of one replica. Used by the greenlets of one worker.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        adapters: tuple[AdapterInfo, ...],
+        *,
+        open: Callable[[str], Engine],
+        want: Callable[[], object],
+    ) -> None:
+        self.info = info
+        self._adapters = adapters
+        self._open, self._want = open, want
+        self._active: dict[str, _Replica] = {}
+        self._leaving: list[tuple[str, _Replica]] = []
+        self._arrived = Signal()
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        return len(self._active)
+
+    @property
+    def addresses(self) -> set[str]:
+        """Of every engine that this worker may still have requests on."""
+        return {*self._active, *(address for address, _ in self._leaving)}
+
+    def set_addresses(self, addresses: tuple[str, ...]) -> bool:
+        """Requests go to these from now on. False where one of them does not answer: to be tried again."""
+        opened: dict[str, _Replica] = {}
+        for address in addresses:
+            with contextlib.suppress(Unavailable):
+                opened[address] = self._active.get(address) or _Replica(self._open(address))
+        self._leaving += [(a, replica) for a, replica in self._active.items() if a not in addresses]
+        self._active = opened
+        if opened:
+            self._arrived.set()
+        else:
+            self._arrived.clear()
+        return len(opened) == len(addresses)
+
+    def let_go(self) -> bool:
+        """Close the clients of former replicas on which nothing runs any more; whether there were any."""
+        over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
+        for address, replica in over:
+            self._leaving.remove((address, replica))
+            replica.engine.close()
+        return bool(over)
+
+    def submit(self, request: ValidRequest) -> EventStream:
+        """To the replica with the fewest of this worker's requests; where there is none, the request waits for one."""
+        replicas = self._active
+        if not replicas:
+            return _Late(self, request)
+        if len(replicas) == 1:
+            return next(iter(replicas.values())).submit(request)
+        return min(replicas.values(), key=lambda replica: replica.load).submit(request)
+
+    def await_one(self, deadline: float | None) -> Failed | None:
+        """Wait for a replica until ``deadline`` (seconds since the epoch); the failure where none came."""
+        while not self._active:
+            if self._closed:
+                return Failed(ShuttingDown.kind, "the engine was closed")
+            if deadline is not None and time.time() >= deadline:
+                return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, ASK_AGAIN)
+            self._want()
+            left = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.time()))
+            self._arrived.wait(left)
+        return None
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Into every replica there is now."""
+        if not self._active:
+            raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
+        loaded = [replica.engine.load_adapter(name, path) for replica in self._active.values()]
+        return loaded[0]
+
+    def unload_adapter(self, name: str) -> None:
+        if not self._active:
+            raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
+        for replica in self._active.values():
+            replica.engine.unload_adapter(name)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Of the first replica; those of the model while none runs."""
+        for replica in self._active.values():
+            return replica.engine.adapters()
+        return self._adapters
+
+    def health(self) -> Health:
+        """The sums over all replicas, the best of their states; "ready" where none is wanted."""
+        each = [replica.engine.health() for replica in self._active.values()]
+        if len(each) == 1:
+            return each[0]
+        order = ("ready", "stalled", "starting", "dead")
+        status = min((health.status for health in each), key=order.index, default="ready")
+        sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in SUMMED}
+        return Health(status=status, last_step_age=min((h.last_step_age for h in each), default=0.0), **sums)
+
+    def close(self) -> None:
+        self._closed = True
+        self._arrived.set()
+        for _, replica in (*self._active.items(), *self._leaving):
+            try:
+                replica.engine.close()
+            except Exception:
+                logs.event("an engine's client did not close", level=30, exc_info=True)
+        self._active, self._leaving = {}, []
+
+
+class _Late:
+    """The events of a request that waits for its engine to come."""
+
+    def __init__(self, replicas: Replicas, request: ValidRequest) -> None:
+        self._replicas, self._request = replicas, request
+        self._stream: EventStream | None = None
+        self._over = False
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._over:
+            raise StopIteration
+        if self._stream is None:
+            failed = self._replicas.await_one(self._request.deadline)
+            if failed is not None:
+                self._over = True
+                return failed
+            self._stream = self._replicas.submit(self._request)
+        return next(self._stream)
+
+    def finish(self, index: int) -> None:
+        if self._stream is not None:
+            self._stream.finish(index)
+
+    def close(self) -> None:
+        self._over = True
+        if self._stream is not None:
+            self._stream.close()
