@@ -1,4 +1,4 @@
-"""What each open request has used so far, in a memory-mapped file: written in a microsecond, and still there after
+"""What each request that runs has used so far, in a memory-mapped file: written in a microsecond, and still there after
 the process was killed (the kernel owns the pages; only the end of the machine itself can lose the last seconds).
 
 ::
@@ -21,6 +21,7 @@ from pathlib import Path
 from msgspec import Struct
 
 MAX_ID = 256
+"""Bytes."""
 _SLOT = 288
 _WORDS = _SLOT // 8
 _PER_SEGMENT = 1024

@@ -15,13 +15,13 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
-from . import admission, recovery
+from ..progress import MAX_ID
+from . import admission, journals, recovery
 from .admission import Admitted, WindowMissing
 from .lease import Lease, Reservation
 from .money import Price, cost
 from .owner import Owner
 from .prices import Prices
-from ..progress import MAX_ID
 from .settlement import Settlement, settle_in
 from .store import Store
 from .tables import ledger
@@ -32,6 +32,8 @@ ADMISSION_TIMEOUT = 2.0
 SETTLE_TIMEOUT = 0.5
 CLOSED_SECONDS = 1.0
 """For how long after a failure of the store admissions are refused and settlements spooled without asking it."""
+UNHELD_SECONDS = 30
+"""How long a row may be open without a lease in its process; what is then settled after all replaces it."""
 MAX_TOKENS = 2**40
 
 
@@ -54,6 +56,11 @@ class Ledger:
         self._closed_until = 0.0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+
+    @property
+    def journal_dir(self) -> Path:
+        """Where engines of this host count what they generate; an engine's client tells it."""
+        return (self.state_dir / journals.DIRECTORY).absolute()
 
     def now_ms(self) -> int:
         return int(self._clock() * 1000)
@@ -180,6 +187,14 @@ class Ledger:
         if owner.spool.pending:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
         self.recover()
+        self._close_unheld(owner)
+        journals.collect(self.store, self.state_dir)
+
+    def _close_unheld(self, owner: Owner) -> None:
+        """Close rows of this process that no request of it holds: an admission that ended inside its transaction."""
+        for request_id in recovery.open_rows(self.store, owner.name, self.now_ms() - UNHELD_SECONDS * 1000):
+            if request_id not in self._open:
+                settle_in(self.store, recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
         """Settle what ended processes left open, by what they had counted; how many rows. Safe at any time."""

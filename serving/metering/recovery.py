@@ -11,9 +11,9 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from ..progress import read_progress
 from .lease import Lease
 from .owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
-from ..progress import read_progress
 from .settlement import Settlement, settle_in
 from .spool import drain_file, spooled
 from .store import Store
@@ -61,15 +61,7 @@ def recover(store: Store, state_dir: Path, now_ms: int) -> int:
 def _recover_local(store: Store, owner: DeadOwner, now_ms: int) -> int:
     settled = sum(drain_file(path, lambda s: settle_in(store, s)) for path in spooled(owner.directory))
     for seen in read_progress(owner.directory / "progress"):
-        settlement = Settlement(
-            request_id=seen.request_id,
-            prompt=seen.prompt,
-            cached=seen.cached,
-            completion=seen.completion,
-            finish_reason="abort",
-            status="recovered",
-            ended_ms=now_ms,
-        )
+        settlement = settlement_of(seen.request_id, now_ms, seen.prompt, seen.cached, seen.completion)
         settled += settle_in(store, settlement)
     settled += _recover_rows(store, owner.name, now_ms)
     owner.remove()
@@ -82,18 +74,29 @@ def _recover_rows(store: Store, owner: str, now_ms: int) -> int:
     query = query.where(ledger.c.owner == owner, ledger.c.status == "open")
     settled = 0
     for request_id, prompt, cached, completion in store.read(lambda connection: connection.execute(query).all()):
-        settlement = Settlement(
-            request_id=request_id,
-            prompt=prompt,
-            cached=cached,
-            completion=completion,
-            finish_reason="abort",
-            status="recovered",
-            ended_ms=now_ms,
-        )
-        settled += settle_in(store, settlement)
+        settled += settle_in(store, settlement_of(request_id, now_ms, prompt, cached, completion))
     store.write(lambda connection: connection.execute(sa.delete(owners).where(owners.c.owner == owner)))
     return settled
+
+
+def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0, completion: int = 0) -> Settlement:
+    """Of a request whose process cannot say more of it."""
+    return Settlement(
+        request_id=request_id,
+        prompt=prompt,
+        cached=cached,
+        completion=completion,
+        finish_reason="abort",
+        status="recovered",
+        ended_ms=now_ms,
+    )
+
+
+def open_rows(store: Store, owner: str, before_ms: int) -> list[str]:
+    """Request ids of the rows that ``owner`` opened before ``before_ms`` and that are still open."""
+    query = sa.select(ledger.c.request_id).where(ledger.c.owner == owner, ledger.c.status == "open")
+    query = query.where(ledger.c.started_ms < before_ms)
+    return store.read(lambda connection: list(connection.execute(query).scalars()))
 
 
 def _silent_owners(store: Store, state_dir: Path, now_ms: int) -> list[str]:

@@ -35,7 +35,11 @@ class UsageFilter(Struct, frozen=True, kw_only=True):
 
 
 class UsageRow(Struct, frozen=True, kw_only=True):
-    """One request. ``cost`` is micro-units; an open row has what it last checkpointed and ``cost`` 0."""
+    """One request. ``cost`` is micro-units; an open row has what it last checkpointed and ``cost`` 0.
+
+    ``generated_tokens`` is the engine's own count, some seconds behind. What it has more than ``completion_tokens`` was
+    generated and never came to the gateway (a request that was cut, an engine that died); nobody pays for it.
+    """
 
     request_id: str
     key_id: str
@@ -48,6 +52,7 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    generated_tokens: int
     price_input: int
     price_cached: int
     price_output: int

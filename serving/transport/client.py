@@ -59,7 +59,9 @@ class RemoteEngine:
         stall_timeout: float = 60.0,
         keep: bool = False,
         timeout: float | None = None,
+        journal: str = "",
     ) -> None:
+        self._journal = journal
         self._reopening = threading.Lock()
         self._timeout = timeout
         self._make_finder, self._stall_timeout, self._keep = make_finder, stall_timeout, keep
@@ -84,7 +86,7 @@ class RemoteEngine:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._state = ClientState(uuid.uuid4().hex[:8])
+        self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal)
         finder = self._make_finder()
         self._link = Link(
             self.backend,

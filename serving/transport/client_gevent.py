@@ -40,13 +40,14 @@ def attach(
     key_file: str | None = None,
     timeout: float = 60.0,
     stall_timeout: float = 60.0,
+    journal: str = "",
 ) -> GeventEngine:
-    """As ``client.attach``, for a gevent worker."""
+    """As ``client.attach``, for a gevent worker. ``journal``: see ``messages.Hello``."""
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
 
-    return GeventEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout)
+    return GeventEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout, journal=journal)
 
 
 def connect(

@@ -30,10 +30,11 @@ class Waiter(Protocol):
 class ClientState:
     """``name`` makes this client's request ids unique in the engine, and its connections one client's.
 
+    ``journal`` is where the engine is to count what it generates for this client; "" nowhere.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, journal: str = "") -> None:
+        self.name, self.journal = name, journal
         self.outbox: deque[bytes] = deque()
         self.info: EngineInfo | None = None
         self.generation = ""
@@ -62,7 +63,7 @@ class ClientState:
         """Start over on a new connection: nothing of the old one is valid."""
         self.outbox.clear()
         self.generation, self.closing, self.lost = "", None, False
-        self.outbox.append(m.encode(m.Hello(client_id, name=self.name)))
+        self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal)))
 
     def submit(self, request: ValidRequest, sink: Sink) -> str:
         """The id under which the request runs: its own, made unique."""

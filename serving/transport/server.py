@@ -20,6 +20,7 @@ from ..events import Event, Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import messages as m
+from .metered import MeteredRequests
 from .rundir import StateDir
 from .running import is_terminal
 
@@ -49,10 +50,10 @@ class Core(Protocol):
 class _Peer:
     """A connected client and the sequences it still waits for, by request."""
 
-    __slots__ = ("client_id", "name", "open", "seen")
+    __slots__ = ("client_id", "journal", "name", "open", "seen")
 
-    def __init__(self, client_id: str, name: str) -> None:
-        self.client_id, self.name = client_id, name
+    def __init__(self, client_id: str, name: str, journal: str) -> None:
+        self.client_id, self.name, self.journal = client_id, name, journal
         self.open: dict[str, int] = {}
         self.seen = time.monotonic()
 
@@ -70,6 +71,7 @@ class EngineServer:
         self._last_tick = 0.0
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
+        self._metered = MeteredRequests(generation)
 
     def stop(self) -> None:
         """Ask the loop to end; safe in a signal handler."""
@@ -136,11 +138,13 @@ class EngineServer:
         if hello.name:  # back after its connection broke: what it wants now, it submits anew
             for known in [identity for identity, peer in self._peers.items() if peer.name == hello.name]:
                 self._drop(known)
-        self._peers[identity] = _Peer(hello.client_id, hello.name)
+        journal = hello.journal if hello.client_id else ""  # a client on another host names no directory of ours
+        self._peers[identity] = _Peer(hello.client_id, hello.name, journal)
         self._send(identity, m.Welcome(self.generation, self.info, self.core.health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest) -> None:
         peer.open[request.request_id] = len(request.sequences)
+        self._metered.begin(identity, request, peer.journal)
         try:
             self.core.add(request, identity)
         except Exception as error:
@@ -191,6 +195,7 @@ class EngineServer:
     def _send_events(self, told: list[tuple[Hashable, str, Event]]) -> None:
         if not told:
             return
+        self._metered.see(told)
         by_client: dict[bytes, list[tuple[str, Event]]] = {}
         for identity, request_id, event in told:
             peer = self._peers.get(identity)  # type: ignore[call-overload]

@@ -31,7 +31,8 @@ def build(spec: ServeSpec) -> Flask:
     logs.configure(spec.settings.log_level)
     keys, ledger = _metering(spec)
     mode = PayPerToken(ledger) if ledger is not None else None
-    endpoints = Endpoints(*(_endpoint(spec, endpoint, mode) for endpoint in spec.endpoints))
+    journal = str(ledger.journal_dir) if ledger is not None else ""
+    endpoints = Endpoints(*(_endpoint(spec, endpoint, mode, journal) for endpoint in spec.endpoints))
     for endpoint in endpoints:
         generate_one(endpoint.engine)
     if ledger is not None:
@@ -40,10 +41,10 @@ def build(spec: ServeSpec) -> Flask:
     return create_app(make_server(endpoints, spec.settings, keys=keys, ledger=ledger))
 
 
-def _endpoint(spec: ServeSpec, endpoint: EndpointSpec, mode: Any) -> Endpoint:
+def _endpoint(spec: ServeSpec, endpoint: EndpointSpec, mode: Any, journal: str) -> Endpoint:
     # where the keeper's engine is: the same bundle, settings and options name the same directory
     address = Launcher(endpoint.bundle, endpoint.engine, **connect_options(spec, endpoint)).state.path
-    engine = attach(address, stall_timeout=endpoint.engine.stall_timeout)
+    engine = attach(address, stall_timeout=endpoint.engine.stall_timeout, journal=journal)
     view = EndpointView(
         name=endpoint.name,
         info=engine.info,

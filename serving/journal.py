@@ -1,0 +1,171 @@
+"""What an engine generated for each metered request, by its own count, written so that no death loses a token of it.
+
+::
+
+    <root>/<engine>/
+        lock               held with flock while the engine lives
+        running            a slot (``progress``) for each request that runs: its serial number and tokens so far
+        ended-<position>   a line for each request that has ended: serial, tokens, request id; <position> is how many
+                           bytes the files before it hold
+
+The engine writes before it sends, so its count is never below what any client has. ``metering.journals`` reads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from msgspec import Struct
+
+from .progress import ProgressFile, read_progress
+
+FILE_BYTES = 1 << 20
+"""A file of ended requests is followed by another from this size on, so that what was read can be removed."""
+
+
+class Generated(Struct, frozen=True, kw_only=True):
+    """``tokens`` were generated for ``request_id`` by one engine; a request may have run on several."""
+
+    request_id: str
+    tokens: int
+
+
+class Entry:
+    """One request that runs."""
+
+    __slots__ = ("request_id", "serial", "slot", "tokens")
+
+    def __init__(self, request_id: str, serial: int, slot: int) -> None:
+        self.request_id, self.serial, self.slot = request_id, serial, slot
+        self.tokens = 0
+
+
+class Journal:
+    """The engine's side; one thread. Every method may raise ``OSError`` (a full disk)."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        hidden, self.directory = root / f".{name}", root / name
+        hidden.mkdir(parents=True, mode=0o700)
+        self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hidden.rename(self.directory)  # whoever finds it finds it locked
+        self._running = ProgressFile(self.directory / "running")
+        self._serial = self._position = self._size = 0
+        self._ended = self._next_file()
+
+    def begin(self, request_id: str) -> Entry:
+        self._serial += 1
+        entry = Entry(request_id, self._serial, self._running.take(request_id))
+        self._running.put(entry.slot, entry.serial, 0, 0)
+        return entry
+
+    def count(self, entry: Entry, tokens: int) -> None:
+        entry.tokens += tokens
+        self._running.put(entry.slot, entry.serial, 0, entry.tokens)
+
+    def end(self, entries: list[Entry]) -> None:
+        """A line first and the slot after it: a kill between the two leaves both, told apart by the serial number."""
+        lines = [f"{e.serial} {e.tokens} {e.request_id}\n" for e in entries if e.tokens]
+        if lines:
+            self._append("".join(lines).encode())
+        for entry in entries:
+            self._running.give_back(entry.slot)
+
+    def _append(self, data: bytes) -> None:
+        if self._size >= FILE_BYTES:
+            os.close(self._ended)
+            self._position, self._size = self._position + self._size, 0
+            self._ended = self._next_file()
+        written = os.write(self._ended, data)
+        if written != len(data):
+            os.ftruncate(self._ended, self._size)  # the slots still hold what the lines would have said
+            raise OSError("short write to the journal")
+        self._size += written
+
+    def _next_file(self) -> int:
+        path = self.directory / f"ended-{self._position:016d}"
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        """What still runs stays in its slots, as after a kill."""
+        self._running.close()
+        os.close(self._ended)
+        os.close(self._lock)
+
+
+class WrittenJournal:
+    """A journal as its reader sees it. The engine may be writing to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.name = directory, directory.name
+
+    def is_final(self) -> bool:
+        """The engine has ended: nothing will be written any more."""
+        try:
+            fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def ended(self, position: int, limit: int) -> tuple[list[Generated], int]:
+        """At most ``limit`` requests behind ``position``, and the position behind them."""
+        found: list[Generated] = []
+        for start, path in self._files():
+            if start + path.stat().st_size <= position:
+                continue
+            for line in _whole_lines(path, max(0, position - start)):
+                if len(found) == limit:
+                    return found, position
+                found.append(_parsed(line))
+                position += len(line)
+        return found, position
+
+    def running(self) -> list[Generated]:
+        """What a dead engine had generated for requests that it had not ended."""
+        files = self._files()
+        written = {int(line.split(b" ", 1)[0]) for line in _whole_lines(files[-1][1], 0)} if files else set()
+        slots = read_progress(self.directory / "running")
+        return [
+            Generated(request_id=slot.request_id, tokens=slot.completion)
+            for slot in slots
+            if slot.completion and slot.prompt not in written  # ``prompt`` is the serial number here
+        ]
+
+    def forget(self, position: int) -> None:
+        """Remove the files that lie before ``position``; the newest stays."""
+        for start, path in self._files()[:-1]:
+            if start + path.stat().st_size <= position:
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        return [(int(path.name.removeprefix("ended-")), path) for path in sorted(self.directory.glob("ended-*"))]
+
+
+def _whole_lines(path: Path, start: int) -> list[bytes]:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _parsed(line: bytes) -> Generated:
+    _, tokens, request_id = line.decode().rstrip("\n").split(" ", 2)
+    return Generated(request_id=request_id, tokens=int(tokens))
+
+
+def journals(root: Path) -> list[WrittenJournal]:
+    """Every journal under ``root``; one that is just being made is not there yet."""
+    if not root.is_dir():
+        return []
+    return [WrittenJournal(path) for path in sorted(root.iterdir()) if not path.name.startswith(".")]

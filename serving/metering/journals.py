@@ -1,0 +1,91 @@
+"""The engines' own counts, read from their journals into the ledger: ``generated_tokens`` beside what was delivered.
+
+A journal's position moves in the same transaction as the rows, so each count is added once, by whichever process of
+this host comes first and however often one of them is killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from ..journal import Generated, WrittenJournal
+from ..journal import journals as written_journals
+from .store import Store
+from .tables import journals, ledger
+
+DIRECTORY = "engines"
+BATCH = 200
+"""Rows a transaction: a few milliseconds of the store's write lock."""
+DONE = -1
+
+_add = (
+    sa.update(ledger)
+    .where(ledger.c.request_id == sa.bindparam("id"))
+    .values(generated_tokens=ledger.c.generated_tokens + sa.bindparam("tokens"))
+)
+
+
+def collect(store: Store, state_dir: Path) -> int:
+    """Add what the journals of this host hold and the ledger does not have yet; how many counts."""
+    return sum(_collect(store, journal) for journal in written_journals(state_dir / DIRECTORY))
+
+
+def _collect(store: Store, journal: WrittenJournal) -> int:
+    try:
+        reader = os.open(journal.directory / "reader", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return 0
+    try:
+        fcntl.flock(reader, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _read(store, journal)
+    except (BlockingIOError, FileNotFoundError):  # another process reads it, or has just removed it
+        return 0
+    finally:
+        os.close(reader)
+
+
+def _read(store: Store, journal: WrittenJournal) -> int:
+    final = journal.is_final()  # asked first: what is read behind it is all there will be
+    position, added = _position(store, journal.name), 0
+    while position != DONE:
+        found, reached = journal.ended(position, BATCH)
+        last = final and len(found) < BATCH
+        if not found and not last:
+            break
+        if last:
+            found, reached = found + journal.running(), DONE
+        if not _apply(store, journal.name, found, position, reached):
+            return added  # another host's directory of the same name cannot be: somebody was faster
+        position, added = reached, added + len(found)
+        journal.forget(position)
+    if position == DONE:
+        journal.remove()
+        store.write(lambda c: c.execute(sa.delete(journals).where(journals.c.journal == journal.name)))
+    return added
+
+
+def _position(store: Store, name: str) -> int:
+    query = sa.select(journals.c.position).where(journals.c.journal == name)
+    return store.read(lambda connection: connection.execute(query).scalar_one_or_none()) or 0
+
+
+def _apply(store: Store, name: str, found: list[Generated], before: int, after: int) -> bool:
+    """Whether the counts were added; they are not where the journal's position is no longer ``before``."""
+    rows = [{"id": one.request_id, "tokens": one.tokens} for one in found]
+    rows.sort(key=lambda row: str(row["id"]))  # row locks in one order everywhere
+
+    def work(connection: sa.Connection) -> bool:
+        blank = store.insert(journals).values(journal=name, position=0)
+        connection.execute(blank.on_conflict_do_nothing())
+        this = sa.and_(journals.c.journal == name, journals.c.position == before)
+        if not connection.execute(sa.update(journals).where(this).values(position=after)).rowcount:
+            return False
+        if rows:
+            connection.execute(_add, rows)
+        return True
+
+    return store.write(work)
