@@ -11,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import gevent
 
+from ..errors import DeadlineExceeded
+
 T = TypeVar("T")
+
+TURN = 32  # pulls in a row before others may run: a reply that is all there would otherwise go out in one go
+GRACE = 2.0  # seconds the engine has to end a late request in its own way, which tells of what was generated
 
 
 class ClientGone(BrokenPipeError):
@@ -34,11 +40,15 @@ class Pull(Generic[T]):
         self._items = items
         self._blocked: Any = None
         self._pending: BaseException | None = None
+        self._pulled = 0
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
+        self._pulled += 1
+        if self._pulled % TURN == 0 and _on_loop():
+            gevent.sleep(0)
         if self._pending is not None:
             raise self._pending
         self._blocked = gevent.getcurrent()
@@ -67,6 +77,10 @@ class Pull(Generic[T]):
             close()
 
 
+def _on_loop() -> bool:
+    return isinstance(gevent.getcurrent(), gevent.Greenlet)
+
+
 class RunningRequests:
     """What runs in this worker, so that a drain can wait for it and end it."""
 
@@ -90,6 +104,24 @@ class RunningRequests:
         for pull in pulls:
             pull.interrupt(error)
         return len(pulls)
+
+
+@contextlib.contextmanager
+def ending_at(deadline: float | None, pull: Pull[Any]) -> Iterator[None]:
+    """Interrupt ``pull`` with ``DeadlineExceeded`` soon after ``deadline`` (Unix seconds).
+
+    The engine keeps deadlines itself; this is for one that hangs, or starts anew, just then.
+    """
+    if deadline is None or not _on_loop():
+        yield
+        return
+    timer = gevent.get_hub().loop.timer(max(deadline - time.time(), 0.0) + GRACE)
+    timer.start(pull.interrupt, DeadlineExceeded("timeout: the request's time limit passed before it was complete"))
+    try:
+        yield
+    finally:
+        timer.stop()
+        timer.close()
 
 
 @contextlib.contextmanager
