@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import click
 
-from .http import Client, url_options
-from .load import run
+from .http import Client, first_model, url_options
+from .load import Body, Result, closed_loop, prompt, streamed, whole
 
 COLUMNS = (
-    ("callers", "concurrency"),
-    ("requests", "requests"),
-    ("errors", "errors"),
-    ("tokens/s", "tokens_per_second"),
-    ("TTFT p50", "ttft_p50_ms"),
-    ("p90", "ttft_p90_ms"),
-    ("p99", "ttft_p99_ms"),
-    ("TPOT p50", "tpot_p50_ms"),
-    ("p90", "tpot_p90_ms"),
-    ("p99", "tpot_p99_ms"),
-    ("e2e p50", "e2e_p50_ms"),
-    ("p99", "e2e_p99_ms"),
+    ("callers", "concurrency", 7),
+    ("requests", "requests", 8),
+    ("errors", "errors", 6),
+    ("tokens/s", "tokens_per_second", 9),
+    ("req/s", "requests_per_second", 7),
+    ("TTFT p50", "ttft_p50_ms", 9),
+    ("p90", "ttft_p90_ms", 8),
+    ("p99", "ttft_p99_ms", 8),
+    ("TPOT p50", "tpot_p50_ms", 9),
+    ("p90", "tpot_p90_ms", 8),
+    ("p99", "tpot_p99_ms", 8),
+    ("e2e p50", "e2e_p50_ms", 9),
+    ("p90", "e2e_p90_ms", 9),
+    ("p99", "e2e_p99_ms", 9),
 )
 
 
@@ -31,9 +35,13 @@ COLUMNS = (
 @click.option("--model", help="endpoint or endpoint:adapter (default: the server's first).")
 @click.option("--concurrency", default="1,8,32", show_default=True, help="Numbers of callers, in turn.")
 @click.option("--requests", default=4, show_default=True, type=click.IntRange(1), help="Requests of each caller.")
-@click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1))
-@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the figures here.")
+@click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1), help="Words in each prompt.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Tokens of each reply.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2))
+@click.option("--no-stream", is_flag=True, help="Ask for whole replies: no times of single tokens.")
+@click.option(
+    "--json", "json_file", type=click.File("w", encoding="utf-8", lazy=True), help="Write the figures here; - is here."
+)
 def bench(
     url: str,
     key: str | None,
@@ -41,34 +49,58 @@ def bench(
     concurrency: str,
     requests: int,
     prompt_words: int,
-    max_tokens: int,
-    json_file: str | None,
+    no_stream: bool,
+    json_file: Any,
+    **sampling: Any,
 ) -> None:
-    """Measure a server: time to first token, time per output token, throughput (times in milliseconds)."""
+    """Measure a server with a closed loop of callers: each sends its next chat when the last one is complete.
+
+    Every prompt is another one, and replies go on to --max-tokens whatever the model says. TTFT is the time to the
+    first text, TPOT the mean time between later tokens of a reply, e2e the whole request.
+    """
+    counts = _numbers(concurrency)
     client = Client(url, key)
-    body: dict[str, Any] = {
-        "model": model or client.get("/v1/models")["data"][0]["id"],
-        "messages": [{"role": "user", "content": " ".join(["word"] * prompt_words)}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    run(client, {**body, "max_tokens": 2}, 1, 1)
-    rows = []
-    click.echo("  ".join(f"{title:>9}" for title, _ in COLUMNS))
-    for callers in _numbers(concurrency):
-        result = run(client, body, callers, callers * requests)
+    load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
+    if not no_stream:
+        load |= {"stream": True, "stream_options": {"include_usage": True}}
+    ask = partial(whole if no_stream else streamed, client)
+    ask(_body(load | {"max_tokens": 2}, 0, prompt_words))  # what the first request pays for is nobody's speed
+    _say(f"{load['model']} at {url}: {prompt_words} words in, {sampling['max_tokens']} tokens out; times in ms")
+    _say("  ".join(title.rjust(width) for title, _, width in COLUMNS))
+    rows: list[dict[str, Any]] = []
+    errors = 0
+    for callers in counts:
+        bodies = _bodies(load, prompt_words, start=1 + sum(counts[: len(rows)]) * requests, count=callers * requests)
+        result = closed_loop(ask, bodies, callers)
         rows.append(result.summary())
-        click.echo("  ".join(f"{rows[-1][column]!s:>9}" for _, column in COLUMNS))
-        if result.errors:
-            click.echo(f"first error: {result.errors[0]}", err=True)
+        errors += _show(result, rows[-1])
     if json_file is not None:
-        with open(json_file, "w", encoding="utf-8") as file:
-            json.dump({"url": url, "body": body, "results": rows}, file, indent=2)
-    if any(row["errors"] for row in rows):
+        json.dump({"url": url, "request": load, "prompt_words": prompt_words, "results": rows}, json_file, indent=2)
+        json_file.write("\n")
+    if errors:
         raise SystemExit(1)
+
+
+def _body(load: Body, number: int, words: int) -> Body:
+    return load | {"messages": [{"role": "user", "content": prompt(number, words)}]}
+
+
+def _bodies(load: Body, words: int, *, start: int, count: int) -> Iterator[Body]:
+    return (_body(load, number, words) for number in range(start, start + count))
+
+
+def _show(result: Result, row: dict[str, Any]) -> int:
+    """A line of the table; the number of errors."""
+    cells = ("–" if row[column] is None else str(row[column]) for _, column, _ in COLUMNS)
+    _say("  ".join(cell.rjust(width) for cell, (_, _, width) in zip(cells, COLUMNS, strict=True)))
+    if result.errors:
+        _say(f"first error: {result.errors[0]}")
+    return len(result.errors)
+
+
+def _say(line: str) -> None:
+    # for people, so that standard output is free for --json -
+    click.echo(line, err=True)
 
 
 def _numbers(text: str) -> list[int]:

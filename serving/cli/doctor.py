@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import resource
+import socket
+import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -24,38 +31,140 @@ PACKAGES = (
     "sqlalchemy",
     "prometheus_client",
 )
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "asimd", "sve")
+Section = dict[str, Any]
 
 
 @click.command()
 @click.option("-m", "--model-uri", help="Also load this model and generate a token.")
-def doctor(model_uri: str | None) -> None:
-    """Show environment, versions, threads and memory; with a model, prove that it gives a token."""
-    missing = 0
-    click.echo(f"python       {platform.python_version()} on {platform.platform()}")
-    for package in PACKAGES:
-        try:
-            click.echo(f"{package:<18} {version(package)}")
-        except PackageNotFoundError:
-            missing += 1
-            click.echo(f"{package:<18} missing")
-    memory = psutil.virtual_memory()
-    click.echo(f"processors   {len(os.sched_getaffinity(0))} usable, {psutil.cpu_count(logical=False)} physical cores")
-    click.echo(f"memory       {memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}")
-    click.echo(f"threads      OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def doctor(model_uri: str | None, as_json: bool) -> None:
+    """Show environment, versions, threads and memory; with a model, prove that it gives a token.
+
+    Exit status 1 where something is missing.
+    """
+    found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits()}
+    problems = _problems(found)
     if model_uri is not None:
-        _try(model_uri)
-    if missing:
+        found["model"] = try_model(model_uri)
+    if as_json:
+        click.echo(json.dumps({**found, "problems": problems}, indent=2))
+    else:
+        _show(found)
+        for problem in problems:
+            click.echo(f"problem: {problem}")
+        if not problems:
+            click.echo("no problems found")
+    if problems:
         raise SystemExit(1)
 
 
-def _try(uri: str) -> None:
+def versions() -> Section:
+    """Of Python and of every package a server needs; None where one is missing."""
+    found: Section = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def machine() -> Section:
+    memory = psutil.virtual_memory()
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "instructions": ", ".join(_instructions()) or "unknown",
+        "cores": f"{len(os.sched_getaffinity(0))} usable, {psutil.cpu_count(logical=False)} physical",
+        "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
+        "accelerator": _accelerator(),
+        "memory": f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB",
+    }
+
+
+def limits() -> Section:
+    """What the system allows this user: a server needs a file for each connection and a place for its sockets."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return {
+        "open files": files,
+        "address space": "unlimited" if space == resource.RLIM_INFINITY else f"{space / 2**30:.1f} GiB",
+        "runtime directory": place if os.access(place, os.W_OK | os.X_OK) else f"{place} (not writable)",
+        "port 8000": "free" if _free(8000) else "taken",
+    }
+
+
+def _problems(found: dict[str, Section]) -> list[str]:
+    problems = [f"{name} is not installed" for name, number in found["versions"].items() if number is None]
+    if found["limits"]["open files"] < 1024:
+        problems.append(f"only {found['limits']['open files']} open files are allowed: raise ulimit -n to 1024 or more")
+    if "not writable" in found["limits"]["runtime directory"]:
+        problems.append("engines have no place for their sockets: set XDG_RUNTIME_DIR to a directory of yours")
+    return problems
+
+
+def try_model(uri: str) -> Section:
+    """Load the model in an engine process, as a server would. Raises ``PackagingError``, ``ServingError``."""
     from ..transport.client import connect
     from ..web.warm import generate_one
     from .serve import endpoint_specs
 
     (spec,) = endpoint_specs({"doctor": uri}, {})
-    with connect(spec.bundle, spec.engine, progress=lambda stage: click.echo(f"engine       {stage}")) as engine:
+    started = time.monotonic()
+    with connect(spec.bundle, spec.engine, progress=lambda stage: click.echo(f"engine: {stage}", err=True)) as engine:
+        ready = time.monotonic() - started
         seconds = generate_one(engine)
         info = engine.info
-        click.echo(f"model        {', '.join(info.tasks)}; {info.dtype} on {info.device}; context {info.max_model_len}")
-        click.echo(f"token        generated in {seconds:.3f} s")
+        return {
+            "uri": uri,
+            "tasks": ", ".join(info.tasks),
+            "weights": f"{info.dtype} on {info.device}",
+            "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
+            "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
+            "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",
+            "token": f"generated in {seconds:.3f} s",
+        }
+
+
+def _show(found: dict[str, Section]) -> None:
+    for name, section in found.items():
+        click.echo(f"{name}")
+        for key, value in section.items():
+            click.echo(f"  {key:<18} {'missing' if value is None else value}")
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo, where there is one."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text().split("\n\n")[0] if path.exists() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _processor() -> str:
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _instructions() -> list[str]:
+    flags = set((_cpuinfo().get("flags") or _cpuinfo().get("Features") or "").split())
+    return [name for name in INSTRUCTIONS if name in flags]
+
+
+def _accelerator() -> str:
+    try:
+        import torch
+    except ImportError:
+        return "unknown without torch"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

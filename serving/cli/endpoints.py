@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
 from .http import Client, url_options
+
+HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "STATUS", "RUNNING", "WAITING")
 
 
 @click.command()
 @url_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def endpoints(url: str, key: str | None, as_json: bool) -> None:
-    """List the server's endpoints and adapters."""
-    models = Client(url, key, timeout=30).get("/v1/models")["data"]
+    """List the server's endpoints and adapters, and how busy they are."""
+    client = Client(url, key, timeout=30)
+    models = client.get("/v1/models")["data"]
     if as_json:
         click.echo(json.dumps(models, indent=2))
         return
-    for model in models:
-        click.echo(f"{model['id']}\t{model['root']}\tcontext {model['max_model_len']}")
+    tasks = {entry["name"]: entry["endpoint_type"] for entry in client.get("/api/2.0/endpoints/")["endpoints"]}
+    states = _states(client)
+    table([HEADS, *(_row(model, tasks, states) for model in models)])
+
+
+def _states(client: Client) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = client.get("/health")["endpoints"]
+    except click.ClickException:  # 503: an engine stands still, and says no more here
+        return {}
+    return found
+
+
+def _row(model: dict[str, Any], tasks: dict[str, str], states: dict[str, Any]) -> tuple[str, ...]:
+    """An adapter's row leaves out what its endpoint's says."""
+    name = model["id"]
+    if "parent" in model:
+        return (f"  {name}", "", "", "", "", "", "")
+    state = states.get(name, {"status": "unhealthy", "running": "?", "waiting": "?"})
+    return (
+        name,
+        tasks.get(name, "").removeprefix("llm/v1/"),
+        model["root"],
+        str(model["max_model_len"]),
+        state["status"],
+        str(state["running"]),
+        str(state["waiting"]),
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> None:
+    """Print rows in columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

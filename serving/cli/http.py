@@ -2,80 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
+STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
+
+
+class _Slot:
+    """A connection that is closed with its holder."""
+
+    connection: http.client.HTTPConnection | None = None
+
+    def __del__(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+
+class _Kept(threading.local):
+    """A slot for each thread, which goes with its thread."""
+
+    def __init__(self) -> None:
+        self.slot = _Slot()
+
 
 class Client:
-    """One server. ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix."""
+    """One server, with a kept connection for each thread that calls.
+
+    ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix. Every method raises
+    ``ClickException`` with a message for people, whatever goes wrong.
+    """
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float = 600.0) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise click.BadParameter(f"{url!r} is no http(s) URL")
         self._secure = parts.scheme == "https"
-        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         self._timeout = timeout
+        self._kept = _Kept()
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def get(self, path: str) -> Any:
-        connection = self._connection()
-        try:
-            return json.loads(self._ask(connection, "GET", path, None).read())
-        finally:
-            connection.close()
+        return self._json("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        connection = self._connection()
-        try:
-            return json.loads(self._ask(connection, "POST", path, body).read())
-        finally:
-            connection.close()
+        return self._json("POST", path, body)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON chunks of a streamed reply, up to ``[DONE]``. Raises ``ClickException`` for an error in it."""
-        connection = self._connection()
-        try:
-            for line in self._ask(connection, "POST", path, body):
+        """The JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
+        with self._answer("POST", path, body) as answer:
+            for line in answer:
                 if not line.startswith(b"data: "):
                     continue
                 if line.strip() == b"data: [DONE]":
+                    answer.read()  # what ends the body, so that the connection can be used again
                     return
                 chunk = json.loads(line[6:])
                 if "choices" not in chunk:
                     raise click.ClickException(_message(chunk))
                 yield chunk
-        finally:
+            raise click.ClickException("the server closed the connection before the reply was complete")
+
+    def close(self) -> None:
+        """Close the calling thread's connection."""
+        slot = self._kept.slot
+        connection, slot.connection = slot.connection, None
+        if connection is not None:
             connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=self._timeout)
-
-    def _ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
-    ) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            connection.request(method, self._prefix + path, data, self._headers)
-            answer = connection.getresponse()
-        except OSError as error:
-            raise click.ClickException(f"no server answers at {self._host}:{self._port} ({error})") from None
-        if answer.status >= 400:
+    def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        with self._answer(method, path, body) as answer:
             text = answer.read()
-            try:
-                message = _message(json.loads(text))
-            except ValueError:
-                message = text.decode(errors="replace")[:200]
-            raise click.ClickException(f"{answer.status}: {message}")
-        return answer
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise click.ClickException(f"{self._host}:{self._port}{path} answers no JSON: not our server?") from None
+
+    @contextlib.contextmanager
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        """The open answer, its status checked. The connection is kept only where the answer was read to its end."""
+        done = False
+        try:
+            answer = self._ask(method, self._prefix + path, body)
+            if answer.status >= 400:
+                raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}")
+            yield answer
+            done = answer.isclosed() and not answer.will_close
+        except (OSError, http.client.HTTPException) as error:
+            told = str(error) or type(error).__name__
+            raise click.ClickException(f"no server answers at {self._host}:{self._port} ({told})") from None
+        finally:
+            if not done:
+                self.close()
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        kept = self._kept.slot.connection
+        if kept is not None:
+            with contextlib.suppress(*STALE):  # closed by the server meanwhile: nothing of ours has been taken
+                kept.request(method, path, data, self._headers)
+                return kept.getresponse()
+            self.close()
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = self._kept.slot.connection = kind(self._host, self._port, timeout=self._timeout)
+        connection.request(method, path, data, self._headers)
+        return connection.getresponse()
+
+
+def _refusal(text: bytes) -> str:
+    try:
+        return _message(json.loads(text))
+    except ValueError:
+        return text.decode(errors="replace")[:200]
 
 
 def _message(body: Any) -> str:
@@ -83,9 +134,22 @@ def _message(body: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
 
 
+def first_model(client: Client) -> str:
+    """The server's first endpoint. Raises ``ClickException`` where it has none."""
+    models = client.get("/v1/models")["data"]
+    if not models:
+        raise click.ClickException("the server has no endpoint")
+    name: str = models[0]["id"]
+    return name
+
+
 def url_options(command: Any) -> Any:
     """``--url`` and ``--key`` (also from MLFLOW_LLM_URL and MLFLOW_LLM_KEY)."""
-    command = click.option("--key", envvar="MLFLOW_LLM_KEY", help="API key.")(command)
+    command = click.option("--key", envvar="MLFLOW_LLM_KEY", help="API key (MLFLOW_LLM_KEY).")(command)
     return click.option(
-        "--url", envvar="MLFLOW_LLM_URL", default="http://127.0.0.1:8000", show_default=True, help="The server."
+        "--url",
+        envvar="MLFLOW_LLM_URL",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        help="The server (MLFLOW_LLM_URL).",
     )(command)

@@ -1,10 +1,11 @@
-"""A closed loop of callers on a chat endpoint: each sends its next request when the last one is complete."""
+"""A closed loop of callers on a server: each sends its next request when the last one is complete."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
@@ -12,13 +13,22 @@ from msgspec import Struct
 
 from .http import Client
 
+Body = dict[str, Any]
+TOPICS = ("rivers", "trains", "bread", "chess", "winter", "bridges", "maps", "clocks", "violins", "gardens", "salt")
+TEXT = (
+    "how people in small towns looked after them and what a visitor would have noticed first begin with the oldest "
+    "records then go on in order of time and finish with the present day what they cost who paid and why it changed"
+)
+
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One request: seconds to the first token, seconds between later ones (mean), in all; tokens of its usage."""
+    """One request, in seconds: to the first text (None where the reply is not streamed), between later tokens (the
+    mean; None for fewer than two), in all. Token counts are those of the reply's usage."""
 
-    ttft: float
-    tpot: float
+    ttft: float | None = None
+    tpot: float | None = None
     e2e: float
+    prompt_tokens: int
     tokens: int
 
 
@@ -30,18 +40,24 @@ class Result(Struct, frozen=True, kw_only=True):
     errors: tuple[str, ...]
     seconds: float
 
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(sample.tokens for sample in self.samples) / self.seconds
+
     def summary(self) -> dict[str, Any]:
-        """Percentiles in milliseconds, throughput in tokens/s and requests/s."""
+        """Percentiles in milliseconds, throughput in generated tokens/s and requests/s."""
         found: dict[str, Any] = {
             "concurrency": self.concurrency,
             "requests": len(self.samples),
             "errors": len(self.errors),
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(sum(s.tokens for s in self.samples) / self.seconds, 2),
+            "prompt_tokens": sum(sample.prompt_tokens for sample in self.samples),
+            "completion_tokens": sum(sample.tokens for sample in self.samples),
+            "tokens_per_second": round(self.tokens_per_second, 2),
             "requests_per_second": round(len(self.samples) / self.seconds, 3),
         }
         for name in ("ttft", "tpot", "e2e"):
-            values = sorted(getattr(sample, name) for sample in self.samples)
+            values = sorted(v for sample in self.samples if (v := getattr(sample, name)) is not None)
             for percent in (50, 90, 99):
                 found[f"{name}_p{percent}_ms"] = round(percentile(values, percent) * 1e3, 2) if values else None
         return found
@@ -53,28 +69,36 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return values[max(0, min(len(values), int(rank)) - 1)]
 
 
-def run(client: Client, body: dict[str, Any], concurrency: int, requests: int) -> Result:
-    """Send ``requests`` streamed chats from ``concurrency`` callers."""
+def prompt(number: int, words: int) -> str:
+    """About ``words`` words, another text from its first words on for each ``number``: no prefix is found cached."""
+    draw = random.Random(number)
+    rest = draw.choices(TEXT.split(), k=max(0, words - 4))
+    return " ".join([str(number), draw.choice(TOPICS), "and", draw.choice(TOPICS), *rest])
+
+
+def closed_loop(ask: Callable[[Body], Sample], bodies: Iterable[Body], concurrency: int) -> Result:
+    """``ask`` each of ``bodies``, ``concurrency`` of them at once. A request that fails is counted, not repeated."""
     samples: list[Sample] = []
     errors: list[str] = []
-    left = iter(range(requests))
+    left = iter(bodies)
     lock = threading.Lock()
 
     def caller() -> None:
         while True:
             with lock:
-                if next(left, None) is None:
-                    return
+                body = next(left, None)
+            if body is None:
+                return
             try:
-                sample = one(client, body)
-            except (click.ClickException, OSError) as error:
+                sample = ask(body)
+            except click.ClickException as error:
                 with lock:
-                    errors.append(str(error))
+                    errors.append(error.message)
                 continue
             with lock:
                 samples.append(sample)
 
-    threads = [threading.Thread(target=caller) for _ in range(min(concurrency, requests))]
+    threads = [threading.Thread(target=caller, daemon=True) for _ in range(concurrency)]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -84,22 +108,33 @@ def run(client: Client, body: dict[str, Any], concurrency: int, requests: int) -
     return Result(concurrency=concurrency, samples=tuple(samples), errors=tuple(errors), seconds=seconds)
 
 
-def one(client: Client, body: dict[str, Any]) -> Sample:
-    """One streamed request, timed. Tokens are those of the reply's usage."""
+def streamed(client: Client, body: Body, path: str = "/v1/chat/completions") -> Sample:
+    """One streamed chat. ``body`` asks for the stream and its usage. Raises ``ClickException``."""
     started = time.perf_counter()
     first = last = 0.0
-    tokens = 0
-    for chunk in client.stream("/v1/chat/completions", body):
+    usage: dict[str, Any] = {}
+    for chunk in client.stream(path, body):
         now = time.perf_counter()
         if any(choice["delta"].get("content") for choice in chunk["choices"]):
             first, last = first or now, now
-        if chunk.get("usage"):
-            tokens = chunk["usage"]["completion_tokens"]
+        usage = chunk.get("usage") or usage
     ended = time.perf_counter()
-    first, last = first or ended, last or ended
+    tokens = usage.get("completion_tokens", 0)
     return Sample(
-        ttft=first - started,
-        tpot=(last - first) / (tokens - 1) if tokens > 1 else 0.0,
+        ttft=(first or ended) - started,
+        tpot=(last - first) / (tokens - 1) if tokens > 1 else None,
         e2e=ended - started,
+        prompt_tokens=usage.get("prompt_tokens", 0),
         tokens=tokens,
+    )
+
+
+def whole(client: Client, body: Body, path: str = "/v1/chat/completions") -> Sample:
+    """One request whose reply comes whole. Raises ``ClickException``."""
+    started = time.perf_counter()
+    usage = client.post(path, body)["usage"]
+    return Sample(
+        e2e=time.perf_counter() - started,
+        prompt_tokens=usage["prompt_tokens"],
+        tokens=usage.get("completion_tokens", 0),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from flask.testing import FlaskClient
 from instant_model import write_instant_model
+from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
@@ -27,6 +28,13 @@ def instant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="session")
 def instant_text(instant_bundle: Bundle) -> TextModel:
     return TextModel(instant_bundle)
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A real server that nobody harms: two workers, 2 ms a step."""
+    with running(write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002), workers=2) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,0 +1,290 @@
+"""The commands that talk to a server, on a real one: what a user sees of chat, bench, endpoints and doctor."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from serving_process import Running, free_port
+
+from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.cli.http import Client
+from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(observed: Running) -> Command:
+    """``command("chat", …, input=…)`` against the server."""
+    runner = CliRunner(env={"MLFLOW_LLM_URL": observed.url, "MLFLOW_LLM_KEY": None})
+    return lambda *args, input=None: runner.invoke(cli, list(args), input=input)
+
+
+def spoken(server: Running, *contents: str, **fields: object) -> str:
+    """What the server answers to the last of ``contents``, which alternate between user and assistant."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    body = {"model": "assistant", "messages": messages, "temperature": 0} | fields
+    return Client(server.url).post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+
+
+def test_chat_prints_the_answer(command: Command, observed: Running) -> None:
+    """One message gives the model's own text, and nothing else, on standard output."""
+    done = command("chat", "--temperature", "0", "--max-tokens", "12", "Hello")
+    assert done.exit_code == 0, done.output
+    assert done.stdout == spoken(observed, "Hello", max_tokens=12) + "\n"
+
+
+def test_chat_remembers_the_conversation(command: Command, observed: Running) -> None:
+    """From a pipe every line is a turn that builds on the answers before; /new forgets them; empty lines are none."""
+    done = command("chat", "--temperature", "0", "--max-tokens", "6", input="One\n\nTwo\n/new\nOne\n")
+    first = spoken(observed, "One", max_tokens=6)
+    second = spoken(observed, "One", first, "Two", max_tokens=6)
+    assert done.stdout == f"{first}\n{second}\n{first}\n"
+
+
+def test_chat_stats(command: Command) -> None:
+    """--stats tells usage, time and the request's id, not mixed into the answer."""
+    done = command("chat", "--stats", "--max-tokens", "5", "Hi")
+    assert "5 new; first after" in done.stderr
+    assert "chatcmpl-" in done.stderr
+    assert "first after" not in done.stdout
+
+
+def test_chat_names_its_model(command: Command, observed: Running) -> None:
+    """--model reaches an adapter; an unknown one is refused in the server's words, with exit status 1."""
+    adapted = command("chat", "--temperature", "0", "--max-tokens", "6", "--model", "assistant:pirate", "Hi")
+    assert adapted.stdout == spoken(observed, "Hi", max_tokens=6, model="assistant:pirate") + "\n"
+    unknown = command("chat", "--model", "nobody", "Hi")
+    assert unknown.exit_code == 1
+    assert "404: no endpoint is called 'nobody'" in unknown.stderr
+
+
+def test_a_refused_turn_does_not_end_the_conversation(command: Command, observed: Running) -> None:
+    """A turn that the server refuses is shown as an error and taken back; the next one is answered."""
+    done = command("chat", "--temperature", "0", "--max-tokens", "6", input=f"{'long ' * 9000}\nOne\n")
+    assert "400" in done.stderr
+    assert done.stdout == spoken(observed, "One", max_tokens=6) + "\n"
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize("arguments", [("chat", "Hi"), ("bench",), ("endpoints",)])
+def test_no_server(arguments: tuple[str, ...]) -> None:
+    """Without a server each command says so in one line."""
+    done = CliRunner().invoke(cli, [*arguments, "--url", f"http://127.0.0.1:{free_port()}"])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: no server answers at 127.0.0.1")
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host:99999"])
+def test_urls_that_are_none(url: str) -> None:
+    """A URL that cannot be one is a usage error that shows it."""
+    done = CliRunner().invoke(cli, ["endpoints", "--url", url])
+    assert done.exit_code == 2
+    assert "is no http(s) URL" in done.output
+
+
+class Strange(http.server.BaseHTTPRequestHandler):
+    """Somebody else's server: a page at every GET; a stream that breaks off at every POST."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        data = b'data: {"choices": [{"delta": {"content": "half"}}]}\n\n'
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def strange() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Strange) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_answers_that_break_off(strange: str) -> None:
+    """A page that is not JSON and a stream without an end are one-line errors, and what had come is shown."""
+    page = CliRunner().invoke(cli, ["endpoints", "--url", strange])
+    assert (page.exit_code, "answers no JSON" in page.stderr) == (1, True)
+    broken = CliRunner().invoke(cli, ["chat", "--url", strange, "--model", "x", "Hi"])
+    assert (broken.exit_code, broken.stdout) == (1, "half\n")
+    assert broken.stderr.startswith("Error: ")
+
+
+def test_connections_are_kept(observed: Running) -> None:
+    """A client's calls share one connection, streams included; a stream left early costs it."""
+    client = Client(observed.url)
+    body = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
+    assert list(client.stream("/v1/chat/completions", body))
+    kept = client._kept.slot.connection
+    client.get("/v1/models")
+    assert client._kept.slot.connection is kept
+    chunks = client.stream("/v1/chat/completions", body)
+    next(chunks)
+    chunks.close()
+    assert client._kept.slot.connection is None
+    client.get("/v1/models")
+    client.close()
+
+
+def test_bench_table_and_json(command: Command) -> None:
+    """bench prints a line for each concurrency, and as JSON what was asked and every percentile, all of it exact."""
+    done = command("bench", "--concurrency", "1,3", "--requests", "2", "--max-tokens", "7", "--json", "-")
+    assert done.exit_code == 0, done.output
+    lines = done.stderr.splitlines()
+    assert [line.split()[:3] for line in lines[-2:]] == [["1", "2", "0"], ["3", "6", "0"]]
+    found = json.loads(done.stdout)
+    assert found["request"]["model"] == "assistant"
+    for row, callers in zip(found["results"], (1, 3), strict=True):
+        assert (row["concurrency"], row["requests"], row["completion_tokens"]) == (callers, callers * 2, callers * 14)
+        assert row["tokens_per_second"] == pytest.approx(row["completion_tokens"] / row["seconds"], rel=0.05)
+        for name in ("ttft", "tpot", "e2e"):
+            assert 0 < row[f"{name}_p50_ms"] <= row[f"{name}_p90_ms"] <= row[f"{name}_p99_ms"]
+        assert row["ttft_p50_ms"] < row["e2e_p50_ms"]
+
+
+def test_bench_of_whole_replies(command: Command) -> None:
+    """--no-stream measures whole replies and shows no times of single tokens."""
+    done = command("bench", "--no-stream", "--concurrency", "2", "--requests", "1", "--max-tokens", "3", "--json", "-")
+    (row,) = json.loads(done.stdout)["results"]
+    assert (row["completion_tokens"], row["ttft_p50_ms"]) == (6, None)
+    assert "–" in done.stderr
+
+
+def test_bench_counts_errors(command: Command) -> None:
+    """Requests that fail are counted and the first is shown; the exit status tells."""
+    done = command("bench", "--concurrency", "1", "--requests", "1", "--prompt-words", "9000")
+    assert done.exit_code == 1
+    assert "400" in done.stderr
+
+
+@pytest.mark.parametrize("numbers", ["", "0", "1,x", "-3", "1.5"])
+def test_bench_refuses_numbers(command: Command, numbers: str) -> None:
+    """Concurrency that is no list of positive numbers is a usage error."""
+    done = command("bench", "--concurrency", numbers)
+    assert (done.exit_code, "1,8,32" in done.output) == (2, True)
+
+
+def test_endpoints(command: Command) -> None:
+    """endpoints lists endpoints with task, context and state, and adapters below them."""
+    head, endpoint, adapter = command("endpoints").stdout.splitlines()
+    assert head.split()[:4] == ["NAME", "TASK", "MODEL", "CONTEXT"]
+    assert endpoint.split()[:4] == ["assistant", "chat", "model-1", "8192"]
+    assert "ready" in endpoint
+    assert adapter == "  assistant:pirate"
+    assert [m["id"] for m in json.loads(command("endpoints", "--json").stdout)] == ["assistant", "assistant:pirate"]
+
+
+def test_doctor() -> None:
+    """doctor names versions, processors, threads, memory and limits, as text and as JSON."""
+    text = CliRunner().invoke(cli, ["doctor"])
+    assert (text.exit_code, text.stdout.splitlines()[-1]) == (0, "no problems found")
+    found = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
+    assert found["versions"]["mlflow"].startswith("3.")
+    assert {"processor", "cores", "threads", "memory", "accelerator"} <= set(found["machine"])
+    assert found["limits"]["open files"] > 0
+    assert found["problems"] == []
+
+
+def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is a problem with exit status 1."""
+    module = sys.modules["mlflow_llm.serving.cli.doctor"]  # its name in the package is the command's
+    monkeypatch.setattr(module, "PACKAGES", ("mlflow-llm", "no-such-package"))
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert done.exit_code == 1
+    assert "problem: no-such-package is not installed" in done.stdout
+
+
+def test_doctor_of_no_model(tmp_path: Path) -> None:
+    """A model that cannot be read is one line, not a trace."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "doctor", "-m", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: ")
+    assert "Traceback" not in done.stderr
+
+
+def read_until(terminal: int, text: str, seconds: float = 30.0) -> str:
+    """What the terminal shows, up to ``text``."""
+    shown, end = "", time.monotonic() + seconds
+    while text not in shown:
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 4096).decode()
+    return shown
+
+
+def test_a_conversation_in_a_terminal(observed: Running) -> None:
+    """In a terminal: a greeting and a prompt; Ctrl-C stops an answer and leaves the conversation; Ctrl-D ends it."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "chat", "--url", observed.url, "--max-tokens", "4000"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"})
+    os.close(theirs)
+    try:
+        assert "chatting with assistant" in read_until(ours, "> ")
+        os.write(ours, b"Hello\n")
+        read_until(ours, "Hello\r\n")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        read_until(ours, "[stopped]\r\n> ")
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_closed_loop_runs_all_at_once() -> None:
+    """Every body is asked once, as many at a time as there are callers, and failures do not end the loop."""
+    import click
+
+    gate = threading.Barrier(4)
+
+    def ask(body: dict) -> Sample:
+        gate.wait(10)
+        if body["n"] % 4 == 0:
+            raise click.ClickException("no")
+        return Sample(e2e=1.0, prompt_tokens=1, tokens=body["n"])
+
+    result = closed_loop(ask, ({"n": n} for n in range(8)), 4)
+    assert sorted(sample.tokens for sample in result.samples) == [1, 2, 3, 5, 6, 7]
+    assert result.errors == ("no", "no")
+    assert result.summary()["ttft_p50_ms"] is None
+
+
+def test_percentiles_and_prompts() -> None:
+    """Percentiles are nearest-rank; prompts differ from their first word on and are the same again."""
+    assert [percentile(range(1, 11), p) for p in (50, 90, 99)] == [5, 9, 10]
+    assert len(prompt(7, 80).split()) == 80
+    assert prompt(7, 80) == prompt(7, 80)
+    assert prompt(7, 80).split()[0] != prompt(8, 80).split()[0]
