@@ -132,6 +132,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
     ``deadline`` is seconds on the wall clock (``time.time()``), None for none. ``priority``: lower runs first.
+    ``reserved``: within a provisioned reserve; it runs before all others and its pace is kept whatever else runs.
     ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was cut for
     ``error_behavior: truncate``. ``sampling`` is None for embeddings.
     """
@@ -157,6 +158,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     created: int = 0
     deadline: float | None = None
     priority: int = 0
+    reserved: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

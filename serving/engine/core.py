@@ -44,6 +44,7 @@ class EngineCore:
         self._generated = 0
         self._steps = 0
         self._last_step = time.monotonic()
+        self._goes_on = False
         self._closed = False
         self.info: EngineInfo = self._parts.info
         for name, path in bundle.adapters.items():
@@ -120,15 +121,19 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[Told]:
         """One forward of everything that can run, and one batch of embeddings; returns what there is to tell."""
+        # from the end of the step before, if there was more to do: messages taken since then are part of the pace too
+        began = self._last_step if self._goes_on else time.monotonic()
         self._expire()
         runs = self._scheduler.schedule() if self._scheduler is not None else []
         if runs:
             self._run(runs)
+            self._scheduler.ran(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
         if runs or self._embeddings:
             self._steps += 1
         self._last_step = time.monotonic()
+        self._goes_on = bool(runs) and self._scheduler.has_work()
         return self._entries.drain()
 
     def _run(self, runs: list[Run]) -> None:

@@ -4,6 +4,9 @@ Each step: first one token of every sequence that decodes, then prompts in chunk
 Sequences start in order of (priority, arrival) as far as slots and memory for their whole prompt allow. Prompts being
 read take turns with a share of the step each, so a long one delays the short ones behind it by little. When memory runs
 out, the sequences that came last lose theirs and start again later (their tokens are kept, only KV is recomputed).
+
+While sequences under guarantee (``reserved``) are there, a step is made of them alone in just that way, and the others
+are spare work: they get the time that ``pace`` allows beside it, in order of arrival, and give up slots and memory.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .kv_cache import KVCache
+from .pace import Pace, Work
 from .sequence import SequenceState
 
 SHARES = 4  # prompts that share the prefill part of a step
@@ -33,7 +38,7 @@ class Run:
         return self.start + self.num_tokens == self.sequence.num_tokens
 
 
-def _arrival(sequence: SequenceState) -> tuple[int, int]:
+def _arrival(sequence: SequenceState) -> tuple[bool, int, int]:
     return sequence.arrival
 
 
@@ -44,6 +49,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
+        self.pace = Pace()
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
@@ -55,15 +61,34 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def has_reserved(self) -> bool:
+        """Reserved sequences come first in both lists."""
+        return any(sequences and sequences[0].reserved for sequences in (self.running, self.waiting))
+
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
-        runs = self._decodes()
+        if not self.has_reserved and not self.pace.lingers:
+            return self._step(False)
+        runs = self._step(True)
+        return sorted(runs + self._spare(runs), key=lambda run: run.num_tokens > 1)
+
+    def ran(self, runs: Sequence[Run], seconds: float) -> None:
+        """``runs`` took ``seconds``: what the next steps are planned by."""
+        if runs:
+            guarded = Work.of(run for run in runs if run.sequence.reserved)
+            self.pace.ran(guarded, Work.of(runs), seconds)
+
+    def _step(self, reserved: bool) -> list[Run]:
+        """A whole step of one class of sequences."""
+        runs = self._decodes(reserved)
         budget = self.max_num_batched_tokens - len(runs)
         # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
         # such, so that neither kind waits for the other to be done.
-        prefills = self._admit(budget // 2 if self._turns else budget)
+        turns = [sequence for sequence in self._turns if sequence.reserved == reserved]
+        prefills = self._admit(budget // 2 if turns else budget, reserved)
         budget -= sum(run.num_tokens for run in prefills)
-        prefills += self._turn_by_turn(budget)
+        prefills += self._turn_by_turn(turns, budget)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs + prefills)
         if budget > 0:
             prefills = self._fill(prefills, budget)
@@ -71,10 +96,10 @@ class Scheduler:
             self._turns.append(run.sequence)
         return runs + prefills
 
-    def _decodes(self) -> list[Run]:
+    def _decodes(self, reserved: bool) -> list[Run]:
         runs = []
         for sequence in list(self.running):
-            if sequence.status != "running" or sequence.num_remaining > 1:
+            if sequence.reserved != reserved or sequence.status != "running" or sequence.num_remaining > 1:
                 continue
             if self._make_room(sequence):
                 runs.append(Run(sequence, sequence.num_computed, 1))
@@ -89,10 +114,10 @@ class Scheduler:
                 return False
         return True
 
-    def preempt(self, sequence: SequenceState) -> None:
-        """running → waiting: its KV is given up and computed again later."""
+    def preempt(self, sequence: SequenceState, *, keep: bool = False) -> None:
+        """running → waiting: its KV is given up and computed again later, unless ``keep`` and nobody needs the room."""
         self._leave(sequence)
-        self.cache.release(sequence.id, keep=False)
+        self.cache.release(sequence.id, keep=keep)
         sequence.move("waiting")
         sequence.num_computed = 0
         sequence.num_preemptions += 1
@@ -113,14 +138,16 @@ class Scheduler:
         if sequence in self._turns:
             self._turns.remove(sequence)
 
-    def _turn_by_turn(self, budget: int) -> list[Run]:
-        """A share for each prompt being read; who was served goes behind the others (``schedule`` puts it there)."""
+    def _turn_by_turn(self, turns: list[SequenceState], budget: int) -> list[Run]:
+        """A share for each prompt being read; who was served goes behind the others (``_step`` puts it there)."""
         share = max(budget // SHARES, 1)
         runs: list[Run] = []
-        for _ in range(len(self._turns)):
+        for sequence in turns:
             if budget <= 0:
                 break
-            sequence = self._turns.popleft()
+            if sequence not in self._turns:  # it made room for a sequence that has just started
+                continue
+            self._turns.remove(sequence)
             if sequence.num_remaining <= 1:  # it has joined those that decode
                 continue
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
@@ -128,16 +155,12 @@ class Scheduler:
             runs.append(run)
         return runs
 
-    def _admit(self, budget: int) -> list[Run]:
+    def _admit(self, budget: int, reserved: bool) -> list[Run]:
         share = max(self.max_num_batched_tokens // SHARES, 1)
         runs: list[Run] = []
-        matches = 0
-        for sequence in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.max_num_seqs or matches >= MATCHES_PER_STEP:
+        for sequence in self._candidates(reserved):
+            if budget <= 0:
                 break
-            matches += 1
-            if self._awaits_prefix(sequence):
-                continue
             if not self._start(sequence):
                 break  # in order of arrival: none behind it may take the memory it waits for
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
@@ -145,15 +168,43 @@ class Scheduler:
             runs.append(run)
         return runs
 
+    def _candidates(self, reserved: bool) -> Iterator[SequenceState]:
+        """Waiting sequences that may start now, as far as it is worth looking in one step."""
+        for sequence in [s for s in self.waiting if s.reserved == reserved][:MATCHES_PER_STEP]:
+            is_full = len(self.running) >= self.max_num_seqs
+            if is_full and not self._can_displace(sequence):
+                return
+            if self._awaits_prefix(sequence):
+                continue
+            if is_full:
+                self._displace()
+            yield sequence
+
+    def _can_displace(self, sequence: SequenceState) -> bool:
+        return sequence.reserved and bool(self.running) and not self.running[-1].reserved
+
+    def _displace(self) -> None:
+        """Send the spare sequence that came last back to the queue, for the sake of a reserved one."""
+        self.preempt(self.running[-1], keep=True)
+
     def _awaits_prefix(self, sequence: SequenceState) -> bool:
-        """Whether a running sequence is just computing what this one could copy (as for the choices of n > 1)."""
+        """Whether a running sequence is just computing what this one could copy (as for the choices of n > 1).
+
+        A reserved one does not wait for spare work, which may take long.
+        """
         if sequence.prompt_scores is not None:
             return False
-        return self.cache.match(sequence.key, sequence.tokens)[1] is not None
+        owner = self.cache.match(sequence.key, sequence.tokens)[1]
+        if owner is None or not sequence.reserved:
+            return owner is not None
+        return any(s.id == owner and s.reserved for s in self.running)
 
     def _start(self, sequence: SequenceState) -> bool:
         reuse = sequence.prompt_scores is None
         cached = self.cache.acquire(sequence.id, sequence.key, sequence.tokens, reuse=reuse)
+        while cached is None and self._can_displace(sequence):
+            self._displace()
+            cached = self.cache.acquire(sequence.id, sequence.key, sequence.tokens, reuse=reuse)
         if cached is None:
             return False
         self.waiting.remove(sequence)
@@ -175,3 +226,53 @@ class Scheduler:
             budget -= more
             filled.append(Run(run.sequence, run.start, run.num_tokens + more))
         return filled
+
+    def _spare(self, runs: list[Run]) -> list[Run]:
+        """What else goes into a step of ``runs``: first come first, each as much as the time that is left allows.
+
+        With nothing else in the step there is always one piece, so that no step is empty while there is work.
+        """
+        guarded = Work.of(runs)
+        seconds = self.pace.allowance(guarded)
+        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
+        spare: list[Run] = []
+        for sequence in self._spare_sequences():
+            must = not runs and not spare
+            num_tokens = self._affordable(sequence, guarded, seconds, budget)
+            if num_tokens < 1 and not must:
+                break
+            if sequence.status == "waiting" and not self._start(sequence):
+                break
+            if sequence.num_remaining == 1 and not self._make_room(sequence):
+                break
+            num_tokens = max(1, min(num_tokens, sequence.num_remaining))
+            run = Run(sequence, sequence.num_computed, num_tokens)
+            spare.append(run)
+            if sequence.num_remaining > num_tokens and sequence not in self._turns:
+                self._turns.append(sequence)
+            budget -= num_tokens
+            seconds -= self._price(run, guarded)
+        return spare
+
+    def _spare_sequences(self) -> Iterator[SequenceState]:
+        for sequence in [s for s in self.running if not s.reserved]:
+            if sequence.status == "running":  # it may have lost its memory to one before it
+                yield sequence
+        if not any(s.reserved for s in self.waiting):
+            yield from self._candidates(False)
+
+    def _affordable(self, sequence: SequenceState, guarded: Work, seconds: float, budget: int) -> int:
+        """Tokens of ``sequence`` that ``seconds`` pay for; those of a waiting one as if nothing were cached."""
+        if seconds <= 0:
+            return 0
+        start = sequence.num_computed
+        num_tokens = 1 if self.pace.row(guarded, start) <= seconds else 0
+        if sequence.num_remaining > 1:
+            num_tokens = max(num_tokens, self.pace.chunk_tokens(guarded, start, seconds))
+        return min(num_tokens, sequence.num_remaining, budget)
+
+    def _price(self, run: Run, guarded: Work) -> float:
+        row = self.pace.row(guarded, run.start)
+        if run.num_tokens == 1:
+            return row
+        return min(self.pace.cost.chunk(run.start, run.num_tokens), row * run.num_tokens)

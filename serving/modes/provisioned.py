@@ -1,7 +1,8 @@
 """Provisioned throughput: tokens/s reserved for an endpoint, paid by the minute, used first.
 
-A request within the reserve runs before every pay-per-token request; one beyond it is not refused but runs among
-them, on spare capacity. The reserve is a bucket in the metering store, so all workers and hosts draw from the same one.
+A request within the reserve runs before every pay-per-token request and keeps its pace beside them (``engine.pace``);
+one beyond it is not refused but runs among them, on spare capacity. The reserve is a bucket in the metering store, so
+all workers and hosts draw from the same one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from .base import Admission, ModeProfile, Target, reservation_of
 from .calibration import Capacity
 
 PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False)
-RESERVED_PRIORITY = -100
-"""Added to a request's priority within the reserve; lower runs first, pay-per-token requests have 0."""
 
 
 class Provisioned:
@@ -37,7 +36,7 @@ class Provisioned:
     def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
         lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, self._bucket))
         if lease.within_reserve:
-            valid = msgspec.structs.replace(valid, priority=valid.priority + RESERVED_PRIORITY)
+            valid = msgspec.structs.replace(valid, reserved=True)
         return Admission(lease, valid)
 
 

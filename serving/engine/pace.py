@@ -1,0 +1,202 @@
+"""What a step costs, learned while it runs, and how much time of it other work may take beside guarded requests.
+
+A guarded request (``ValidRequest.reserved``) keeps its time per output token whatever else the engine has to do. So
+the time of a step is foreseen from what is in it, and spare work is put beside guarded work only for a small part of
+what the guarded work alone takes: ``SHARE`` of it on average, which keeps the guarded tokens/s, and ``STEP_SHARE`` in
+any one step, which keeps their longest pauses. What spare work took is measured, never what it was thought to take:
+an estimate that is wrong costs a few steps, not the guarantee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+SHARE = 0.06  # of guarded time that spare work may add on average: tokens/s stay at 94 %
+STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
+LINGER = 0.5  # seconds of steps after the last guarded one in which the next is expected: only short steps
+LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
+PROBE_EVERY = 4  # of the steps that could have spare work one has none, so that guarded work alone is seen
+MIN_SEEN = 8  # steps before an estimate is worth anything
+
+_WINDOW = 256  # steps an estimate is made of,
+_FADE = 0.98  # each of which weighs so much less than the one after it
+_REFIT = 4  # steps from one estimate to the next
+_SCALE = np.array([1.0, 8.0, 64.0, 1.0, 2048.0])  # brings all features to about one
+_RIDGE = 1e-4
+_DEBT = 10.0  # ceilings that spare work may owe: what it took without leave is given back before it goes on
+_OUTLIER = 3.0  # times the estimate: more than that is another process's doing
+
+Vector = npt.NDArray[np.float64]
+
+
+class Part(Protocol):
+    """A run, as far as its cost goes: ``num_tokens`` of a sequence from ``start``."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What decides the time of a step: sequences with one token, tokens in longer runs, the number of those, and
+    the tokens whose keys and values are read."""
+
+    rows: int = 0
+    chunk_tokens: int = 0
+    chunks: int = 0
+    context: int = 0
+
+    @classmethod
+    def of(cls, runs: Iterable[Part]) -> Work:
+        rows = chunk_tokens = chunks = context = 0
+        for run in runs:
+            context += run.start + run.num_tokens
+            if run.num_tokens == 1:
+                rows += 1
+            else:
+                chunks += 1
+                chunk_tokens += run.num_tokens
+        return cls(rows, chunk_tokens, chunks, context)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.chunks)
+
+    @property
+    def features(self) -> Vector:
+        return np.array([1.0, self.rows, self.chunk_tokens, self.chunks, self.context]) / _SCALE
+
+
+class StepCost:
+    """Seconds of a step as a line in its features: least squares over the last steps, coefficients not negative.
+
+    A step's true cost is no line, but near the steps that are run now it is one, and old ones fade.
+    """
+
+    def __init__(self) -> None:
+        self._features = np.zeros((_WINDOW, len(_SCALE)))
+        self._seconds = np.zeros(_WINDOW)
+        self._count = 0
+        self._weights: Vector = np.zeros(len(_SCALE))
+
+    @property
+    def known(self) -> bool:
+        return self._count >= MIN_SEEN
+
+    def observe(self, work: Work, seconds: float) -> None:
+        features = work.features
+        if self.known and (foreseen := float(self._weights @ features)) > 0:
+            seconds = min(seconds, _OUTLIER * foreseen)
+        at = self._count % _WINDOW
+        self._features[at], self._seconds[at] = features, seconds
+        self._count += 1
+        if self._count % _REFIT == 0:
+            self._fit()
+
+    def predict(self, work: Work) -> float:
+        return float(self._weights @ work.features) if work else 0.0
+
+    def row(self, context: int) -> float:
+        """Seconds that one more sequence with one token adds."""
+        return float(self._weights[1] / _SCALE[1] + self._weights[4] * context / _SCALE[4])
+
+    def chunk(self, start: int, num_tokens: int) -> float:
+        """Seconds that one more run of several tokens adds."""
+        w = self._weights / _SCALE
+        return float(w[3] + w[2] * num_tokens + w[4] * (start + num_tokens))
+
+    def _fit(self) -> None:
+        n = min(self._count, _WINDOW)
+        age = (self._count - 1 - np.arange(n)) % _WINDOW
+        weight = _FADE ** age.astype(np.float64)
+        x, y = self._features[:n], self._seconds[:n]
+        gram = (x * weight[:, None]).T @ x / weight.sum()
+        target = (x * weight[:, None]).T @ y / weight.sum()
+        kept = list(range(len(_SCALE)))
+        while kept:  # a negative coefficient says that its feature explains nothing: leave it out
+            part = gram[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
+            found = np.linalg.solve(part, target[kept])
+            if found.min() >= 0:
+                break
+            del kept[int(found.argmin())]
+        self._weights = np.zeros(len(_SCALE))
+        if kept:
+            self._weights[kept] = found
+
+
+class Pace:
+    """The account of the time that spare work may still take. Told of every step by ``ran``; owns no sequence."""
+
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self.credit = 0.0  # seconds
+        self._since_guarded = LINGER
+        self._steps = 0
+        self._guarded_seen = 0
+
+    @property
+    def lingers(self) -> bool:
+        """Whether a guarded request ended just now and its caller's next one may come in any moment."""
+        return self._since_guarded < LINGER
+
+    def allowance(self, guarded: Work) -> float:
+        """Seconds that spare work may add to a step of ``guarded``."""
+        if not self.cost.known:
+            return 0.0
+        if not guarded:
+            return LINGER_STEPS * self.cost.predict(Work(rows=1))
+        if self._steps % PROBE_EVERY == 0:
+            return 0.0
+        most = STEP_SHARE * self.cost.predict(guarded)
+        if self.credit >= self._piece:  # saved up, if need be, for a piece that is larger than any step's part
+            most = max(most, self._piece)
+        return min(self.credit, most)
+
+    @property
+    def _piece(self) -> float:
+        """The least that there is to run: one sequence's token."""
+        return self.cost.row(0) * 1.5
+
+    def _ceiling(self, most: float) -> float:
+        return 2 * max(most, self._piece)
+
+    def row(self, guarded: Work, context: int) -> float:
+        """Seconds a row is charged with in advance; at least a little, lest an estimate of nothing admit everything."""
+        return max(self.cost.row(context), self.cost.predict(guarded or Work(rows=1)) / 100)
+
+    def chunk_tokens(self, guarded: Work, start: int, seconds: float) -> int:
+        """How many tokens of a prompt from ``start`` on fit into ``seconds``."""
+        fixed = self.cost.chunk(start, 0)
+        token = max(self.cost.chunk(start, 1) - fixed, self.cost.predict(guarded or Work(rows=1)) / 400)
+        # reading n tokens of one sequence is never dearer than a token of n sequences
+        return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(guarded, start), 1e-9)))
+
+    def ran(self, guarded: Work, total: Work, seconds: float) -> None:
+        """A step of ``total``, ``guarded`` of it under guarantee, took ``seconds``."""
+        if guarded:
+            self._since_guarded = 0.0
+            self._steps += 1
+            self._guarded_seen += 1
+            if self.cost.known:
+                self._account(guarded, total, seconds)
+        else:
+            self._since_guarded += seconds
+        # Steps far larger than those under guarantee would bend the line: they count until there are others.
+        if guarded or self.lingers or self._guarded_seen < MIN_SEEN:
+            self.cost.observe(total, seconds)
+
+    def _account(self, guarded: Work, total: Work, seconds: float) -> None:
+        alone = self.cost.predict(guarded)
+        self.credit += SHARE * alone
+        if total != guarded:
+            foreseen = self.cost.predict(total) - alone
+            taken = seconds - alone
+            self.credit -= min(taken, _OUTLIER * foreseen + STEP_SHARE * alone)
+        ceiling = self._ceiling(STEP_SHARE * alone)
+        self.credit = max(-_DEBT * ceiling, min(ceiling, self.credit))
