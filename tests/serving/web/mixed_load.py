@@ -6,6 +6,7 @@ import http.client
 import json
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ class Record:
     headers: dict[str, str] = field(default_factory=dict)
     error: str = ""
 
+
+PAUSE = 0.3  # seconds a client waits when the server is busy or gone
 
 KINDS = {  # of a hundred requests
     "stream": 30,
@@ -104,6 +107,8 @@ class Load:
             tenant, secret = self._tenant_of(draw)
             record = Record(serial, kind, tenant)
             self._one(record, "sk-unknown" if kind == "bad key" else secret, draw)
+            if record.status in (None, 503):
+                time.sleep(PAUSE)
             with self._lock:
                 self.records.append(record)
 

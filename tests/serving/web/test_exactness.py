@@ -104,7 +104,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     tight = list(TIGHT)
 
     def tenant_of(draw: random.Random) -> tuple[str, str]:
-        tenant = "open" if draw.random() < 0.6 else draw.choice(tight)
+        tenant = "open" if draw.random() < 0.75 else draw.choice(tight)
         return tenant, secrets[tenant]
 
     print(f"seed {SEED}")
@@ -167,7 +167,7 @@ def test_the_load_was_what_it_should_be(outcome: Outcome) -> None:
     assert deeds["store away"] >= 2
     told = Counter(json.loads(r.error)["error"]["message"].split(":")[0] for r in outcome.records if r.status == 429)
     assert set(told) == set(TIGHT)
-    assert sum(record.complete for record in outcome.records) > REQUESTS / 3
+    assert sum(record.complete for record in outcome.records) > REQUESTS * 0.4
     assert {row.status for row in outcome.rows.values()} == {"ok", "aborted", "error", "recovered"}
 
 
