@@ -23,10 +23,11 @@ from ..errors import (
 from ..metering.keys import ANONYMOUS, Caller
 from . import logs
 from .answer import Answer, error_answer
+from .bodies import read_body
 from .endpoints import Endpoints
 from .exchange import Exchange, request_id_from
 from .gate import Gate
-from .invoke import TIMEOUT_HEADER, Incoming, Server, check_length, invoke
+from .invoke import TIMEOUT_HEADER, Incoming, Server, invoke
 from .offload import Offload
 from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path
@@ -103,11 +104,10 @@ def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) 
 
 
 def _incoming(server: Server, route: Route, name: str | None, caller: Caller) -> Incoming:
-    check_length(request.content_length, server.settings.max_body_bytes)
     return Incoming(
         route=route,
         dialect=DIALECTS[route.dialect],
-        body=request.get_data(cache=False),
+        body=read_body(request.environ, server.settings.max_body_bytes),
         name=name,
         timeout=request.headers.get(TIMEOUT_HEADER),
         caller=caller,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from ..dialects.base import Dialect
-from ..errors import Aborted, InternalError, InvalidField, PayloadTooLarge, ServingError
+from ..errors import Aborted, InternalError, InvalidField, ServingError
 from ..metering.keys import ANONYMOUS, Caller
 from ..modes import Target, check_fields
 from ..reply import Done, Piece
@@ -49,6 +49,7 @@ class Server:
     ledger: Any = None
     store: Any = None
     management: Any = None
+    follower: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +258,3 @@ class Stream:
         else:
             self.release(ClientGone())
             self._exchange.finish(Aborted.status, "the client went away")
-
-
-def check_length(length: int | None, limit: int) -> None:
-    """Raises ``PayloadTooLarge`` for a body that announces more than ``limit`` bytes."""
-    if length is not None and length > limit:
-        raise PayloadTooLarge(f"the body has {length} bytes; at most {limit} are taken")

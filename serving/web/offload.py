@@ -24,5 +24,16 @@ class Offload:
     def __call__(self, size: int, function: Callable[..., T], *args: Any) -> T:
         if size < self.threshold or not isinstance(gevent.getcurrent(), gevent.Greenlet):
             return function(*args)
-        result: T = gevent.get_hub().threadpool.apply(function, args)
-        return result
+        result, error = gevent.get_hub().threadpool.apply(_outcome, (function, args))
+        if error is not None:
+            raise error
+        found: T = result
+        return found
+
+
+def _outcome(function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T | None, Exception | None]:
+    """What came of it. gevent's threads would print an error that leaves them, and a refusal is no fault of ours."""
+    try:
+        return function(*args), None
+    except Exception as error:
+        return None, error

@@ -40,6 +40,14 @@ class DrainingWorker(GeventWorker):
         client.settimeout(self.server.settings.io_timeout)
         AsyncWorker.handle(self, listener, client, addr)
 
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        from .refusals import refuse
+
+        if refuse(client, exc):
+            self.log.warning("refused %s: %s", addr[0] if addr else "", str(exc)[:200])
+        else:
+            super().handle_error(req, client, addr, exc)
+
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.alive = False
         if self.wsgi is not None:

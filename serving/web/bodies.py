@@ -1,0 +1,68 @@
+"""A request's body, whole and within its limit, read from WSGI's own stream.
+
+Not by the framework: of a chunked body over the limit it hands on the beginning as if that were all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import PayloadTooLarge, RequestError
+from .running import ClientGone
+
+PIECE = 64 * 2**10  # bytes read at a time while nobody knows how many are to come
+
+
+def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
+    """The body of the request of ``environ``, of ``limit`` bytes at most.
+
+    Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
+    or broken, ``ClientGone`` where the client stops in the middle.
+    """
+    encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(f"Content-Encoding: {encoding[:40]!r} is not taken; send the body as it is")
+    length = _length(environ, limit)
+    try:
+        if length is not None:
+            return _exactly(environ["wsgi.input"], length)
+        return _all(environ["wsgi.input"], limit) if environ.get("wsgi.input_terminated") else b""
+    except TimeoutError:
+        raise ClientGone from None
+    except (OSError, ValueError) as error:  # how WSGI servers tell of chunks that are none
+        raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
+
+
+def _length(environ: Mapping[str, Any], limit: int) -> int | None:
+    """Announced bytes; None for a chunked body."""
+    announced = environ.get("CONTENT_LENGTH")
+    if environ.get("HTTP_TRANSFER_ENCODING") or not announced:
+        return None
+    if not announced.isdecimal():
+        raise RequestError(f"Content-Length: {announced[:40]!r} is not a number of bytes")
+    length = int(announced) if len(announced) < 20 else limit + 1
+    if length > limit:
+        raise PayloadTooLarge(f"the body has {announced[:20]} bytes; at most {limit} are taken")
+    return length
+
+
+def _exactly(stream: Any, length: int) -> bytes:
+    pieces, left = [], length
+    while left:
+        piece = stream.read(left)
+        if not piece:
+            raise RequestError(f"the body ended after {length - left} of {length} bytes")
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def _all(stream: Any, limit: int) -> bytes:
+    pieces, size = [], 0
+    while piece := stream.read(PIECE):
+        size += len(piece)
+        if size > limit:
+            raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,118 @@
+"""No request is lost with its engine: whatever kind it is, its answer is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from instant_model import write_instant_model
+from serving_process import Running, running
+from test_server import asking, health, until
+from test_server_faults import engine_pid, idle
+
+from mlflow_llm.serving.settings import EngineSettings
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+COMMON = {"model": "assistant", "max_tokens": 150, "ignore_eos": True}
+SAYS_HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+SAMPLED = {"temperature": 1.0, "seed": 7}
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (path, COMMON | prompt | sampling | shape | stream)
+    for path, prompt, shapes in (
+        (CHAT, SAYS_HI, ({}, {"n": 3}, {"logprobs": True, "top_logprobs": 2})),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, ({}, {"n": 2}, {"echo": True})),
+        (CHAT, SAYS_HI | {"model": "assistant:pirate"}, ({},)),
+    )
+    for shape in shapes
+    for sampling in ({"temperature": 0}, SAMPLED)
+    for stream in ({}, STREAM)
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two workers; an engine of 10 ms a step that counts as hanging after 2 s without one."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("recovery"), step_delay=0.01)
+    settings = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
+    with running(bundle, workers=2, engine=settings) as found:
+        yield found
+
+
+def answer_to(server: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Status, and what may be compared of a reply: choices or vectors, and usage."""
+    with asking(server, body, path) as answer:
+        data = answer.read()
+        if not body.get("stream") or answer.status != 200:
+            whole = json.loads(data)
+            return answer.status, (whole.get("choices") or whole.get("data"), whole.get("usage"))
+    *events, done = [line[6:] for line in data.decode().split("\n\n") if line]
+    assert done == "[DONE]", events[-1]
+    return answer.status, joined([json.loads(event) for event in events])
+
+
+def joined(chunks: list[dict[str, Any]]) -> tuple[dict[int, tuple[str, list[Any], set[Any]]], dict[str, int]]:
+    """Text, log probabilities and finish reasons of each choice of a stream, and its usage."""
+    choices: dict[int, tuple[str, list[Any], set[Any]]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            text, scores, reasons = choices.get(choice["index"], ("", [], set()))
+            text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            scores = scores + ((choice.get("logprobs") or {}).get("content") or [])
+            choices[choice["index"]] = text, scores, reasons | {choice["finish_reason"]}
+    return choices, next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
+
+
+def embeddings(server: Running, over: threading.Event) -> list[tuple[int, Any]]:
+    """The same embeddings, asked for again and again until ``over``."""
+    body = {"model": "assistant", "input": ["a", "b", "c"]}
+    found = [answer_to(server, EMBEDDINGS, body)]
+    while not over.is_set():
+        found.append(answer_to(server, EMBEDDINGS, body))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Running) -> list[tuple[int, Any]]:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        found = list(pool.map(lambda request: answer_to(server, *request), REQUESTS))
+    assert {status for status, _ in found} == {200}, found
+    return found
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_kind_of_request_outlives_its_engine(
+    server: Running, undisturbed: list[tuple[int, Any]], fault: signal.Signals
+) -> None:
+    """Chat, completions and embeddings, greedy and sampled, streamed and whole, one and many choices, echo, log
+    probabilities and an adapter, all under way when the engine is killed or stopped: text and usage are the same."""
+    over = threading.Event()
+    with ThreadPoolExecutor(len(REQUESTS) + 1) as pool:
+        vectors = pool.submit(embeddings, server, over)
+        answers = [pool.submit(answer_to, server, *request) for request in REQUESTS]
+        until(lambda: working(server) >= len(REQUESTS))
+        time.sleep(0.2)
+        pid = engine_pid(server)
+        os.kill(pid, fault)
+        found = [answer.result() for answer in answers]
+        over.set()
+    for request, expected, got in zip(REQUESTS, undisturbed, found, strict=True):
+        assert got == expected, request
+    assert {status for status, _ in vectors.result()} == {200}
+    assert all(one == vectors.result()[0] for one in vectors.result())
+    assert engine_pid(server) != pid
+    until(lambda: idle(server))
+
+
+def working(server: Running) -> int:
+    """Requests in the engine, as it says itself."""
+    found = health(server)
+    return int(found["running"] + found["waiting"])
