@@ -33,6 +33,7 @@ from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path
 from .running import ClientGone, RunningRequests
 from .settings import ServerSettings
+from .tracing import OFF, Tracer
 
 REQUEST_ID = "X-Request-Id"
 
@@ -73,7 +74,7 @@ def create_app(server: Server) -> Flask:
 
 def _view(server: Server, route: Route) -> Callable[..., Response]:
     def view(name: str | None = None) -> Response:
-        exchange = _exchange()
+        exchange = _exchange(server.tracer)
         answer = _answer(server, route, name, exchange)
         if isinstance(answer.body, bytes) and route.is_invocation:
             exchange.finish(answer.status)
@@ -115,12 +116,13 @@ def _incoming(server: Server, route: Route, name: str | None, caller: Caller) ->
     )
 
 
-def _exchange() -> Exchange:
+def _exchange(tracer: Tracer = OFF) -> Exchange:
     return Exchange(
         request_id=request_id_from(request.headers.get(REQUEST_ID)),
         method=request.method,
         path=request.path,
-        traceparent=request.headers.get("traceparent"),
+        trace=tracer.context(request.headers.get("traceparent")),
+        tracer=tracer,
     )
 
 

@@ -20,7 +20,7 @@ from ..reply import Done, Piece
 from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
 from ..tasks.validate import validate
-from . import logs, ratelimit
+from . import logs, ratelimit, tracing
 from .answer import Answer, json_answer
 from .endpoints import Endpoint, Endpoints
 from .exchange import Exchange
@@ -29,6 +29,7 @@ from .offload import Offload
 from .routes import Route
 from .running import ClientGone, Pull, RunningRequests, ending_at, watching
 from .settings import ServerSettings
+from .tracing import Tracer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 STICKY_HEADER = "X-Sticky-Key"
@@ -47,6 +48,7 @@ class Server:
     offload: Offload
     keys: Any = None
     ledger: Any = None
+    tracer: Tracer = tracing.OFF
     store: Any = None
     management: Any = None
     follower: Any = None
@@ -83,7 +85,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
         valid = server.offload(size, validate, raw, endpoint.view)
-        exchange.task, exchange.adapter = valid.task, valid.adapter or ""
+        exchange.accept(valid, incoming.body)
         pieces = _start(server, endpoint, valid, incoming, exchange, held)
         if valid.stream:
             return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from .endpoints import Endpoints
+from .worker_figures import locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -31,16 +33,19 @@ REQUESTS = Counter(
 )
 TOKENS = Counter("mlflow_llm_tokens", "Tokens by kind: prompt, cached, completion", (*BY_ADAPTER, "kind"), registry=OWN)
 DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests that their client left", BY_ADAPTER, registry=OWN)
+TRACES_DROPPED = Counter(
+    "mlflow_llm_traces_dropped", "Traces that their exporter was too far behind to take", registry=OWN
+)
 TTFT = Histogram(
     "mlflow_llm_time_to_first_token_seconds",
-    "From the request's arrival to its first token",
+    "From the arrival of a streamed request to its first token",
     BY_ADAPTER,
     buckets=SECONDS,
     registry=OWN,
 )
 TPOT = Histogram(
     "mlflow_llm_time_per_output_token_seconds",
-    "Mean time between a request's tokens after the first",
+    "Mean time between the tokens of a choice, the longest of its request",
     BY_ADAPTER,
     buckets=TOKEN_SECONDS,
     registry=OWN,
@@ -55,8 +60,9 @@ E2E = Histogram(
 
 
 class EngineCollector(Collector):
-    """Reads every endpoint's heartbeat when asked."""
+    """Reads the heartbeat of every served entity when asked: sums over its replicas."""
 
+    LABELS = ("endpoint", "entity")
     GAUGES = (
         ("running_sequences", "Sequences in the engine's batch", "num_running"),
         ("waiting_requests", "Requests waiting for the engine", "num_waiting"),
@@ -75,21 +81,25 @@ class EngineCollector(Collector):
         self.endpoints = endpoints
 
     def collect(self) -> Iterator[Metric]:
-        health = {endpoint.name: endpoint.engine.health() for endpoint in self.endpoints}
+        entities = list(self.endpoints.entities())
+        found = [((entity.name, entity.entity), entity.engine.health()) for entity in entities]
         for name, text, field in self.GAUGES:
-            gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=("endpoint",))
-            for endpoint, h in health.items():
-                gauge.add_metric((endpoint,), float(getattr(h, field)))
+            gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
+            for labels, health in found:
+                gauge.add_metric(labels, float(getattr(health, field)))
             yield gauge
         for name, text, field in self.COUNTERS:
-            counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=("endpoint",))
-            for endpoint, h in health.items():
-                counter.add_metric((endpoint,), float(getattr(h, field)))
+            counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
+            for labels, health in found:
+                counter.add_metric(labels, float(getattr(health, field)))
             yield counter
-        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine is ready", labels=("endpoint",))
-        for endpoint, h in health.items():
-            ready.add_metric((endpoint,), float(h.status == "ready"))
+        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine makes progress", labels=self.LABELS)
+        replicas = GaugeMetricFamily("mlflow_llm_replicas", "Engine processes", labels=self.LABELS)
+        for entity, (labels, health) in zip(entities, found, strict=True):
+            ready.add_metric(labels, float(health.status == "ready"))
+            replicas.add_metric(labels, float(getattr(entity.engine, "count", 1)))
         yield ready
+        yield replicas
 
 
 def exposition(endpoints: Endpoints) -> bytes:
@@ -100,4 +110,6 @@ def exposition(endpoints: Endpoints) -> bytes:
         return generate_latest(OWN) + generate_latest(engines)
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
-    return generate_latest(workers) + generate_latest(engines)
+    with locked(Path(os.environ[DIRECTORY]), alone=False):
+        counted = generate_latest(workers)
+    return counted + generate_latest(engines)

@@ -19,7 +19,9 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on a thread, so that the event loop goes on serving streams; below it the switch costs more than it saves.
     ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``database`` is the URL of the store that
     holds keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger
-    has not yet written to the store; None is the user's own (``default_state_dir``).
+    has not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
+    requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
+    replies into the traces.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +39,9 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     require_keys: bool = False
     state_dir: str | None = None
     log_level: str = "info"
+    trace_sample: float = 0.0
+    trace_content: bool = False
+    trace_experiment: str = "mlflow-llm"
 
 
 def default_state_dir() -> Path:

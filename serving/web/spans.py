@@ -1,0 +1,141 @@
+"""A finished request as a span: OpenTelemetry's object, with MLflow's attributes or with OpenTelemetry's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from .tracing import SpanRecord
+
+SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING"}
+
+
+def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:
+    """``record`` as a finished OpenTelemetry span."""
+    trace_id = int(record.trace.trace_id, 16)
+
+    def context(span_id: str, remote: bool) -> SpanContext:
+        return SpanContext(trace_id, int(span_id, 16), remote, TraceFlags(TraceFlags.SAMPLED))
+
+    first = [] if record.first_ns is None else [Event("gen_ai.first_token", {}, timestamp=record.first_ns)]
+    return ReadableSpan(
+        name=f"{record.task or 'request'} {record.endpoint}",
+        context=context(record.trace.span_id, False),
+        parent=context(record.trace.parent_id, True) if record.trace.parent_id else None,
+        resource=resource or Resource.get_empty(),
+        attributes=attributes,
+        events=first,
+        kind=SpanKind.SERVER,
+        status=Status(StatusCode.OK) if record.status < 400 else Status(StatusCode.ERROR, record.error),
+        start_time=record.start_ns,
+        end_time=record.end_ns,
+    )
+
+
+def usage(record: SpanRecord) -> dict[str, int] | None:
+    """MLflow's token usage; None where the request was refused before anything ran."""
+    if record.prompt_tokens is None:
+        return None
+    found = {
+        "input_tokens": record.prompt_tokens,
+        "output_tokens": record.completion_tokens,
+        "total_tokens": record.prompt_tokens + record.completion_tokens,
+    }
+    return found | ({"cache_read_input_tokens": record.cached_tokens} if record.cached_tokens else {})
+
+
+def model(record: SpanRecord) -> str:
+    return f"{record.endpoint}:{record.adapter}" if record.adapter else record.endpoint
+
+
+def outputs(record: SpanRecord) -> Any:
+    """The reply in OpenAI's form, which MLflow's page shows as a conversation; None where content is not traced."""
+    if record.replies is None:
+        return None
+    chat = record.task == "chat"
+    shown = [({"message": {"role": "assistant", "content": t}} if chat else {"text": t}) for t, _ in record.replies]
+    reasons = [reason for _, reason in record.replies]
+    choices = [{"index": i, **c, "finish_reason": reasons[i]} for i, c in enumerate(shown)]
+    return {"model": model(record), "choices": choices}
+
+
+def inputs(record: SpanRecord) -> Any:
+    if record.body is None:
+        return None
+    try:
+        return json.loads(record.body)
+    except ValueError:
+        return record.body.decode(errors="replace")
+
+
+def mlflow_attributes(record: SpanRecord) -> dict[str, str]:
+    """The attributes MLflow knows, and ours; MLflow keeps every value as JSON."""
+    found: dict[str, Any] = {
+        "mlflow.traceRequestId": f"tr-{record.trace.trace_id}",
+        "mlflow.spanType": SPAN_TYPES.get(record.task, "UNKNOWN"),
+        "mlflow.spanInputs": inputs(record),
+        "mlflow.spanOutputs": outputs(record),
+        "mlflow.chat.tokenUsage": usage(record),
+        "mlflow.llm.model": model(record),
+        "mlflow.llm.provider": "mlflow-llm",
+        "mlflow.message.format": "openai",
+        **_facts(record),
+    }
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value is not None}
+
+
+def semantic_attributes(record: SpanRecord) -> dict[str, Any]:
+    """OpenTelemetry's names for generative AI, and ours."""
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": {"completions": "text_completion"}.get(record.task, record.task),
+        "gen_ai.provider.name": "mlflow-llm",
+        "gen_ai.request.model": model(record),
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.response.id": record.reply_id or None,
+        "gen_ai.response.finish_reasons": [record.finish_reason] if record.finish_reason else None,
+        "gen_ai.input.messages": None if record.body is None else record.body.decode(errors="replace"),
+        "gen_ai.output.messages": None if record.replies is None else json.dumps([t for t, _ in record.replies]),
+        **_facts(record),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _facts(record: SpanRecord) -> dict[str, Any]:
+    return {
+        "mlflow_llm.request_id": record.request_id,
+        "mlflow_llm.endpoint": record.endpoint,
+        "mlflow_llm.adapter": record.adapter or None,
+        "mlflow_llm.stream": record.stream,
+        "mlflow_llm.finish_reason": record.finish_reason,
+        "http.response.status_code": record.status,
+    }
+
+
+def trace_info(record: SpanRecord, experiment_id: str) -> Any:
+    """MLflow's head of a trace that begins here."""
+    from mlflow.entities import TraceInfo, TraceLocation, TraceState
+
+    metadata = {"mlflow.trace_schema.version": "3"}
+    if found := usage(record):
+        metadata["mlflow.trace.tokenUsage"] = json.dumps(found)
+    return TraceInfo(
+        trace_id=f"tr-{record.trace.trace_id}",
+        trace_location=TraceLocation.from_experiment_id(experiment_id),
+        request_time=record.start_ns // 1_000_000,
+        execution_duration=(record.end_ns - record.start_ns) // 1_000_000,
+        state=TraceState.OK if record.status < 400 else TraceState.ERROR,
+        client_request_id=record.request_id,
+        request_preview=None if record.body is None else record.body.decode(errors="replace")[:1000],
+        response_preview=None if record.replies is None else "\n".join(t for t, _ in record.replies)[:1000],
+        trace_metadata=metadata,
+        tags={
+            "mlflow.traceName": f"{record.task or 'request'} {record.endpoint}",
+            "mlflow_llm.endpoint": record.endpoint,
+            **({"mlflow_llm.adapter": record.adapter} if record.adapter else {}),
+        },
+    )

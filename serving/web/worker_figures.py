@@ -1,0 +1,47 @@
+"""The figures of workers that have ended, added up in one file of each kind.
+
+prometheus_client leaves a dead worker's files lying, for its counts must not be lost, and reads all of them at every
+scrape. Here they are moved into ``<kind>_ended.db``, under a lock that scrapes share, so that no scrape sees them
+twice or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client.mmap_dict import MmapedDict
+
+LOCK = "figures.lock"
+KINDS = ("counter", "histogram")
+
+
+@contextlib.contextmanager
+def locked(directory: Path, *, alone: bool) -> Iterator[None]:
+    """Hold the lock, shared or ``alone``. It is held for milliseconds."""
+    with open(directory / LOCK, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def merge_ended(directory: Path, pid: int) -> None:
+    """Move the figures of the ended process ``pid`` to those of its predecessors. Harmless where it left none."""
+    with locked(directory, alone=True):
+        for kind in KINDS:
+            path = directory / f"{kind}_{pid}.db"
+            if path.exists():
+                _add(path, directory / f"{kind}_ended.db")
+                path.unlink()
+
+
+def _add(source: Path, target: Path) -> None:
+    into = MmapedDict(os.fspath(target))  # type: ignore[no-untyped-call]
+    try:
+        for key, value, timestamp, _ in MmapedDict.read_all_values_from_file(os.fspath(source)):  # type: ignore[no-untyped-call]
+            before, _ = into.read_value(key)  # type: ignore[no-untyped-call]
+            into.write_value(key, before + value, timestamp)  # type: ignore[no-untyped-call]
+    finally:
+        into.close()  # type: ignore[no-untyped-call]
