@@ -205,7 +205,7 @@ def test_probes_and_metrics(client: FlaskClient) -> None:
     assert client.get("/health").json["endpoints"]["assistant"]["status"] == "ready"
     text = client.get("/metrics").text
     assert 'mlflow_llm_requests_total{adapter="pirate",endpoint="assistant",status="200",task="chat"}' in text
-    assert 'mlflow_llm_kv_tokens_total{endpoint="assistant"}' in text
+    assert 'mlflow_llm_kv_tokens_total{endpoint="assistant",entity="model-1"}' in text
 
 
 def test_docs_page_loads_nothing_from_elsewhere(client: FlaskClient) -> None:

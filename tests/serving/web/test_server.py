@@ -36,12 +36,12 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def asking(
-    server: Running, body: dict | bytes, path: str = "/v1/chat/completions"
+    server: Running, body: dict | bytes, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     """The open answer to a request; leaving closes the connection."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     data = body if isinstance(body, bytes) else json.dumps(body)
-    connection.request("POST", path, data, {"Content-Type": "application/json"})
+    connection.request("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
     answer = connection.getresponse()
     try:
         yield answer
@@ -112,7 +112,7 @@ def test_metrics_of_all_processes(slow: Running) -> None:
     with urllib.request.urlopen(f"{slow.url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     assert 'mlflow_llm_tokens_total{adapter="",endpoint="assistant",kind="completion"}' in text
-    assert 'mlflow_llm_engine_ready{endpoint="assistant"} 1.0' in text
+    assert 'mlflow_llm_engine_ready{endpoint="assistant",entity="model-1"} 1.0' in text
 
 
 def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
