@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 import threading
 
 from .endpoint_config import Route
@@ -25,6 +26,11 @@ class TrafficSplit:
         self._start = start
         self._counter = itertools.count()
         self._lock = threading.Lock()
+
+    @classmethod
+    def starting_anywhere(cls, endpoint: str, routes: tuple[Route, ...]) -> TrafficSplit:
+        """As each worker makes its own."""
+        return cls(endpoint, routes, start=secrets.randbits(64))
 
     def choose(self, sticky_key: str | None = None) -> str:
         """The served entity's name."""

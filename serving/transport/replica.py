@@ -81,6 +81,7 @@ class Replica:
     ) -> None:
         self.state: ReplicaState = "starting"
         self.message = ""
+        self.proven = False
         self.engine: RemoteEngine | None = None
         self._settings = settings
         self._prove, self._changed, self._in_use, self._ended = prove, changed, in_use, ended
@@ -167,6 +168,7 @@ class Replica:
     def _set(self, state: ReplicaState) -> None:
         if state != self.state:
             self.state = state
+            self.proven = state == "ready" or (self.proven and state != "failed")
             self._changed()
 
     def _sleep(self, seconds: float) -> None:

@@ -47,7 +47,8 @@ class EngineModel(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
-    """``address`` is what ``attach`` takes, ``message`` the last failure; ``restarts`` are starts after the first."""
+    """``address`` is what ``attach`` takes, ``message`` the last failure; ``restarts`` are starts after the first;
+    ``proven``: it has been ready, and has not failed since."""
 
     index: int
     address: str
@@ -55,6 +56,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     health: Health
     restarts: int = 0
     message: str = ""
+    proven: bool = False
 
 
 class EntityStatus(Struct, frozen=True, kw_only=True):
@@ -241,6 +243,7 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         health=health,
         restarts=replica.restarts,
         message=replica.message,
+        proven=replica.proven,
     )
 
 

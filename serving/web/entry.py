@@ -7,25 +7,37 @@ own processes need no MLflow, whose import would cost each of them seconds and a
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..errors import PackagingError
+from ..errors import NotFound, PackagingError
+from ..settings import EngineSettings
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
-    """``config`` is the saved ``model_config`` (engine settings among it)."""
+    """``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a version, never an alias."""
 
     bundle: Bundle
     config: dict[str, object] = {}
+    uri: str = ""
+
+    def settings(self, overrides: dict[str, Any]) -> EngineSettings:
+        """The saved engine settings under ``overrides``. Raises ``PackagingError``."""
+        saved = {k: v for k, v in self.config.items() if k in EngineSettings.__struct_fields__ and v is not None}
+        try:
+            return msgspec.convert(saved | overrides, EngineSettings)
+        except msgspec.ValidationError as error:
+            raise PackagingError(f"engine settings: {error}") from None
 
 
 def resolve(uris: tuple[str, ...]) -> tuple[Resolved, ...]:
-    """The bundles of model URIs or local directories. Raises ``PackagingError``."""
+    """The bundles of model URIs or local directories. Raises ``PackagingError``, or ``NotFound`` for no such model."""
     command = [sys.executable, "-m", "mlflow_llm.serving.web.entry", *uris]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     lines = done.stdout.decode().strip().splitlines()
@@ -33,6 +45,8 @@ def resolve(uris: tuple[str, ...]) -> tuple[Resolved, ...]:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError):
         raise PackagingError(f"reading the model failed with exit status {done.returncode}") from None
+    if answer.get("missing"):
+        raise NotFound(answer["error"])
     if "error" in answer:
         raise PackagingError(answer["error"])
     return msgspec.convert(answer["models"], tuple[Resolved, ...])
@@ -47,13 +61,33 @@ def main(uris: list[str]) -> int:
     try:
         found = []
         for uri in uris:
-            root = llm.resolve._local(uri)
-            found.append(Resolved(bundle=load_bundle_from(root), config=saved_config(root)))
+            fixed = _fixed(uri)
+            root = llm.resolve._local(fixed)
+            found.append(Resolved(bundle=load_bundle_from(root), config=saved_config(root), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
-        print(json.dumps({"error": str(error)[:500]}))
+        missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+        print(json.dumps({"error": str(error)[:500], "missing": missing}))
         return 1
     print(json.dumps({"models": msgspec.to_builtins(found)}))
     return 0
+
+
+def _fixed(uri: str) -> str:
+    """``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``. Raises ``MlflowException``."""
+    named = re.fullmatch(r"models:/+([^/@]+)(?:@(.+)|/(.+))", uri)
+    if named is None:
+        return uri
+    from mlflow import MlflowClient
+
+    name, alias, version = named.groups()
+    client = MlflowClient()
+    if alias is not None:
+        version = client.get_model_version_by_alias(name, alias).version
+    elif version == "latest":
+        version = max((int(v.version) for v in client.search_model_versions(f"name='{name}'")), default=version)
+    else:
+        client.get_model_version(name, version)  # says what is missing better than the download would
+    return f"models:/{name}/{version}"
 
 
 if __name__ == "__main__":

@@ -1,64 +1,79 @@
-"""The process that starts a server's engines and keeps them: started again when they die, ended with the server.
+"""The process that keeps a server's engines: it follows the endpoints' store and tells the workers what to serve.
 
-``python -m mlflow_llm.serving.web.keeper SPEC`` writes one JSON line of progress for each step to standard output, the
-last one ``{"stage": "ready"}`` after every engine has generated a token, and then waits for the end of its standard
-input, which the server holds open for as long as it lives, however it ends.
+``python -m mlflow_llm.serving.web.keeper DIRECTORY`` reads ``DIRECTORY/spec.json``, writes one JSON line of progress
+for each step to standard output, ``{"stage": "ready"}`` once every endpoint has generated a token, and ends at the end
+of its standard input, which the server holds open for as long as it lives, however it ends. Killed and started again,
+it finds its engines running and goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import signal
 import sys
-import time
-from functools import partial
+import threading
 from pathlib import Path
 
 import msgspec
 
 from ..errors import PackagingError, ServingError
-from ..transport.client import connect
-from .spec import ServeSpec, connect_options
+from ..metering.store import Store
+from ..modes.endpoint_config import ServedEntity
+from ..modes.endpoints import Endpoints
+from ..modes.source import Source
+from ..transport.supervisor import Supervisor
+from .board import Board
+from .controller import TICK, Controller
+from .registry import config_of, with_files
+from .scaler import Scaler
+from .spec import ServeSpec, store_url
 from .warm import generate_one
+
+SPEC = "spec.json"
 
 
 def say(stage: str, **fields: object) -> None:
-    print(json.dumps({"stage": stage, **fields}), flush=True)
-
-
-def _tell(endpoint: str, stage: str) -> None:
-    if stage != "ready":  # ours is said after a token
-        say(stage, endpoint=endpoint)
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        print(json.dumps({"stage": stage, **fields}), flush=True)
 
 
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
-    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=ServeSpec)
-    engines = []
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    directory = Path(argv[0])
+    spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
+    over, changed = threading.Event(), threading.Event()
+    threading.Thread(target=_await_end, args=(over, changed), daemon=True).start()
+    board = Board(directory)
+    supervisor = Supervisor(state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=board.in_use)
+    endpoints = Endpoints(Store(store_url(spec, directory)), locate=_locate_nothing)
+    controller = Controller(endpoints, supervisor, board, Scaler(), find=with_files, say=say, over=over)
     try:
-        for endpoint in spec.endpoints:
-            started = time.monotonic()
-            options = connect_options(spec, endpoint)
-            engine = connect(
-                endpoint.bundle,
-                endpoint.engine,
-                progress=partial(_tell, endpoint.name),
-                keep=True,
-                **options,
-            )
-            engines.append(engine)
-            say("loaded", endpoint=endpoint.name, seconds=round(time.monotonic() - started, 2))
-            say("token", endpoint=endpoint.name, seconds=round(generate_one(engine), 3))
+        controller.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
+        say("ready")
+        while not over.is_set():
+            controller.tick()
+            changed.wait(TICK)
+            changed.clear()
     except (ServingError, PackagingError) as error:
         say("failed", message=str(error))
         return 1
-    say("ready")
-    try:
-        sys.stdin.buffer.read()
     finally:
-        for engine in engines:
-            engine.close()
+        controller.close()
+        supervisor.close()
     return 0
+
+
+def _await_end(over: threading.Event, changed: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    over.set()
+    changed.set()
+
+
+def _locate_nothing(entities: tuple[ServedEntity, ...]) -> tuple[Source, ...]:
+    raise AssertionError("configs are made by workers and the command line")
 
 
 if __name__ == "__main__":

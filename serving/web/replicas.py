@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from gevent.event import Event as Signal
 
@@ -17,8 +17,8 @@ from ..request import ValidRequest
 from . import logs
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
-SUMMED = ("steps", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total", "prefix_hit_tokens")
-SUMMED += ("prefix_query_tokens", "generated_tokens")
+BEST_FIRST: tuple[Literal["ready", "stalled", "starting", "dead"], ...] = ("ready", "stalled", "starting", "dead")
+NOT_SUMMED = ("status", "last_step_age")
 
 
 class _Replica:
@@ -137,9 +137,9 @@ class Replicas:
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
-        order = ("ready", "stalled", "starting", "dead")
-        status = min((health.status for health in each), key=order.index, default="ready")
-        sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in SUMMED}
+        status = min((health.status for health in each), key=BEST_FIRST.index, default="ready")
+        summed = [name for name in Health.__struct_fields__ if name not in NOT_SUMMED]
+        sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}
         return Health(status=status, last_step_age=min((h.last_step_age for h in each), default=0.0), **sums)
 
     def close(self) -> None:

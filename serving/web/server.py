@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,64 +23,90 @@ from .spec import ServeSpec
 
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+SPEC = "spec.json"
+KEEPER_SECONDS = 2.0
 BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
 
 
 def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
     """Serve until a signal ends it. Raises ``EngineDied``, ``PackagingError`` where an engine does not come up.
 
-    ``progress`` is told each step: ``{"stage": "loading" | "loaded" | "token" | "ready" | "listening", …}``.
+    ``progress`` is told each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
     """
-    directory = tempfile.mkdtemp(prefix="mlflow-llm-server-")
+    directory = Path(tempfile.mkdtemp(prefix="mlflow-llm-server-"))
     try:
-        path = Path(directory, "spec.json")
-        path.write_bytes(msgspec.json.encode(spec))
-        metrics = Path(directory, "metrics")
-        metrics.mkdir()
-        os.environ[PROMETHEUS_DIRECTORY] = str(metrics)
-        with keeper(path, progress or (lambda _: None)):
-            Application(spec, progress).run()
+        (directory / SPEC).write_bytes(msgspec.json.encode(spec))
+        (directory / "metrics").mkdir()
+        os.environ[PROMETHEUS_DIRECTORY] = str(directory / "metrics")
+        with Keeper(directory) as keeper:
+            keeper.await_ready(progress or (lambda _: None))
+            Application(spec, directory, keeper, progress).run()
     finally:
         os.environ.pop(PROMETHEUS_DIRECTORY, None)
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def keeper(path: Path, progress: Progress) -> Iterator[None]:
-    """The keeper process, ready. Leaving (or dying) closes its standard input, at which it ends."""
-    command = [sys.executable, "-m", "mlflow_llm.serving.web.keeper", str(path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        _await_ready(process, progress)
-        yield
-    finally:
-        for pipe in (process.stdin, process.stdout):
+class Keeper:
+    """The keeper process. Leaving (or dying) closes its standard input, at which it ends; killed, it is started again.
+
+    Its engines outlive it: the workers are their clients too.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started_at = 0.0
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at = time.monotonic()
+        command = [sys.executable, "-m", "mlflow_llm.serving.web.keeper", str(self._directory)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    def await_ready(self, progress: Progress) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            if told["stage"] == "failed":
+                raise PackagingError(told["message"])
+            progress(told)
+            if told["stage"] == "ready":
+                return
+        raise EngineDied("the engine keeper ended before the engines were ready")
+
+    def look(self) -> None:
+        """Start it again where it has ended, at most every ``KEEPER_SECONDS``."""
+        if self._process.poll() is None or time.monotonic() - self._started_at < KEEPER_SECONDS:
+            return
+        logs.event("the keeper ended and is started again", level=40, exit_status=self._process.returncode)
+        self._close_pipes()
+        self._process = self._start()
+
+    def forget(self) -> None:
+        """In a worker: our copies of the pipes must not hold the keeper when the server is gone."""
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close_pipes()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _await_ready(process: subprocess.Popen[bytes], progress: Progress) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        told = json.loads(line)
-        if told["stage"] == "failed":
-            raise PackagingError(told["message"])
-        progress(told)
-        if told["stage"] == "ready":
-            return
-    raise EngineDied("the engine keeper ended before the engines were ready")
+            self._process.wait(10)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 class Application(BaseApplication):
     """gunicorn with our worker, arbiter and logger; configured from the spec alone, never from gunicorn's files."""
 
-    def __init__(self, spec: ServeSpec, progress: Progress | None = None) -> None:
-        self.spec = spec
+    def __init__(self, spec: ServeSpec, directory: Path, keeper: Keeper, progress: Progress | None = None) -> None:
+        self.spec, self.directory, self.keeper = spec, directory, keeper
         self.progress = progress
         super().__init__()
 
@@ -110,7 +137,8 @@ class Application(BaseApplication):
         """In a worker: connect, prove that a token comes, build the application."""
         from .worker_app import build
 
-        return build(self.spec)
+        self.keeper.forget()
+        return build(self.spec, self.directory)
 
     def run(self) -> None:
         from .worker import ServerArbiter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -26,18 +27,17 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
 
 
 class ServeSpec(Struct, frozen=True, kw_only=True):
-    """``runtime_dir`` is where engine processes are found; None is the user's own."""
+    """``endpoints`` are those of the command line; the store may have more. ``engine`` (engine settings) and
+    ``profile`` are for models served later. ``runtime_dir`` is where engine processes are found; None is the user's
+    own."""
 
-    endpoints: tuple[EndpointSpec, ...]
+    endpoints: tuple[EndpointSpec, ...] = ()
     settings: ServerSettings = ServerSettings()
     runtime_dir: str | None = None
+    engine: dict[str, Any] = {}
+    profile: ProfileName = "open"
 
 
-def connect_options(spec: ServeSpec, endpoint: EndpointSpec) -> dict[str, Any]:
-    """The options of ``transport.client.connect`` that name the same engine from every process of a server."""
-    options: dict[str, Any] = {}
-    if spec.runtime_dir is not None:
-        options["state_dir"] = spec.runtime_dir
-    if endpoint.core is not None:
-        options["core"] = endpoint.core
-    return options
+def store_url(spec: ServeSpec, directory: Path) -> str:
+    """The store of endpoints: the server's database, else one in its ``directory`` that lives as long as it does."""
+    return spec.settings.database or f"sqlite:///{directory / 'endpoints.db'}"

@@ -61,6 +61,9 @@ class DrainingWorker(GeventWorker):
         servers = [self._listen(sock) for sock in self.sockets]
         last = 0.0
         while self.alive:
+            if os.getppid() != self.ppid:
+                logs.event("the arbiter is gone; the worker drains and ends", level=30)
+                break
             if time.monotonic() - last > 1.0:
                 last = time.monotonic()
                 self.notify()
@@ -70,8 +73,7 @@ class DrainingWorker(GeventWorker):
             server.close()
         for server in servers:
             server.stop(timeout=1)
-        for endpoint in self.server.endpoints:
-            endpoint.engine.close()
+        self.server.follower.close()
         if self.server.ledger is not None:
             self.server.ledger.close()
 
@@ -102,9 +104,13 @@ class DrainingWorker(GeventWorker):
 
 
 class ServerArbiter(Arbiter):
-    """The first SIGTERM drains, the next one stops at once."""
+    """The first SIGTERM drains, the next one stops at once. When it looks at the workers it looks at the keeper too."""
 
     terminated = False
+
+    def manage_workers(self) -> None:
+        self.app.keeper.look()
+        super().manage_workers()
 
     def signal(self, sig: int, frame: Any) -> None:
         if sig == signal.SIGTERM and self.terminated:

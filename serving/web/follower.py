@@ -1,0 +1,169 @@
+"""Keeps a worker at what the keeper's plan says: new engines first, then the traffic, then the old engines go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import gevent
+
+from ..engine.interface import AdapterInfo, Engine
+from ..modes.traffic import TrafficSplit
+from ..tasks.endpoint import EndpointView, Profile
+from ..tasks.text import TextModel
+from . import logs
+from .admitting import mode_of
+from .board import Board, Held, Plan, PlannedEndpoint, PlannedEntity
+from .endpoints import Endpoint, Endpoints, Routed
+from .gate import Gate
+from .profiles import PROFILES
+from .replicas import Replicas
+
+TURN = 0.05  # seconds between looks at the plan
+RETRY = 20  # turns after which a replica that did not answer is tried again
+
+
+class Follower:
+    """``open(address, stall_timeout)`` attaches to an engine. ``profile`` is for endpoints that name none.
+
+    One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
+    """
+
+    def __init__(
+        self, board: Board, endpoints: Endpoints, gate: Gate, *, open: Any, ledger: Any, profile: str = "open"
+    ) -> None:
+        self._board, self._endpoints, self._gate = board, endpoints, gate
+        self._open, self._ledger, self._profile = open, ledger, profile
+        self._engines: dict[str, Replicas] = {}
+        self._retiring: dict[str, Replicas] = {}
+        self._texts: dict[tuple[Any, ...], TextModel] = {}
+        self._splits: dict[tuple[str, int], TrafficSplit] = {}
+        self._post = board.join()
+        self._held = Held()
+        self._stamp: tuple[int, int] | None = None
+        self._complete = True
+        self.generation = -1
+
+    def run(self) -> None:
+        """For ever: adopt each new plan, and let go of what is not used any more."""
+        turns = 0
+        while True:
+            gevent.sleep(TURN)
+            turns += 1
+            try:
+                if self._board.stamp() != self._stamp or (not self._complete and turns % RETRY == 0):
+                    self.adopt()
+                self._let_go()
+            except Exception:
+                logs.event("the plan could not be followed; it is tried again", level=40, exc_info=True)
+                gevent.sleep(1.0)
+
+    def adopt(self) -> None:
+        """Serve what the newest plan says."""
+        stamp = self._board.stamp()
+        plan = self._board.read()
+        planned = {entity.key: entity for endpoint in plan.endpoints for entity in endpoint.entities}
+        # told before we attach, so that the keeper ends none of them under our hands
+        self._tell(self.generation, {a for entity in planned.values() for a in entity.addresses})
+        reached = [self._reach(key, entity) for key, entity in planned.items()]
+        self._complete = all(reached)
+        self._endpoints.replace(tuple(self._routed(endpoint) for endpoint in plan.endpoints))
+        for key in self._engines.keys() - planned.keys():
+            self._retiring[key] = self._engines.pop(key)
+        self._forget(plan)
+        self._stamp, self.generation = stamp, plan.generation
+        self._tell(plan.generation)
+        logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
+
+    def close(self) -> None:
+        for engine in (*self._engines.values(), *self._retiring.values()):
+            engine.close()
+        self._post.leave()
+
+    def _reach(self, key: str, entity: PlannedEntity) -> bool:
+        engine = self._engines.get(key) or self._retiring.pop(key, None)
+        if engine is None:
+            assert entity.served.source is not None
+            adapters = entity.served.source.bundle.adapters
+            engine = Replicas(
+                entity.info,
+                tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in adapters.items()),
+                open=functools.partial(self._attach, entity.served.source.engine.stall_timeout),
+                want=functools.partial(self._board.want, key),
+            )
+        self._engines[key] = engine
+        return engine.set_addresses(entity.addresses)
+
+    def _attach(self, stall_timeout: float, address: str) -> Engine:
+        engine: Engine = self._open(address, stall_timeout=stall_timeout)
+        return engine
+
+    def _routed(self, planned: PlannedEndpoint) -> Routed:
+        profile = PROFILES[planned.profile or self._profile]
+        entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
+        split = None
+        if len(entities) > 1:
+            place = (planned.id, planned.version)
+            split = self._splits.get(place) or TrafficSplit.starting_anywhere(planned.name, planned.routes)
+            self._splits[place] = split
+        return Routed(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
+
+    def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
+        engine = self._engines[entity.key]
+        view = EndpointView(
+            name=planned.name,
+            info=engine.info,
+            text=self._text(entity),
+            adapters=lambda: tuple(adapter.name for adapter in engine.adapters()),
+            profile=profile,
+            names=(entity.served.name,),
+        )
+        return Endpoint(
+            name=planned.name,
+            entity=entity.served.name,
+            view=view,
+            engine=engine,
+            mode=mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses)),
+            created=planned.created,
+        )
+
+    def _text(self, entity: PlannedEntity) -> TextModel:
+        source = entity.served.source
+        assert source is not None
+        place = _text_place(entity)
+        if place not in self._texts:
+            # on a thread: reading a tokenizer takes long enough for streams to be held up
+            make = functools.partial(TextModel, source.bundle, source.engine.trust_remote_code)
+            self._texts[place] = gevent.get_hub().threadpool.apply(make)
+        return self._texts[place]
+
+    def _forget(self, plan: Plan) -> None:
+        texts = {_text_place(entity) for endpoint in plan.endpoints for entity in endpoint.entities}
+        splits = {(endpoint.id, endpoint.version) for endpoint in plan.endpoints}
+        self._texts = {place: text for place, text in self._texts.items() if place in texts}
+        self._splits = {place: split for place, split in self._splits.items() if place in splits}
+
+    def _let_go(self) -> None:
+        """Close what has no request left; the keeper ends it then."""
+        changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
+        over = [key for key, engine in self._retiring.items() if not self._gate.running(engine)]
+        for key in over:
+            self._retiring.pop(key).close()
+        if over or any(changed):
+            self._tell(self.generation)
+
+    def _tell(self, generation: int, more: Iterable[str] = ()) -> None:
+        engines = (*self._engines.values(), *self._retiring.values())
+        addresses = set(more).union(*(engine.addresses for engine in engines))
+        held = Held(generation=generation, addresses=tuple(sorted(addresses)))
+        if held != self._held:
+            self._held = held
+            self._post.tell(held)
+
+
+def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:
+    source = entity.served.source
+    assert source is not None
+    bundle = source.bundle
+    return (bundle.content_hash, bundle.tokenizer_dir, bundle.default_adapter, source.engine.trust_remote_code)

@@ -1,0 +1,67 @@
+"""The models of served entities, found through MLflow (``entry``) and kept with the configuration."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidField, PackagingError
+from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
+from ..modes.source import Source
+from .entry import resolve
+from .spec import EndpointSpec
+
+
+def locate(entities: tuple[ServedEntity, ...], overrides: dict[str, Any]) -> tuple[Source, ...]:
+    """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
+
+    Raises ``NotFound`` for a model that the registry does not have, ``InvalidField`` for one that cannot be served.
+    """
+    try:
+        found = resolve(tuple(entity.uri for entity in entities))
+        settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
+    except PackagingError as error:
+        raise InvalidField(
+            "config.served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
+        ) from None
+    return tuple(
+        Source(uri=model.uri, bundle=model.bundle, engine=engine) for model, engine in zip(found, settings, strict=True)
+    )
+
+
+def with_files(entity: ServedEntity) -> ServedEntity:
+    """``entity`` with its model's files on this machine, fetched again where they are gone.
+
+    Raises ``PackagingError``, ``NotFound``.
+    """
+    source = entity.source
+    assert source is not None, "stored configs have their sources"
+    if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
+        return entity
+    (found,) = resolve((source.uri,))
+    if found.bundle.content_hash != source.bundle.content_hash:
+        raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
+    return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=found.bundle))
+
+
+def config_of(spec: EndpointSpec) -> EndpointConfig:
+    """What the command line asked for, as a configuration of one served entity."""
+    name, version = _named(spec.entity)
+    source = Source(uri=spec.entity, bundle=spec.bundle, engine=spec.engine, core=spec.core)
+    entity = ServedEntity(name=spec.entity, entity_name=name, entity_version=version, source=source)
+    route = Route(served_model_name=spec.entity, traffic_percentage=100)
+    return EndpointConfig(served_entities=(entity,), routes=(route,), profile=spec.profile)
+
+
+def _named(uri: str) -> tuple[str, str]:
+    """``models:/assistant@champion`` is (assistant, champion); what is no registered model is a name alone."""
+    path = uri.removeprefix("models:/").lstrip("/")
+    if not uri.startswith("models:/"):
+        return uri, ""
+    name, _, alias = path.partition("@")
+    if alias:
+        return name, alias
+    name, _, version = path.partition("/")
+    return (name, version) if version else (uri, "")
