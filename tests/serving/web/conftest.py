@@ -64,3 +64,29 @@ def server(make: Callable[..., Server]) -> Server:
 @pytest.fixture
 def client(server: Server) -> FlaskClient:
     return create_app(server).test_client()
+
+
+@pytest.fixture(scope="session")
+def unsteady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two workers; an engine of 10 ms a step that counts as hanging after 2 s without one."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("unsteady"), step_delay=0.01)
+    settings = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
+    with running(bundle, workers=2, engine=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker that takes bodies of 1 MiB and waits 3 s for a client that stalls; an engine that never waits."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("fast"), max_model_len=10**7)
+    with running(bundle, io_timeout=3.0, max_body_bytes=2**20) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def deliberate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("deliberate"), step_delay=0.15, load_delay=1.0)
+    settings = EngineSettings(idle_timeout=0.3, max_num_seqs=2, max_queued_requests=4)
+    with running(bundle, engine=settings, max_queued=3) as server:
+        yield server

@@ -1,33 +1,23 @@
-"""A real server whose parts are killed or hang while it serves."""
+"""Real servers whose parts are killed, and whose clients leave, stall or read slowly."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
-from instant_model import write_instant_model
-from serving_process import Running, running
+from serving_process import Running
 from test_server import BODY, ask, asking, health, until
 
-from mlflow_llm.serving.settings import EngineSettings
-
 LONG = BODY | {"max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers; an engine of 10 ms a step that counts as hanging after 2 s without one."""
-    bundle = write_instant_model(tmp_path_factory.mktemp("faults"), step_delay=0.01)
-    settings = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
-    with running(bundle, workers=2, engine=settings) as found:
-        yield found
+MIB = 2**20
 
 
 def told(lines: bytes) -> tuple[str, dict]:
@@ -39,13 +29,19 @@ def told(lines: bytes) -> tuple[str, dict]:
     return text, next(chunk["usage"] for chunk in chunks if chunk.get("usage"))
 
 
-def idle(server: Running) -> bool:
-    """Healthy (a worker answers 503 until it has found the new engine) and with nothing left to do."""
+def well(server: Running) -> bool:
+    """Whether ``/health`` is a 200: a worker answers 503 until it has found the new engine."""
     try:
-        return health(server)["running"] == 0
+        health(server)
     except urllib.error.HTTPError as error:
         error.close()
         return False
+    return True
+
+
+def idle(server: Running) -> bool:
+    """Healthy and with nothing left to do."""
+    return well(server) and health(server)["running"] == 0
 
 
 def engine_pid(server: Running) -> int:
@@ -54,47 +50,33 @@ def engine_pid(server: Running) -> int:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stream_outlives_its_engine(server: Running, fault: signal.Signals, temperature: float) -> None:
-    """An engine killed or stopped in the middle of a stream: text and usage are those of an undisturbed one."""
-    body = LONG | {"temperature": temperature, "seed": 7}
-    with asking(server, body) as answer:
-        expected = told(answer.read())
-    with asking(server, body) as answer:
-        start = b"".join(answer.readline() for _ in range(40))
-        os.kill(engine_pid(server), fault)
-        assert told(start + answer.read()) == expected
-    until(lambda: idle(server))
+def lines(server: Running, path: str) -> list[dict[str, Any]]:
+    """What the log has of requests to ``path``."""
+    entries = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    return [entry for entry in entries if entry.get("path") == path and entry["event"] == "request"]
 
 
-def test_a_whole_reply_outlives_its_engine(server: Running) -> None:
-    """The same for a reply of two choices that is not streamed."""
-    body = BODY | {"max_tokens": 150, "n": 2, "temperature": 1.0, "seed": 3}
-    expected = json.loads(ask(server, body)[1])
-    payload = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.0\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port)) as caller:
-        caller.sendall(head.encode() + payload)
-        until(lambda: health(server)["running"] >= 1)
-        os.kill(engine_pid(server), signal.SIGKILL)
-        caller.settimeout(30)
-        found = b"".join(iter(lambda: caller.recv(65536), b""))
-    reply = json.loads(found.partition(b"\r\n\r\n")[2])
-    assert (reply["choices"], reply["usage"]) == (expected["choices"], expected["usage"])
+def worker_of(server: Running, besides: set[psutil.Process] = frozenset()) -> psutil.Process | None:
+    """A worker, but none of ``besides``, that has an accepted connection."""
+    for process in psutil.Process(server.process.pid).children():
+        connections = process.net_connections("tcp")
+        mine = [c for c in connections if c.status == "ESTABLISHED" and c.laddr.port == server.port]
+        if mine and process not in besides:
+            return process
+    return None
 
 
-def test_a_killed_worker_loses_only_its_own(server: Running) -> None:
+def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
     """kill -9 of a worker ends its connections, aborts their sequences, and leaves the other worker's streams whole."""
     body = LONG | {"max_tokens": 300}
-    with asking(server, body) as answer:
+    with asking(unsteady, body) as answer:
         expected = told(answer.read())
-    port = server.port
-    with asking(server, body) as one:
-        owner = worker_of(server, port)
+    with asking(unsteady, body) as one:
+        owner = worker_of(unsteady)
+        assert owner is not None
         for _ in range(20):
-            with asking(server, body) as other:
-                if worker_of(server, port, besides={owner}) is None:
+            with asking(unsteady, body) as other:
+                if worker_of(unsteady, besides={owner}) is None:
                     continue
                 one.readline()
                 os.kill(owner.pid, signal.SIGKILL)
@@ -102,26 +84,76 @@ def test_a_killed_worker_loses_only_its_own(server: Running) -> None:
                 break
         else:
             pytest.fail("all connections went to one worker")
-    until(lambda: idle(server))
-    assert ask(server, BODY)[0] == 200
+    until(lambda: idle(unsteady))
+    assert ask(unsteady, BODY)[0] == 200
 
 
-def worker_of(server: Running, port: int, besides: set[psutil.Process] = frozenset()) -> psutil.Process | None:
-    """A worker, but none of ``besides``, that has an accepted connection."""
-    for process in psutil.Process(server.process.pid).children():
-        connections = process.net_connections("tcp")
-        mine = [c for c in connections if c.status == "ESTABLISHED" and c.laddr.port == port]
-        if mine and process not in besides:
-            return process
-    return None
+def test_health_comes_back_by_itself(deliberate: Running) -> None:
+    """With nothing asked of it, a server whose engine is killed is unhealthy, and healthy again with the next one."""
+    until(lambda: idle(deliberate))
+    pid = engine_pid(deliberate)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not well(deliberate))
+    until(lambda: well(deliberate))
+    assert engine_pid(deliberate) != pid
 
 
-def test_a_slow_reader_holds_up_nobody(server: Running) -> None:
-    """While one client reads nothing, another's stream is whole; then the slow one gets all of its own."""
-    with asking(server, LONG) as answer:
+def test_a_disconnect_aborts_within_two_steps(deliberate: Running) -> None:
+    """Behind the tokens that were delivered when the client left, the engine takes two steps at most; they are counted
+    as far as they were delivered."""
+    path = "/endpoints/assistant/invocations"
+    until(lambda: idle(deliberate))
+    before = steps_at_rest(deliberate)
+    with asking(deliberate, LONG, path) as answer:
+        for _ in range(8):
+            answer.readline()
+    until(lambda: idle(deliberate))
+    until(lambda: bool(lines(deliberate, path)))
+    found = lines(deliberate, path)[-1]
+    assert found["status"] == 499
+    assert 1 <= found["completion_tokens"] <= steps_at_rest(deliberate) - before <= found["completion_tokens"] + 2
+
+
+def steps_at_rest(server: Running) -> int:
+    """The engine's steps, once heartbeats have told the last of them."""
+    known = -1
+    while known != (now := health(server)["steps"]):
+        known = now
+        time.sleep(1.2)
+    return now
+
+
+def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:
+    """A client that takes nothing of a stream of hundreds of megabytes: others' streams are whole and run to their
+    ends, the worker's memory stays, the engine runs nothing for it, and after ``io_timeout`` its connection is gone."""
+    path = "/serving-endpoints/chat/completions"
+    with asking(fast, LONG) as answer:
         expected = told(answer.read())
-    with asking(server, LONG) as slow:
-        time.sleep(0.2)
-        with asking(server, LONG) as answer:
-            assert told(answer.read()) == expected
-        assert told(slow.read()) == expected
+    with asking(fast, LONG | {"max_tokens": 10**6}, path) as stuck, ThreadPoolExecutor(8) as pool:
+        worker = worker_of(fast)
+        assert worker is not None
+        before = worker.memory_info().rss
+        others = list(pool.map(lambda _: ask(fast, LONG), range(64)))
+        assert [told(text.encode()) for _, text in others] == [expected] * 64
+        until(lambda: "a client stalled" in fast.log())
+        assert worker.memory_info().rss - before < 64 * MIB
+        until(lambda: idle(fast))
+        until(lambda: bool(lines(fast, path)))
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            stuck.read()
+    found = lines(fast, path)[-1]
+    assert found["status"] == 499
+    assert found["completion_tokens"] > 1000
+
+
+def test_a_slow_reader_gets_everything(fast: Running) -> None:
+    """A client that pauses again and again, for less than ``io_timeout``, gets what a steady one gets."""
+    body = LONG | {"max_tokens": 30_000, "temperature": 1.0, "seed": 5}
+    with asking(fast, body) as answer:
+        expected = told(answer.read())
+    found = b""
+    with asking(fast, body) as slow:
+        while part := slow.read(MIB):
+            found += part
+            time.sleep(0.3)
+    assert told(found) == expected

@@ -1,0 +1,22 @@
+#!/bin/sh
+# The fault tests many times in a row: ./tests/repeat.sh [TIMES=20] [pytest's own arguments]
+# Each round starts its servers and engines anew, in an order of its own, and the first failure ends it all.
+set -eu
+cd "$(dirname "$0")/.."
+times=${1:-20}
+[ $# -eq 0 ] || shift
+round=1
+while [ "$round" -le "$times" ]; do
+    echo "round $round of $times"
+    "${PYTHON:-python}" -m pytest -q -x \
+        tests/serving/transport/test_lives.py \
+        tests/serving/transport/test_recovery.py \
+        tests/serving/transport/test_slow_readers.py \
+        tests/serving/transport/test_hosts.py \
+        tests/serving/web/test_server.py \
+        tests/serving/web/test_server_faults.py \
+        tests/serving/web/test_server_limits.py \
+        tests/serving/web/test_server_recovery.py \
+        "$@"
+    round=$((round + 1))
+done

@@ -1,0 +1,112 @@
+"""Bytes that are no request, or none that a server should take: always a 4xx, never a trace of the code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+
+import pytest
+from serving_process import Running
+from test_server import BODY, ask
+
+from mlflow_llm.serving.web.settings import ServerSettings
+
+PATH = "/v1/chat/completions"
+GOOD = json.dumps(BODY).encode()
+TREE = b"Traceback", b'File "', b".py", b"site-packages"
+
+
+def raw(server: Running, data: bytes) -> tuple[int, bytes, bytes]:
+    """Status, headers and body of the answer to ``data`` as it stands; the connection is closed by the server."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as caller:
+        with contextlib.suppress(ConnectionError):  # it has seen enough
+            caller.sendall(data)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # it did not read all of ours
+            while part := caller.recv(65536):
+                answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head, body
+
+
+def request(headers: bytes = b"", body: bytes = b"", *, line: bytes = b"POST " + PATH.encode() + b" HTTP/1.1") -> bytes:
+    return line + b"\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n" + body
+
+
+def sized(body: bytes) -> bytes:
+    return request(b"Content-Length: %d\r\n" % len(body), body)
+
+
+def chunked(*chunks: bytes) -> bytes:
+    framed = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return request(b"Transfer-Encoding: chunked\r\n", framed + b"0\r\n\r\n")
+
+
+LINES = {
+    "no words of HTTP": (b"NONSENSE\r\n\r\n", 400),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n", 400),
+    "an unknown version": (request(line=b"GET / HTTP/9.9"), 400),
+    "a long line": (request(line=b"GET /" + b"a" * 10_000 + b" HTTP/1.1"), 414),
+    "a path that is no text": (request(line=b"GET /\xff\xfe HTTP/1.1"), 404),
+    "PROXY": (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + request(), 400),
+}
+HEADERS = {
+    "a long header": (request(b"X-A: " + b"a" * 20_000 + b"\r\n"), 431),
+    "a header of 1 MB": (request(b"X-A: " + b"a" * 10**6 + b"\r\n"), 431),
+    "many headers": (request(b"".join(b"X-%d: a\r\n" % i for i in range(200))), 431),
+    "a header without colon": (request(b"no colon\r\n"), 400),
+    "a NUL": (request(b"X-A: a\x00b\r\n"), 400),
+    "an expectation": (request(b"Expect: banana\r\n"), 417),
+    "a length that is no number": (request(b"Content-Length: abc\r\n", GOOD), 400),
+    "a negative length": (request(b"Content-Length: -1\r\n", GOOD), 400),
+    "two lengths": (request(b"Content-Length: 3\r\nContent-Length: 4\r\n", b"abcd"), 400),
+    "a length of 30 digits": (request(b"Content-Length: " + b"9" * 30 + b"\r\n", GOOD), 413),
+    "a length over the limit": (request(b"Content-Length: 100000000\r\n", b"x" * 1000), 413),
+    "length and chunks": (request(b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", b"0\r\n\r\n"), 400),
+    "an unknown coding": (request(b"Transfer-Encoding: foo\r\n", GOOD), 400),
+    "an encoded body": (request(b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(GOOD), GOOD), 400),
+    "a time limit": (request(b"X-Request-Timeout: 1e400\r\nContent-Length: %d\r\n" % len(GOOD), GOOD), 400),
+}
+BODIES = {
+    "chunks over the limit": (chunked(*[b"x" * 2**18] * 20), 413),
+    "good chunks over the limit": (chunked(GOOD, *[b" " * 2**18] * 20), 413),
+    "a chunk without size": (request(b"Transfer-Encoding: chunked\r\n", b"zz\r\n{}"), 400),
+    "nothing": (sized(b""), 400),
+    "bad UTF-8": (sized(b'{"messages": "\xff\xfe\xfa"}'), 400),
+    "half a character": (sized(b'{"messages": "\\ud800"}'), 400),
+    "deep lists": (sized(b"[" * 200_000), 400),
+    "deep objects": (sized(b'{"a":' * 120_000), 400),
+    "deep objects in a field": (sized(b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}"), 400),
+    "a huge integer": (sized(b'{"max_tokens": ' + b"9" * 10_000 + b"}"), 400),
+    "a large integer": (sized(b'{"messages": [], "seed": 99999999999999999999}'), 400),
+    "a huge number": (sized(b'{"temperature": 1e99999}'), 400),
+    "NaN": (sized(b'{"temperature": NaN}'), 400),
+    "Infinity": (sized(b'{"temperature": -Infinity}'), 400),
+    "two documents": (sized(GOOD + GOOD), 400),
+}
+CASES = LINES | HEADERS | BODIES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(fast: Running, case: str) -> None:
+    """What a server cannot or must not take is a 4xx with a JSON body that shows nothing of the code."""
+    data, expected = CASES[case]
+    status, head, body = raw(fast, data)
+    assert status == expected, body
+    assert b"application/json" in head
+    assert isinstance(json.loads(body), dict)
+    assert not [word for word in TREE if word in body]
+
+
+def test_serves_on(fast: Running) -> None:
+    """Behind all that, chunked bodies and whole ones are served."""
+    assert raw(fast, chunked(GOOD[:20], GOOD[20:]))[0] == 200
+    assert raw(fast, sized(GOOD))[0] == 200
+    assert ask(fast, BODY)[0] == 200
+    assert "Traceback" not in fast.log()
+
+
+def test_loopback_by_default() -> None:
+    """A server that is told nothing listens on loopback alone."""
+    assert ServerSettings().host == "127.0.0.1"
