@@ -41,7 +41,7 @@ class EngineCore:
         self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
         self._entries = Entries()
         self._next_id = 0
-        self._generated = 0
+        self._generated = self._generated_reserved = 0
         self._steps = 0
         self._last_step = time.monotonic()
         self._goes_on = False
@@ -197,6 +197,7 @@ class EngineCore:
             return
         sequence.append(result.token_id)
         self._generated += 1
+        self._generated_reserved += sequence.reserved
         sequence.held.append(result)
         reason = sequence.finish_reason()
         if reason is not None:
@@ -269,6 +270,9 @@ class EngineCore:
             prefix_hit_tokens=scheduler.prefix_hit_tokens if scheduler else 0,
             prefix_query_tokens=scheduler.prefix_query_tokens if scheduler else 0,
             generated_tokens=self._generated,
+            num_reserved=scheduler.num_reserved if scheduler else 0,
+            reserved_tokens=self._generated_reserved,
+            reserved_prompt_tokens=scheduler.reserved_prompt_tokens if scheduler else 0,
         )
 
     def check_integrity(self) -> None:

@@ -95,7 +95,7 @@ class InstantCore:
         self._running: dict[str, _Running] = {}
         self._outbox: list[tuple[str, str, Event]] = []
         self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
-        self._steps = self._generated = 0
+        self._steps = self._generated = self._generated_reserved = 0
         self._last_step = time.monotonic()
         length = min(settings.max_model_len or self.model.max_model_len, self.model.max_model_len)
         self.info = EngineInfo(
@@ -188,6 +188,7 @@ class InstantCore:
             if reason is None:
                 token_id = sequence.next(self.model.vocab_size)
                 self._generated += 1
+                self._generated_reserved += request.reserved
                 event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs))
                 self._outbox.append((running.client, request.request_id, event))
                 reason = self._ended(running, sequence, sampling, token_id)
@@ -268,6 +269,8 @@ class InstantCore:
             num_running=running,
             num_waiting=len(self._running) - running,
             generated_tokens=self._generated,
+            num_reserved=sum(running.request.reserved for running in self._running.values()),
+            reserved_tokens=self._generated_reserved,
         )
 
     def close(self) -> list[tuple[str, str, Event]]:

@@ -38,7 +38,11 @@ class AdapterInfo(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time."""
+    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time.
+
+    ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
+    ``reserved_prompt_tokens`` of those read are within a provisioned reserve.
+    """
 
     status: Literal["starting", "ready", "stalled", "dead"]
     steps: int = 0
@@ -50,6 +54,9 @@ class Health(Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     generated_tokens: int = 0
+    num_reserved: int = 0
+    reserved_tokens: int = 0
+    reserved_prompt_tokens: int = 0
 
 
 class EventStream(Protocol):

@@ -53,6 +53,7 @@ class Scheduler:
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
+        self.reserved_prompt_tokens = 0
         self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
@@ -65,6 +66,10 @@ class Scheduler:
     def has_reserved(self) -> bool:
         """Reserved sequences come first in both lists."""
         return any(sequences and sequences[0].reserved for sequences in (self.running, self.waiting))
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(s.reserved for s in self.running) + sum(s.reserved for s in self.waiting)
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
@@ -215,6 +220,7 @@ class Scheduler:
             sequence.first_step_at = time.monotonic()
             sequence.num_cached = min(cached, sequence.num_prompt)
             self.prefix_hit_tokens += cached
+            self.reserved_prompt_tokens += sequence.num_prompt * sequence.reserved
             self.prefix_query_tokens += sequence.num_tokens
         return True
 

@@ -31,6 +31,7 @@ class Bucket(Struct, frozen=True, kw_only=True):
 class Reservation(Struct, frozen=True, kw_only=True):
     """What a request may use at most. ``max_output_tokens`` is over all its sequences together.
 
+    ``pays_tokens``: False where the reserved time is paid instead, and its tokens cost nothing more.
     ``request_id`` is the server's own, unique for ever (1 to 256 bytes); not an id that callers choose.
     """
 
@@ -45,6 +46,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     max_output_tokens: int
     adapter: str | None = None
     bucket: Bucket | None = None
+    pays_tokens: bool = True
 
 
 class Lease:

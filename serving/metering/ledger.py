@@ -19,7 +19,7 @@ from ..progress import MAX_ID
 from . import admission, journals, recovery
 from .admission import Admitted, WindowMissing
 from .lease import Lease, Reservation
-from .money import Price, cost
+from .money import FREE, Price, cost
 from .owner import Owner
 from .prices import Prices
 from .settlement import Settlement, settle_in
@@ -81,7 +81,7 @@ class Ledger:
         except Unavailable:
             self._closed_until = time.monotonic() + CLOSED_SECONDS
             raise
-        row = _row(reservation, owner.name, started, price)
+        row = _row(reservation, owner.name, started, price if reservation.pays_tokens else FREE)
         try:
             admitted = self._reserve(reservation, row, int(started))
             lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)

@@ -102,7 +102,7 @@ def check_fields(profile: ModeProfile, raw: RawRequest) -> None:
 def reservation_of(
     valid: ValidRequest, caller: Caller, target: Target, mode: str, bucket: Bucket | None = None
 ) -> Reservation:
-    """What ``valid`` may use at most: each prompt once, ``max_tokens`` for every sequence."""
+    """What ``valid`` may use at most: each prompt once, ``max_tokens`` a sequence. Reserves are paid by time."""
     return Reservation(
         request_id=valid.request_id,
         key_id=caller.key_id,
@@ -115,4 +115,5 @@ def reservation_of(
         input_tokens=valid.num_prompt_tokens,
         max_output_tokens=valid.sampling.max_tokens * len(valid.sequences) if valid.sampling else 0,
         bucket=bucket,
+        pays_tokens=bucket is None,
     )

@@ -10,12 +10,15 @@ from msgspec import Struct
 
 from ..engine.interface import Engine
 from ..errors import from_kind
-from ..events import Failed, Finished, Tokens
+from ..events import Embedded, Failed, Finished, Tokens
 from ..request import Sampling, Sequence, ValidRequest
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """Tokens/s of one replica with its batch full: generated, and of prompts read."""
+    """Tokens/s of one replica with its batch full: generated, and of prompts read.
+
+    An embedding engine generates none: there both are the tokens it reads.
+    """
 
     decode_tokens_per_second: int
     prefill_tokens_per_second: int
@@ -43,6 +46,8 @@ def calibrate(
     callers = max(1, min(callers, info.max_num_seqs))
     prompt_tokens = max(1, min(prompt_tokens, info.max_model_len // 2))
     new_tokens = max(1, min(new_tokens, info.max_model_len - prompt_tokens))
+    if "embeddings" in info.tasks:
+        return _calibrate_reading(engine, callers, prompt_tokens, clock)
     _together(engine, 1, prompt_tokens, new_tokens)
     began = clock()
     _together(engine, callers, prompt_tokens, 1)
@@ -55,6 +60,14 @@ def calibrate(
         decode_tokens_per_second=max(1, int((generated - callers) / decode)),
         prefill_tokens_per_second=max(1, int(callers * prompt_tokens / max(prefill, 1e-6))),
     )
+
+
+def _calibrate_reading(engine: Engine, callers: int, prompt_tokens: int, clock: Callable[[], float]) -> Capacity:
+    _together(engine, 1, prompt_tokens, 0)
+    began = clock()
+    _together(engine, callers, prompt_tokens, 0)
+    speed = max(1, int(callers * prompt_tokens / max(clock() - began, 1e-6)))
+    return Capacity(decode_tokens_per_second=speed, prefill_tokens_per_second=speed)
 
 
 def _together(engine: Engine, callers: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -85,7 +98,7 @@ def _run(engine: Engine, request: ValidRequest) -> int:
             generated += len(event.token_ids)
         elif isinstance(event, Failed):
             raise from_kind(event.kind, event.message, param=event.param)
-        elif isinstance(event, Finished):
+        elif isinstance(event, Finished | Embedded):
             break
     return generated
 
@@ -97,8 +110,8 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
     prompt = tuple((start + position * 104_729) % vocabulary for position in range(prompt_tokens))
     return ValidRequest(
         request_id=f"calibration-{stamp}-{caller}",
-        task="completions",
+        task="completions" if new_tokens else "embeddings",
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
-        sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0),
+        sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

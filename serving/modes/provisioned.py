@@ -8,6 +8,7 @@ all workers and hosts draw from the same one.
 from __future__ import annotations
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import InvalidField
 from ..metering.keys import Caller
@@ -16,6 +17,16 @@ from ..metering.ledger import Ledger
 from ..request import ValidRequest
 from .base import Admission, ModeProfile, Target, reservation_of
 from .calibration import Capacity
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """What calibration found of a provisioned entity: tokens/s of one replica, thousandths of a generated token that a
+    prompt token costs, and how many replicas the machine has processors for."""
+
+    tokens_per_second: int
+    prompt_weight_milli: int
+    most_replicas: int
+
 
 PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False)
 
@@ -38,6 +49,11 @@ class Provisioned:
         if lease.within_reserve:
             valid = msgspec.structs.replace(valid, reserved=True)
         return Admission(lease, valid)
+
+
+def reserved_units(per_replica: int, maximum: int, replicas: int) -> int:
+    """Tokens/s that ``replicas`` reserve, for requests and on the bill: all they give, up to the maximum."""
+    return min(maximum, per_replica * replicas)
 
 
 def check_throughput(minimum: int, maximum: int, capacity: Capacity | None = None, *, max_replicas: int = 1) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 class ScalePolicy(Struct, frozen=True, kw_only=True):
     """``per_replica`` is tokens/s of one replica; there are enough for ``min_throughput`` and never more than
-    ``max_throughput`` needs.
+    ``max_throughput`` needs, nor than ``most``, for which the machine has room.
 
     Between ``low`` and ``high`` (shares of capacity in use) nothing changes; below ``low`` for ``settle_seconds`` one
     replica goes; with ``scale_to_zero`` the last goes after ``idle_seconds`` without a request.
@@ -21,6 +21,7 @@ class ScalePolicy(Struct, frozen=True, kw_only=True):
     per_replica: int
     min_throughput: int
     max_throughput: int
+    most: int = 64
     scale_to_zero: bool = False
     high: float = 0.8
     low: float = 0.5
@@ -29,11 +30,11 @@ class ScalePolicy(Struct, frozen=True, kw_only=True):
 
     @property
     def min_replicas(self) -> int:
-        return max(1, math.ceil(self.min_throughput / self.per_replica))
+        return min(self.most, max(1, math.ceil(self.min_throughput / self.per_replica)))
 
     @property
     def max_replicas(self) -> int:
-        return max(self.min_replicas, math.ceil(self.max_throughput / self.per_replica))
+        return max(self.min_replicas, min(self.most, math.ceil(self.max_throughput / self.per_replica)))
 
 
 class Load(Struct, frozen=True, kw_only=True):

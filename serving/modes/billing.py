@@ -1,0 +1,83 @@
+"""Keeps reserved time billed: each minute of each provisioned entity, as long as it is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from ..errors import Unavailable
+from ..metering.minutes import Minutes
+from ..metering.store import Store
+from ..metering.tables import api_keys, endpoints
+
+logger = logging.getLogger(__name__)
+
+AGAIN = 5.0  # seconds after which a store that did not answer is asked again
+BACKLOG = 100_000  # minutes kept for such a store
+
+
+class Minute(Struct, frozen=True):
+    """Minute number ``minute`` since the epoch of one served entity."""
+
+    endpoint: str
+    entity: str
+    minute: int
+
+
+class ReservedTime:
+    """``hold`` says what is reserved at this moment; once a minute, and when it grows, the ledger is told.
+
+    A store that does not answer is told later, each minute as it was. Called from one thread.
+    """
+
+    def __init__(self, store: Store, *, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+        self._at = 0.0
+        self._minutes = Minutes(store, clock=lambda: self._at)
+        self._told: dict[tuple[str, str], tuple[int, int]] = {}
+        self._owed: dict[Minute, int] = {}
+        self._tenants: dict[str, str] = {}
+        self._silent_until = 0.0
+
+    def hold(self, endpoint: str, entity: str, units: int) -> None:
+        """``units`` tokens/s are reserved now."""
+        if units < 1:
+            return
+        minute = int(self._now()) // 60
+        if (last := self._told.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
+            self._told[endpoint, entity] = (minute, units)
+            if len(self._owed) < BACKLOG:
+                self._owed[Minute(endpoint, entity, minute)] = units
+        self._settle()
+
+    def forget(self, endpoint: str, entity: str) -> None:
+        self._told.pop((endpoint, entity), None)
+        self._tenants.pop(endpoint, None)
+
+    def _settle(self) -> None:
+        if not self._owed or self._now() < self._silent_until:
+            return
+        for minute, units in list(self._owed.items()):
+            self._at = minute.minute * 60.0
+            try:
+                tenant = self._tenant(minute.endpoint)
+                self._minutes.record(tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units)
+            except Unavailable as error:
+                logger.warning("reserved time waits for the store: %s", error)
+                self._silent_until = self._now() + AGAIN
+                return
+            del self._owed[minute]
+
+    def _tenant(self, endpoint: str) -> str:
+        """Who pays: the tenant of the key that created the endpoint."""
+        if endpoint not in self._tenants:
+            found = sa.select(endpoints.c.creator).where(endpoints.c.name == endpoint)
+            creator = self._store.read(lambda connection: connection.execute(found).scalar_one_or_none()) or ""
+            owner = sa.select(api_keys.c.tenant).where(api_keys.c.key_id == creator)
+            tenant = self._store.read(lambda connection: connection.execute(owner).scalar_one_or_none())
+            self._tenants[endpoint] = tenant or creator
+        return self._tenants[endpoint]
