@@ -1,12 +1,9 @@
 """The flavor on real weights: SmolLM2-135M-Instruct, its GGUF form, and all-MiniLM-L6-v2."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import mlflow
-import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -97,30 +94,3 @@ def test_sentence_transformers_directory(tmp_path, minilm_dir):
     spec = bundle.embedding
     assert (spec.pooling, spec.normalize, spec.max_length) == ("mean", True, 256)
     assert Path(bundle.model_dir, "modules.json").is_file()
-
-
-@pytest.mark.skipif(
-    not os.environ.get("MLFLOW_LLM_TEST_ENVIRONMENTS"),
-    reason="installs torch anew, with uv its CUDA build of several GB: set MLFLOW_LLM_TEST_ENVIRONMENTS=1",
-)
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("env_manager", ["uv", "virtualenv"])
-def test_environment_of_the_model(tmp_path, monkeypatch, env_manager):
-    """MLflow builds a working environment from the stored requirements and wheel, and the model answers in it."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "flavors"))
-    from flavor_models import TEMPLATE, byte_tokenizer, tiny_llama
-
-    if env_manager == "uv":  # with virtualenv, MLflow would look for pyenv's Pythons below it and build one
-        monkeypatch.setenv("MLFLOW_ENV_ROOT", str(tmp_path / "envs"))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.chdir(tmp_path)
-    llm.save_model(tmp_path / "m", tiny_llama(), tokenizer=byte_tokenizer(chat_template=TEMPLATE))
-    mlflow.models.predict(
-        model_uri=str(tmp_path / "m"),
-        input_data={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
-        content_type="json",
-        output_path=str(tmp_path / "out.json"),
-        env_manager=env_manager,
-    )
-    assert '"completion_tokens"' in (tmp_path / "out.json").read_text()
