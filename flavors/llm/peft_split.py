@@ -53,8 +53,8 @@ def save_adapter(model: Any, name: str, target: Path) -> None:
 
     if name not in model.peft_config:
         raise PackagingError(f"adapters: the model has no adapter {name!r}; it has {', '.join(adapter_names(model))}")
-    # "auto" would look the base up on the hub to see whether its vocabulary was resized
-    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=_saves_embeddings(model, name))
+    # "auto" would look the base up on the hub to see whether its vocabulary was resized; the base's layers stay here
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if not hasattr(model, "get_base_model"):
         tensors = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
     target.mkdir(parents=True, exist_ok=True)
@@ -63,13 +63,6 @@ def save_adapter(model: Any, name: str, target: Path) -> None:
     config = copy.deepcopy(model.peft_config[name])
     config.inference_mode = True
     config.save_pretrained(str(target))
-
-
-def _saves_embeddings(model: Any, name: str) -> bool:
-    from peft.utils.other import EMBEDDING_LAYER_NAMES
-
-    targets = getattr(model.peft_config[name], "target_modules", None) or ()
-    return not isinstance(targets, str) and any(layer in targets for layer in EMBEDDING_LAYER_NAMES)
 
 
 def _wrappers(base: Any) -> dict[str, str]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.serving.engine.adapter_files import REFUSED
 
 
 def base_of(bundle):
@@ -144,23 +145,57 @@ def test_adapter_of_unknown_modules(tmp_path, llama_dir, adapter_dir):
         llm.save_model(tmp_path / "m", llama_dir, adapters={"x": source})
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"peft_type": "IA3"}, "'IA3' is not supported"),
-        ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ],
-)
-def test_adapter_kinds_that_are_refused(tmp_path, llama_dir, adapter_dir, change, reason):
+ODD_VALUES = {
+    "use_dora": True,
+    "use_bdlora": True,
+    "use_qalora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [3],
+    "target_parameters": ["experts.weight"],
+    "layer_replication": [[0, 1]],
+    "lora_bias": True,
+    "alora_invocation_tokens": [3],
+    "arrow_config": {},
+    "monteclora_config": {},
+    "kasa_config": {},
+    "bias": "all",
+    "init_lora_weights": "pissa",
+    "peft_type": "IA3",
+}
+
+
+@pytest.mark.parametrize("key", [*REFUSED, "init_lora_weights", "peft_type"])
+def test_adapter_kinds_that_are_refused(tmp_path, llama_dir, adapter_dir, key):
     """A peft type or option that would change the result is refused by name, with the adapter's name."""
     source = tmp_path / "odd"
     source.mkdir()
-    config = json.loads((adapter_dir / "adapter_config.json").read_text()) | change
+    config = json.loads((adapter_dir / "adapter_config.json").read_text()) | {key: ODD_VALUES[key]}
     (source / "adapter_config.json").write_text(json.dumps(config))
     (source / "adapter_model.safetensors").write_bytes((adapter_dir / "adapter_model.safetensors").read_bytes())
-    with pytest.raises(MlflowException, match=f"'mine'.*{reason}"):
+    named = "'IA3' is not supported" if key == "peft_type" else key
+    with pytest.raises(MlflowException, match=f"'mine'.*{named}"):
         llm.save_model(tmp_path / "m", llama_dir, adapters={"mine": source})
+
+
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")  # of lora_bias on linears that have none
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"lora_bias": True}, "lora_bias=True is not supported"),
+        ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' is the output head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
+    ],
+)
+def test_peft_models_that_are_refused(tmp_path, tokenizer, options, reason):
+    """What a PeftModel can have and the engine cannot run is refused when the model is logged, by name."""
+    model = add_lora(tiny_llama(), "mine", **options)
+    with pytest.raises(MlflowException, match=f"'mine'.*{reason}"):
+        llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
+    assert not (tmp_path / "m").exists()
 
 
 def test_things_that_are_no_adapter(tmp_path, llama_dir):
