@@ -27,7 +27,8 @@ from .bodies import read_body
 from .endpoints import Endpoints
 from .exchange import Exchange, request_id_from
 from .gate import Gate
-from .invoke import TIMEOUT_HEADER, Incoming, Server, invoke
+from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
+from .management import ANSWERS, Asked
 from .offload import Offload
 from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path
@@ -86,9 +87,12 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
 def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) -> Answer:
     dialect = DIALECTS[route.dialect]
     try:
-        caller = ANONYMOUS if route.open else _caller(server, exchange)
+        caller = ANONYMOUS if route.open else _caller(server, exchange, route.scope)
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
+        if route.handler in ANSWERS:
+            asked = Asked(caller=caller, name=name or "", body=_body(server))
+            return ANSWERS[route.handler](server, asked)
         return PAGES[route.handler](server, **({"name": name} if name is not None else {}))
     except ServingError as error:
         exchange.finish(error.status, error.message)
@@ -108,12 +112,17 @@ def _incoming(server: Server, route: Route, name: str | None, caller: Caller) ->
     return Incoming(
         route=route,
         dialect=DIALECTS[route.dialect],
-        body=read_body(request.environ, server.settings.max_body_bytes),
+        body=_body(server),
         name=name,
         timeout=request.headers.get(TIMEOUT_HEADER),
+        sticky_key=request.headers.get(STICKY_HEADER),
         caller=caller,
         sock=request.environ.get("gunicorn.socket"),
     )
+
+
+def _body(server: Server) -> bytes:
+    return read_body(request.environ, server.settings.max_body_bytes)
 
 
 def _exchange(tracer: Tracer = OFF) -> Exchange:
@@ -126,14 +135,14 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
     )
 
 
-def _caller(server: Server, exchange: Exchange) -> Caller:
+def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks for keys."""
     if server.keys is None:
         return ANONYMOUS
     scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret:
         raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
-    caller: Caller = server.keys.verify(secret.strip())
+    caller: Caller = server.keys.verify(secret.strip(), scope=scope)
     exchange.key = caller.key_id
     return caller
 

@@ -10,7 +10,7 @@ from mlflow_llm import __version__
 
 from ..dialects.tables import DATABRICKS, MLFLOW, OPENAI
 from ..request import Task
-from .invoke import TIMEOUT_HEADER
+from .invoke import STICKY_HEADER, TIMEOUT_HEADER
 from .routes import ROUTES, DialectName, Route
 
 TABLES = {"openai": OPENAI, "databricks": DATABRICKS, "mlflow": MLFLOW}
@@ -20,6 +20,7 @@ ERRORS = {
     "401": "No API key, or an unknown one",
     "403": "The key may not do this",
     "404": "No such endpoint, adapter or route",
+    "409": "It exists already, or an update is in progress",
     "413": "The body is too large",
     "429": "A limit is used up; Retry-After says when to come back",
     "503": "Busy or shutting down; Retry-After says when to come back",
@@ -50,6 +51,7 @@ ERROR_SCHEMAS: dict[DialectName, dict[str, Any]] = {
 }
 ERROR_SCHEMAS["mlflow"] = ERROR_SCHEMAS["databricks"]
 CONTENT = {"metrics": "text/plain", "ping": "text/plain", "version": "text/plain", "docs": "text/html"}
+CONTENT["get_serving_metrics"] = "text/plain"
 
 
 @functools.cache
@@ -105,7 +107,10 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
     }
     if route.is_invocation:
         parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
+        parameters.append({"name": STICKY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": 1000}})
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(route)}}}
+    elif route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
     return operation
 
 

@@ -14,11 +14,18 @@ from .entry import resolve
 from .spec import EndpointSpec
 
 
-def locate(entities: tuple[ServedEntity, ...], overrides: dict[str, Any]) -> tuple[Source, ...]:
+def locate(
+    entities: tuple[ServedEntity, ...], overrides: dict[str, Any], *, metered: bool = True
+) -> tuple[Source, ...]:
     """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
 
-    Raises ``NotFound`` for a model that the registry does not have, ``InvalidField`` for one that cannot be served.
+    ``metered``: there is a ledger, without which no throughput can be reserved. Raises ``NotFound`` for a model that
+    the registry does not have, ``InvalidField`` for one that cannot be served.
     """
+    for entity in entities:
+        if entity.provisioned and not metered:
+            given = entity.max_provisioned_throughput
+            raise InvalidField("max_provisioned_throughput", given, "none on a server started without --database")
     try:
         found = resolve(tuple(entity.uri for entity in entities))
         settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
@@ -50,7 +57,15 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
     """What the command line asked for, as a configuration of one served entity."""
     name, version = _named(spec.entity)
     source = Source(uri=spec.entity, bundle=spec.bundle, engine=spec.engine, core=spec.core)
-    entity = ServedEntity(name=spec.entity, entity_name=name, entity_version=version, source=source)
+    entity = ServedEntity(
+        name=spec.entity,
+        entity_name=name,
+        entity_version=version,
+        source=source,
+        min_provisioned_throughput=spec.min_provisioned_throughput,
+        max_provisioned_throughput=spec.max_provisioned_throughput,
+        scale_to_zero_enabled=spec.scale_to_zero_enabled,
+    )
     route = Route(served_model_name=spec.entity, traffic_percentage=100)
     return EndpointConfig(served_entities=(entity,), routes=(route,), profile=spec.profile)
 

@@ -1,22 +1,28 @@
 """Every route of the server, as one table.
 
 ``handler`` names what answers: "invoke" runs a task of an endpoint; the others are the functions of that name in
-``pages``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it follows from the body.
+``pages`` and ``management``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it follows from
+the body.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..request import Task
+from .management_routes import TABLE as MANAGEMENT
 
 DialectName = Literal["openai", "databricks", "mlflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """``open`` routes answer without an API key and while the server drains: probes depend on them."""
+    """``open`` routes answer without an API key and while the server drains: probes depend on them.
+
+    ``scope`` is what the key must have, None for any key. ``body`` is the JSON schema of a body that is no request of a
+    dialect.
+    """
 
     path: str
     methods: tuple[str, ...]
@@ -25,6 +31,8 @@ class Route:
     task: Task | None = None
     summary: str = ""
     open: bool = False
+    scope: str | None = "invoke"
+    body: dict[str, Any] | None = None
 
     @property
     def is_invocation(self) -> bool:
@@ -61,6 +69,19 @@ ROUTES: tuple[Route, ...] = (
     _page("/metrics", "mlflow", "metrics", "Prometheus metrics", open=True),
     _page("/openapi.json", "mlflow", "openapi", "This document", open=True),
     _page("/docs", "mlflow", "docs", "A page to read the document", open=True),
+)
+
+ROUTES += tuple(
+    Route(
+        path=path,
+        methods=(method,),
+        dialect="databricks",
+        handler=handler,
+        summary=summary,
+        scope=None if method == "GET" else "manage",
+        body=body,
+    )
+    for method, path, handler, summary, body in MANAGEMENT
 )
 
 PREFIXES: tuple[tuple[str, DialectName], ...] = (

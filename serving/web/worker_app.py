@@ -30,7 +30,8 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
     endpoints = Endpoints()
     server = make_server(endpoints, spec.settings, keys=keys if spec.settings.require_keys else None, ledger=ledger)
     server.store = store
-    server.management = ManagedEndpoints(store, locate=functools.partial(locate, overrides=spec.engine))
+    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)
+    server.management = ManagedEndpoints(store, locate=located)
     opened = functools.partial(attach, journal=str(ledger.journal_dir) if ledger is not None else "")
     follower = Follower(Board(directory), endpoints, server.gate, open=opened, ledger=ledger, profile=spec.profile)
     follower.adopt()

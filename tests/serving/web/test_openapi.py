@@ -28,10 +28,12 @@ def test_every_route_is_described(client: FlaskClient) -> None:
         for operation in operations.values():
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             for ref in body.get("oneOf", [body] if body else []):
-                assert ref["$ref"].split("/")[-1] in served["components"]["schemas"]
+                known = ref.get("type") == "object"  # the management API's bodies stand where they are used
+                assert known or ref["$ref"].split("/")[-1] in served["components"]["schemas"]
 
 
-schema = schemathesis.openapi.from_dict(document())
+# the management API is tried in test_management, on a store
+schema = schemathesis.openapi.from_dict(document()).exclude(path_regex="^/api/2.0/serving-endpoints")
 
 
 @pytest.fixture

@@ -1,0 +1,121 @@
+"""Databricks' management API of endpoints (``/api/2.0/serving-endpoints``), on the store that the keeper follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..errors import Conflict, InvalidField, NotFound
+from ..metering.keys import Caller
+from ..modes.endpoints import Endpoints
+from . import metrics, openapi
+from .answer import Answer, json_answer
+from .invoke import Server
+
+GONE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request to the server itself: who, the endpoint of the path, the body's bytes."""
+
+    caller: Caller
+    name: str = ""
+    body: bytes = b""
+
+    def object(self) -> dict[str, Any]:
+        """The body, a JSON object. Raises ``InvalidField``."""
+        try:
+            body = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidField("body", self.body[:40], f"a JSON object ({str(error)[:120]})") from None
+        if not isinstance(body, dict):
+            raise InvalidField("body", body, "a JSON object")
+        return body
+
+
+def _endpoints(server: Server) -> Endpoints:
+    if server.management is None:
+        raise NotFound("this server has no store of endpoints")
+    found: Endpoints = server.management
+    return found
+
+
+def create(server: Server, asked: Asked) -> Answer:
+    endpoints, body = _endpoints(server), asked.object()
+    if body.get("rate_limits"):
+        _check_ledger(server, "rate_limits")
+    return json_answer(endpoints.create(body, creator=asked.caller.key_id))
+
+
+def list_all(server: Server, asked: Asked) -> Answer:
+    return json_answer(_endpoints(server).list())
+
+
+def get(server: Server, asked: Asked) -> Answer:
+    return json_answer(_endpoints(server).get(asked.name))
+
+
+def delete(server: Server, asked: Asked) -> Answer:
+    """Answers when this worker has stopped taking requests for it; what runs is finished."""
+    _endpoints(server).delete(asked.name)
+    until = time.monotonic() + GONE_SECONDS
+    while any(endpoint.name == asked.name for endpoint in server.endpoints) and time.monotonic() < until:
+        time.sleep(0.02)
+    return json_answer({})
+
+
+def update_config(server: Server, asked: Asked) -> Answer:
+    return json_answer(_endpoints(server).update_config(asked.name, asked.object()))
+
+
+def put_rate_limits(server: Server, asked: Asked) -> Answer:
+    endpoints, body = _endpoints(server), asked.object()
+    if body.get("rate_limits"):
+        _check_ledger(server, "rate_limits")
+    return json_answer(endpoints.put_rate_limits(asked.name, body))
+
+
+def patch_tags(server: Server, asked: Asked) -> Answer:
+    return json_answer(_endpoints(server).patch_tags(asked.name, asked.object()))
+
+
+def get_openapi(server: Server, asked: Asked) -> Answer:
+    """The part of ``/openapi.json`` that is about this endpoint."""
+    _endpoints(server).get(asked.name)
+    document = openapi.document()
+    path = "/serving-endpoints/{name}/invocations"
+    operation = dict(document["paths"][path]["post"])
+    operation["parameters"] = [p for p in operation["parameters"] if p["in"] != "path"]
+    return json_answer(document | {"paths": {path.format(name=asked.name): {"post": operation}}})
+
+
+def get_metrics(server: Server, asked: Asked) -> Answer:
+    """The part of ``/metrics`` that is about this endpoint."""
+    _endpoints(server).get(asked.name)
+    label = f'endpoint="{asked.name}"'.encode()
+    lines = metrics.exposition(server.endpoints).splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.startswith(b"#") or label in line)
+    return Answer(body=kept, content_type=metrics.CONTENT_TYPE)
+
+
+def _check_ledger(server: Server, field: str) -> None:
+    if server.ledger is None:
+        raise Conflict(f"{field}: this server keeps no ledger to limit by; start it with --database")
+
+
+ANSWERS: Mapping[str, Callable[[Server, Asked], Answer]] = {
+    "create_serving_endpoint": create,
+    "list_serving_endpoints": list_all,
+    "get_serving_endpoint": get,
+    "delete_serving_endpoint": delete,
+    "update_serving_endpoint": update_config,
+    "put_serving_rate_limits": put_rate_limits,
+    "patch_serving_tags": patch_tags,
+    "get_serving_openapi": get_openapi,
+    "get_serving_metrics": get_metrics,
+}
