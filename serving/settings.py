@@ -11,7 +11,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How an engine runs a model.
 
     ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. ``quantization``: "int8" stores linear weights in int8 by
-    output channel and quantises activations per token. ``max_model_len`` None is the model's own. ``kv_cache_memory``
+    output channel and quantises activations per token. ``kernels``: "auto" takes our own where they were built and the
+    processor has what they need, "torch" never. ``max_model_len`` None is the model's own. ``kv_cache_memory``
     is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use.
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
     ``in_process`` runs the engine on a thread
@@ -21,6 +22,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     quantization: Literal["none", "int8"] = "none"
+    kernels: Literal["auto", "torch"] = "auto"
     compile: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 64

@@ -44,6 +44,8 @@ def _gpt2() -> Any:
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**COMMON),
+    # heads of 16, which the native step takes
+    "llama_wide": lambda: tf.LlamaConfig(**COMMON | {"hidden_size": 64}),
     "qwen2": lambda: tf.Qwen2Config(**COMMON),
     "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=8),
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=7),

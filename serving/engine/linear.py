@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..settings import EngineSettings
+from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .packed import PackedWeight, pack_float
 from .quantization import Int8Weight, can_quantize
 from .step import StepHolder
@@ -155,11 +156,12 @@ def _joined_bias(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Te
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSettings, is_head: bool) -> PackedWeight:
     """The head stays in float also under int8: perplexity of 1500 tokens 17.11 in float32, 17.37 with int8 linears,
-    17.53 with the head in int8 too. Blocked, a tied head takes a second copy of the embedding: the head of
-    SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
-    if settings.quantization == "int8" and not is_head and can_quantize(weight):
-        return Int8Weight(weight, bias)
-    return pack_float(weight, bias)
+    17.41 with the head in bfloat16, 17.53 with it in int8. Packed, a tied head takes a second copy of the embedding:
+    blocked by oneDNN the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
+    int8 = settings.quantization == "int8" and can_quantize(weight)
+    if settings.kernels == "auto" and can_pack(weight):
+        return NativeWeight(weight, bias, (BF16 if is_head else INT8) if int8 else F32)
+    return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 
 
 def install(model: nn.Module, holder: StepHolder, settings: EngineSettings) -> LinearSet:

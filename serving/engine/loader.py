@@ -16,8 +16,10 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..settings import EngineSettings
 from . import attention, linear
-from .kv_cache import LayerShape
-from .self_test import SelfTest, probe_layers
+from .kv_cache import LayerShape, Row
+from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
+from .self_test import LayerUse, SelfTest, model_forward, probe_layers
+from .slot_cache import SlotKVCache
 from .step import StepHolder
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,15 @@ LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the l
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned."""
+    """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned,
+    ``decoder`` what a native step runs on, where it can."""
 
     model: Any
     config: Any
     holder: StepHolder
     layers: Sequence[LayerShape]
     linears: Any
+    decoder: DecoderWeights | None
     dtype: Any
     device: Any
     max_model_len: int
@@ -87,23 +91,45 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)
     try:
-        layers = probe_layers(model, holder, config)
-        test.check(model, holder, layers)
+        uses = probe_layers(model, holder, config)
+        layers = [use.shape for use in uses]
+        like = next(model.parameters())
+        test.check(model_forward(model, holder), layers, like)
     except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
     linears = linear.install(model, holder, settings)
-    test.check(model, holder, layers, int8=settings.quantization == "int8")
+    test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8")
     return LoadedModel(
         model=model,
         config=config,
         holder=holder,
         layers=layers,
         linears=linears,
+        decoder=native_decoder(model, uses, test, like, int8=settings.quantization == "int8"),
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
     )
+
+
+def native_decoder(
+    model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, *, int8: bool
+) -> DecoderWeights | None:
+    """The weights of a native step, where the model can be run so and the self-test agrees."""
+    weights = decoder_weights(model, uses)
+    if weights is None:
+        return None
+
+    def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
+        return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
+
+    try:
+        test.check(forward, [use.shape for use in uses], like, int8=int8)
+    except PackagingError as error:
+        logger.warning("%s is not run natively: %s", type(model).__name__, error)
+        return None
+    return weights
 
 
 def vocab_size(model: Any) -> int:

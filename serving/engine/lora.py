@@ -16,7 +16,7 @@ concatenations are kept for the last few sets of active adapters; ranks and targ
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,12 @@ class LoraPool:
         del self._adapters[name], self._infos[name]
         for key in [key for key in self._sets if name in key]:
             del self._sets[key]
+
+    def factors_of(self, name: str) -> Mapping[str, Factors]:
+        """By module name; the same object for as long as the adapter stays loaded. Raises ``NotFound``."""
+        if name not in self._adapters:
+            raise NotFound(f"adapter {name!r} is not loaded")
+        return self._adapters[name]
 
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._infos.values())

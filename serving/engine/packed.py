@@ -5,9 +5,10 @@
     PackedWeight        matmul(x [T, K]) -> [T, N];  dense() -> [N, K]
     ├── PlainWeight     torch's own GEMM: CUDA, and wherever the layout below is not offered
     ├── OneDnnWeight    float32 and bfloat16 on CPU, blocked once at load by oneDNN
-    └── Int8Weight      quantization.py
+    ├── Int8Weight      quantization.py
+    └── NativeWeight    native/weight.py: float32 and int8 where our own kernels run
 
-A native kernel joins here: it needs only these two methods.
+Another kernel joins here: it needs only these two methods.
 
 Why oneDNN's layout (30 layers of SmolLM2-135M's fused shapes, 2 Zen 4 cores, torch 2.13; ms a step):
 

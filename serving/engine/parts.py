@@ -18,7 +18,8 @@ from .interface import EngineInfo
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
 from .lora import LoraPool
-from .runner import Runner
+from .native.decoder import NativeDecoder
+from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache
 
@@ -64,7 +65,13 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
     scheduler = Scheduler(
         cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
     )
-    return Parts(info, cache, scheduler, Runner(loaded.model, loaded.holder, cache, lora, loaded.device), lora)
+    return Parts(info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache), lora)
+
+
+def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:
+    if loaded.decoder is not None and isinstance(cache, SlotKVCache):
+        return NativeDecoder(loaded.decoder, cache, lora)
+    return ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
 
 
 def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> Parts:

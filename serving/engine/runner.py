@@ -1,9 +1,16 @@
-"""One forward: lay the runs out as a flat row of tokens, plan attention and adapters, call the model."""
+"""One forward: lay the runs out as a flat row of tokens and compute it, by the model's own code or natively.
+
+::
+
+    StepForward         forward(ids, rows, adapters, kept) -> logits of the places kept
+    ├── ModelForward    transformers' code with our attention, linears and adapters: every architecture, every device
+    └── NativeDecoder   native/decoder.py: a whole step in one call, for Llama-like decoders on CPU
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,15 +20,60 @@ from .scheduler import Run
 from .step import Step, StepHolder
 
 
-class Runner:
-    """``lora`` is the adapter pool or None. Only the thread that made the model may call ``forward``."""
+class StepForward(Protocol):
+    """Used by the engine's thread alone: the one that made the model."""
+
+    @property
+    def wants_decodes_together(self) -> bool:
+        """Whether single tokens must come first, in the order of their slots, with slots side by side."""
+        ...
+
+    def forward(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]) -> Any:
+        """Logits [len(kept), V] of the places ``kept`` in the flat row ``ids`` (int64), which ``rows`` make up one
+        after the other, each of its adapter. Writes the KV of every token."""
+        ...
+
+
+class ModelForward:
+    """``lora`` is the adapter pool or None."""
+
+    wants_decodes_together = True
 
     def __init__(self, model: Any, holder: StepHolder, cache: KVCache, lora: Any, device: Any) -> None:
-        self.model = model
-        self.holder = holder
-        self.cache = cache
-        self.lora = lora
-        self.device = device
+        self._model = model
+        self._holder = holder
+        self._cache = cache
+        self._lora = lora
+        self._device = device
+
+    def forward(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]) -> Any:
+        """See ``StepForward.forward``."""
+        positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
+        step = Step(num_tokens=len(ids), attention=self._cache.plan(rows))
+        if self._lora is not None:
+            step.lora = self._lora.plan(adapters, [row.num_tokens for row in rows])
+        everything = len(kept) == len(ids)
+        wanted = np.array(kept or [0], dtype=np.int64)
+        self._holder.step = step
+        try:
+            logits = self._model(
+                input_ids=self._tensor(ids)[None],
+                position_ids=self._tensor(positions)[None],
+                use_cache=False,
+                logits_to_keep=0 if everything else self._tensor(wanted),
+            ).logits[0]
+        finally:
+            self._holder.step = None
+        return logits[: len(kept)]
+
+    def _tensor(self, array: Any) -> Any:
+        return torch.from_numpy(array).to(self._device)
+
+
+class Runner:
+    def __init__(self, forward: StepForward, cache: KVCache) -> None:
+        self._forward = forward
+        self._cache = cache
         self.num_steps = 0
 
     def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
@@ -30,40 +82,21 @@ class Runner:
         Returns the runs in the order they were laid out, and logits in that order: one row for each run that
         samples, for a run whose prompt is scored one row for each of its tokens.
         """
-        runs = self._lay_out(runs)
-        counts = [run.num_tokens for run in runs]
-        ids = np.concatenate([r.sequence.tokens[r.start : r.start + r.num_tokens] for r in runs])
-        positions = np.concatenate([np.arange(r.start, r.start + r.num_tokens) for r in runs])
-        step = Step(num_tokens=len(ids))
-        step.attention = self.cache.plan([Row(r.sequence.id, r.start, r.num_tokens) for r in runs])
-        if self.lora is not None:
-            step.lora = self.lora.plan([run.sequence.adapter for run in runs], counts)
-        kept = rows_kept(runs)
-        everything = len(kept) == len(ids)
-        self.holder.step = step
-        try:
-            logits = self.model(
-                input_ids=self._tensor(ids.astype(np.int64))[None],
-                position_ids=self._tensor(positions)[None],
-                use_cache=False,
-                logits_to_keep=0 if everything else self._tensor(np.array(kept or [0], dtype=np.int64)),
-            ).logits[0]
-        finally:
-            self.holder.step = None
+        runs = self._lay_out(runs) if self._forward.wants_decodes_together else list(runs)
+        ids = np.concatenate([r.sequence.tokens[r.start : r.start + r.num_tokens] for r in runs]).astype(np.int64)
+        rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
+        logits = self._forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
         self.num_steps += 1
         for run in runs:
             sequence = run.sequence
             sequence.num_computed = run.start + run.num_tokens
-            self.cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
-        return runs, logits[: len(kept)]
+            self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
+        return runs, logits
 
     def _lay_out(self, runs: Sequence[Run]) -> list[Run]:
         single = {run.sequence.id: run for run in runs if run.num_tokens == 1}
-        ordered = [single[owner] for owner in self.cache.decode_order(list(single))]
+        ordered = [single[owner] for owner in self._cache.decode_order(list(single))]
         return ordered + [run for run in runs if run.num_tokens > 1]
-
-    def _tensor(self, array: Any) -> Any:
-        return torch.from_numpy(array).to(self.device)
 
 
 def rows_kept(runs: Sequence[Run]) -> list[int]:

@@ -7,7 +7,7 @@ mixed steps; the logits must agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,30 +36,52 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # r
 INT8_TOLERANCE = 0.6
 
 
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """What one layer asks of the attention."""
+
+    shape: LayerShape
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
 class ProbePlan:
-    """Notes the shapes and windows that each layer asks for."""
+    """Notes what each layer asks for."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, LayerShape] = {}
-        self.windows: dict[int, int | None] = {}
+        self.uses: dict[int, LayerUse] = {}
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: Any) -> Any:
-        self.shapes[layer] = LayerShape(k.shape[1], k.shape[3], v.shape[3])
-        self.windows[layer] = window
+        self.uses[layer] = LayerUse(LayerShape(k.shape[1], k.shape[3], v.shape[3]), scaling, window, softcap)
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
 
 
-def probe_layers(model: Any, holder: StepHolder, config: Any) -> list[LayerShape]:
-    """The KV shape of every layer, found by running the model once."""
+def probe_layers(model: Any, holder: StepHolder, config: Any) -> list[LayerUse]:
+    """What every layer asks of the attention, found by running the model once."""
     plan = ProbePlan()
     _forward(model, holder, np.zeros(2, dtype=np.int64), np.arange(2), plan)
-    if not plan.shapes or sorted(plan.shapes) != list(range(len(plan.shapes))):
+    if not plan.uses or sorted(plan.uses) != list(range(len(plan.uses))):
         raise PackagingError(f"{type(model).__name__} is not supported: its layers do not all call the attention")
     types = getattr(config, "layer_types", None) or []
-    for layer, kind in enumerate(types[: len(plan.shapes)]):
-        if (kind == "sliding_attention") and plan.windows.get(layer) is None:
+    for layer, kind in enumerate(types[: len(plan.uses)]):
+        if kind == "sliding_attention" and plan.uses[layer].window is None:
             raise PackagingError(f"{type(model).__name__} is not supported: layer {layer} does not pass its window")
-    return [plan.shapes[i] for i in range(len(plan.shapes))]
+    return [plan.uses[i] for i in range(len(plan.uses))]
+
+
+# One way to run a step: (cache, token ids [T], rows that make them up) -> logits [T, V].
+Forward = Callable[[SlotKVCache, Any, Sequence[Row]], Any]
+
+
+def model_forward(model: Any, holder: StepHolder) -> Forward:
+    """transformers' code with our attention."""
+
+    def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
+        positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
+        return _forward(model, holder, ids, positions, cache.plan(rows))
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +102,27 @@ class SelfTest:
             expected.append(model(input_ids=row, use_cache=False).logits[0].float())
         return cls(tokens, expected)
 
-    def check(self, model: Any, holder: StepHolder, layers: Sequence[LayerShape], *, int8: bool = False) -> None:
-        """Raise ``PackagingError`` when our attention, or our linears, give other logits."""
-        parameter = next(model.parameters())
+    def check(self, forward: Forward, layers: Sequence[LayerShape], like: Any, *, int8: bool = False) -> None:
+        """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model."""
         cache = SlotKVCache(
-            layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=parameter.dtype, device=parameter.device
+            layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=like.dtype, device=like.device
         )
         for owner, ids in enumerate(self.tokens):
             cache.acquire(owner, "", ids.astype(np.int32))
-        allowed = INT8_TOLERANCE if int8 else TOLERANCE[parameter.dtype]
+        allowed = INT8_TOLERANCE if int8 else TOLERANCE[like.dtype]
         for step in STEPS:
-            found = self._step(model, holder, cache, [part for part in step if self._fits(part)])
+            found = self._step(forward, cache, [part for part in step if self._fits(part)])
             if found is None:
                 continue
             distance = relative_norm(*found) if int8 else relative_maximum(*found)
             logger.debug("self-test: logits differ by %.2g of at most %.2g", distance, allowed)
             if not distance <= allowed:  # also true for NaN
-                name = type(model).__name__
-                raise PackagingError(f"{name} is not supported: in the self-test logits differ by {distance:.2g}")
+                raise PackagingError(f"the model is not supported: in the self-test logits differ by {distance:.2g}")
 
     def _fits(self, part: tuple[int, int, int]) -> bool:
         return part[1] + part[2] <= len(self.tokens[part[0]])
 
-    def _step(
-        self, model: Any, holder: StepHolder, cache: SlotKVCache, parts: list[tuple[int, int, int]]
-    ) -> tuple[Any, Any] | None:
+    def _step(self, forward: Forward, cache: SlotKVCache, parts: list[tuple[int, int, int]]) -> tuple[Any, Any] | None:
         """Logits found and wanted of one step, [T, V] each."""
         singles = cache.decode_order([s for s, _, n in parts if n == 1])
         parts = sorted((p for p in parts if p[2] == 1), key=lambda p: singles.index(p[0])) + [
@@ -113,8 +131,7 @@ class SelfTest:
         if not parts:
             return None
         ids = np.concatenate([self.tokens[s][a : a + n] for s, a, n in parts])
-        positions = np.concatenate([np.arange(a, a + n) for _, a, n in parts])
-        logits = _forward(model, holder, ids, positions, cache.plan([Row(s, a, n) for s, a, n in parts])).float()
+        logits = forward(cache, ids, [Row(s, a, n) for s, a, n in parts]).float()
         for sequence, start, n in parts:
             cache.computed(sequence, self.tokens[sequence].astype(np.int32), start + n)
         return logits, torch.cat([self.expected[s][a : a + n] for s, a, n in parts])

@@ -60,6 +60,23 @@ class SlotKVCache(KVCache):
         return self._slot_tokens
 
     @property
+    def slot_elements(self) -> int:
+        """From one slot to the next."""
+        return self._slot_elements
+
+    @property
+    def layer_offsets(self) -> list[int]:
+        """Where each layer's keys begin in a slot, in elements; its values follow them."""
+        return [views.offset for views in self._layers]
+
+    @property
+    def slab_address(self) -> int:
+        return int(self._slab.tensor.data_ptr())
+
+    def slot_of(self, owner: int) -> int:
+        return self.table.by_owner[owner].index
+
+    @property
     def num_tokens_used(self) -> int:
         return self.table.used
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import Outcome, run, take
 from tiny_models import greedy, prompt_of, request_of
 
@@ -16,6 +17,7 @@ from mlflow_llm.serving.engine import slab
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.interface import Engine
 from mlflow_llm.serving.engine.local import LocalEngine
+from mlflow_llm.serving.engine.runner import ModelForward
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.events import Finished, Tokens
 from mlflow_llm.serving.settings import EngineSettings
@@ -199,17 +201,18 @@ def test_one_failing_request_harms_no_other(
     core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When a forward raises because of one sequence, that request fails and the others keep their tokens."""
-    forward = core._runner.model.forward
+    step = core._runner._forward
+    forward = step.forward
     good = prompt_of(12, 0)
     expected = greedy(tiny_llama, good, 4)
     poison = next(t for t in range(3, 131) if t not in (*good, *expected))
 
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        if (kwargs["input_ids"] == poison).any():
+    def poisoned(ids: Any, *rest: Any) -> Any:
+        if (ids == poison).any():
             raise RuntimeError("poisoned")
-        return forward(*args, **kwargs)
+        return forward(ids, *rest)
 
-    monkeypatch.setattr(core._runner.model, "forward", poisoned)
+    monkeypatch.setattr(step, "forward", poisoned)
     outcomes = run(core, request_of("bad", (5, poison, 6)), request_of("good", good, max_tokens=4))
     assert outcomes["bad"].failed is not None
     assert outcomes["bad"].failed.kind == "internal"
@@ -233,19 +236,14 @@ def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pyte
     assert len(outcomes["good"].tokens[0]) == 12
 
 
-def test_numbers_that_are_not_finite_fail_one_request(
-    core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
     """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
-    embed = core._runner.model.get_input_embeddings()
-    original = type(embed).forward
-
-    def poisoned(self: Any, ids: Any) -> Any:
-        out = original(self, ids)
-        out[ids == 77] = float("nan")
-        return out
-
-    monkeypatch.setattr(type(embed), "forward", poisoned)
+    if isinstance(core._runner._forward, ModelForward):
+        embedding = core._runner._forward._model.get_input_embeddings().weight
+    else:
+        embedding = core._runner._forward._weights.embedding
+    with torch.inference_mode():
+        embedding[77] = float("nan")
     outcomes = run(core, request_of("bad", (5, 77, 6)), request_of("good", (9, 8, 7), max_tokens=3))
     assert outcomes["bad"].failed is not None
     prompt = (9, 10, 11, 12)
@@ -255,8 +253,6 @@ def test_numbers_that_are_not_finite_fail_one_request(
 
 def test_logprobs(core: EngineCore, tiny_llama: Any) -> None:
     """Log probabilities are the model's own, of sampled tokens and of the prompt."""
-    import torch
-
     prompt = prompt_of(40, 0)
     outcome = run(core, request_of("a", prompt, logprobs=3, prompt_logprobs=2, max_tokens=4))["a"]
     ids = list(prompt) + outcome.tokens[0]

@@ -35,7 +35,7 @@ GPT2 = {
         ("mixed", 3, ["c_proj"]),
     )
 }
-ADAPTERS = {"llama": LLAMA, "gpt2": GPT2}
+ADAPTERS = {"llama": LLAMA, "llama_wide": LLAMA, "gpt2": GPT2}
 NAMES = (None, *LLAMA)
 MAX_TOKENS = 10
 

@@ -12,6 +12,7 @@ from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.native.weight import NativeWeight
 from mlflow_llm.serving.engine.packed import OneDnnWeight, PlainWeight
 from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.errors import PackagingError
@@ -88,7 +89,7 @@ def test_grossly_wrong_linears_are_refused_at_load(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Any]
 ) -> None:
     """Packed linears whose output is permuted or not a number fail the self-test, not the first caller."""
-    for kind in (Int8Weight,) if name == "int8" else (OneDnnWeight, PlainWeight):
+    for kind in (NativeWeight, Int8Weight) if name == "int8" else (NativeWeight, OneDnnWeight, PlainWeight):
         monkeypatch.setattr(kind, "matmul", fault(kind.matmul))
     with pytest.raises(PackagingError, match="self-test"):
         core_of(tiny_bundle, **CHANGES.get(name, {}))

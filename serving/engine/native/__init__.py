@@ -1,0 +1,5 @@
+"""Kernels of our own for x86-64 processors with AVX-512 VNNI, and a decoder step that runs whole in one of them.
+
+Optional: setup.py builds them where a C++ compiler is, and torch takes over wherever they are absent, the processor
+is another, or the setting ``kernels="torch"`` says so. Plain C underneath, so that one build serves every Python.
+"""

@@ -1,0 +1,99 @@
+// A decoder of the Llama family run whole: embedding, layers, final norm, head; one parallel region a step.
+//
+//   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ silu·up ─ down ─(+)─ ... ─ norm ─ head
+//
+// Everything between two GEMMs works on single rows, so a row's adapter is added there too: by the row alone, at the
+// cost of its rank.
+#pragma once
+
+#include <omp.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace mlt {
+
+constexpr int QUERY_ROWS = 8;  // rows of a prompt that one item of attention takes
+constexpr int MAX_GROUP = 16;  // query heads of a KV head
+
+enum Member { Q, K, V, O, GATE, UP, DOWN, MEMBERS };
+
+// One adapter on one linear: h = A x, y += scale * B^T h. a is [rank, K], bt [rank, N]; rank 0: not adapted.
+struct Factors {
+    const float* a;
+    const float* bt;
+    int32_t rank;
+    float scale;
+};
+
+struct Layer {
+    const float *norm1, *norm2;      // [H]
+    const float *q_norm, *k_norm;    // [D], or null
+    const Linear *qkv, *o, *gate_up, *down;
+    int32_t window;                  // tokens a query sees, 0: all before it
+    int64_t kv_offset;               // of this layer in a slot, in floats: K [Hkv, S, D] then V
+};
+
+struct Shape {
+    int32_t hidden, heads, kv_heads, head_dim, intermediate, layers, slot_tokens;
+    int64_t slot_elements;
+    float eps, scaling;
+};
+
+// Consecutive tokens of one sequence in the flat row of a step.
+struct Run {
+    int32_t slot, start, count, adapter;  // adapter -1: the base
+};
+
+struct Step {
+    const Run* runs;
+    int32_t num_runs, T;
+    const int64_t* ids;          // [T]
+    const float *cos, *sin;      // [positions, D / 2]
+    float* slab;
+    const Factors* const* adapters;  // by number: [layers * MEMBERS]
+    const int32_t* kept;         // [num_kept] rows whose logits are wanted
+    int32_t num_kept;
+    float* logits;               // [num_kept, vocabulary]
+};
+
+class Decoder {
+  public:
+    Shape shape;
+    std::vector<Layer> layers;
+    const float *embedding, *norm;
+    const Linear* head;
+
+    void step(const Step& step);
+
+  private:
+    struct Row { int run, position; };
+    // A thread's piece of attention: rows [row, row + count) of a run for one KV head, one segment or (-1) all.
+    struct Item { int row, count, kv_head, segment, partial; };
+
+    std::vector<Row> rows;
+    std::vector<Item> items;
+    std::vector<int> split;  // by row: first of its partials, or -1
+    std::vector<Partial> partials;
+    std::vector<float> hidden, normed, qkv, attended, wide, gated, scales;
+    std::vector<uint8_t> bytes;
+
+    void plan(const Step& step);
+    void layer(const Layer& layer, int index, const Step& step, int thread, int threads);
+    void norm_row(const float* x, const float* weight, float* out) const;
+    void rotate_row(const Layer& layer, int index, const Step& step, int t);
+    void attend(const Layer& layer, const Step& step, const Item& item);
+    void join(int t);
+    void finish(const Partial& state, float* out) const;
+    void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const;
+    void ready(const Linear& w, const float* x, int t);
+    Rows prepared(const Linear& w, const float* x) const;
+    int group() const { return shape.heads / shape.kv_heads; }
+    int seen_from(const Layer& layer, int position) const {
+        return layer.window ? std::max(0, position + 1 - layer.window) : 0;
+    }
+};
+
+}  // namespace mlt

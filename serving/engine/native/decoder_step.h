@@ -1,0 +1,223 @@
+// The work of decoder.h, phase by phase.
+#pragma once
+
+#include "decoder.h"
+
+namespace mlt {
+
+inline void Decoder::plan(const Step& step) {
+    rows.clear(), items.clear();
+    split.assign(step.T, -1);
+    int at = 0, parts = 0;
+    for (int r = 0; r < step.num_runs; r++) {
+        const Run& run = step.runs[r];
+        for (int i = 0; i < run.count; i++) rows.push_back({r, run.start + i});
+        const int segments = (run.start + run.count + SEGMENT - 1) / SEGMENT;
+        for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            if (run.count == 1 && segments > 1) {  // a long context is shared out; join() merges in order
+                for (int s = 0; s < segments; s++)
+                    items.push_back({at, 1, kv_head, s, parts + (kv_head * segments + s) * group()});
+                split[at] = parts;
+            } else {
+                for (int a = 0; a < run.count; a += QUERY_ROWS)
+                    items.push_back({at + a, std::min(QUERY_ROWS, run.count - a), kv_head, -1, -1});
+            }
+        }
+        if (split[at] >= 0) parts += shape.kv_heads * segments * group();
+        at += run.count;
+    }
+    if (partials.size() < size_t(parts)) partials.resize(parts);
+    const auto room = [&](std::vector<float>& buffer, int width) {
+        if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
+    };
+    const int attention = shape.heads * shape.head_dim;
+    room(hidden, shape.hidden), room(normed, shape.hidden), room(attended, attention);
+    room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
+    room(wide, 2 * shape.intermediate), room(gated, shape.intermediate), room(scales, 1);
+    const size_t widest = std::max({shape.hidden, attention, shape.intermediate});
+    if (bytes.size() < step.T * widest * 2) bytes.resize(step.T * widest * 2);
+}
+
+inline void Decoder::step(const Step& step) {
+    plan(step);
+#pragma omp parallel
+    {
+        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#pragma omp for schedule(static)
+        for (int t = 0; t < step.T; t++)
+            std::memcpy(&hidden[size_t(t) * shape.hidden], embedding + step.ids[t] * shape.hidden, shape.hidden * 4);
+        for (int i = 0; i < shape.layers; i++) layer(layers[i], i, step, thread, threads);
+#pragma omp for schedule(static)
+        for (int i = 0; i < step.num_kept; i++) {
+            const int t = step.kept[i];
+            float* x = &hidden[size_t(t) * shape.hidden];
+            adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
+                  shape.hidden);
+            norm_row(x, norm, &normed[size_t(i) * shape.hidden]);
+            ready(*head, normed.data(), i);
+        }
+        multiply(*head, prepared(*head, normed.data()), step.num_kept, step.logits, false, thread, threads);
+    }
+}
+
+inline void Decoder::layer(const Layer& layer, int index, const Step& step, int thread, int threads) {
+    const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) {
+        float* x = &hidden[size_t(t) * H];
+        if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H);
+        norm_row(x, layer.norm1, &normed[size_t(t) * H]);
+        ready(*layer.qkv, normed.data(), t);
+    }
+    multiply(*layer.qkv, prepared(*layer.qkv, normed.data()), T, qkv.data(), false, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) rotate_row(layer, index, step, t);
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); i++) attend(layer, step, items[i]);
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) {
+        if (split[t] >= 0) join(t);
+        ready(*layer.o, attended.data(), t);
+    }
+    multiply(*layer.o, prepared(*layer.o, attended.data()), T, hidden.data(), true, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) {
+        float* x = &hidden[size_t(t) * H];
+        adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H);
+        norm_row(x, layer.norm2, &normed[size_t(t) * H]);
+        ready(*layer.gate_up, normed.data(), t);
+    }
+    multiply(*layer.gate_up, prepared(*layer.gate_up, normed.data()), T, wide.data(), false, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (int t = 0; t < T; t++) {
+        float* gate = &wide[size_t(t) * 2 * I];
+        adapt(step, t, index, GATE, &normed[size_t(t) * H], H, gate, I);
+        adapt(step, t, index, UP, &normed[size_t(t) * H], H, gate + I, I);
+        float* out = &gated[size_t(t) * I];
+        for (int i = 0; i < I; i += LANES) {
+            const __m512 g = _mm512_loadu_ps(gate + i);
+            const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
+            const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+            _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
+        }
+        ready(*layer.down, gated.data(), t);
+    }
+    multiply(*layer.down, prepared(*layer.down, gated.data()), T, hidden.data(), true, thread, threads);
+#pragma omp barrier
+}
+
+// Row t of x in the form that `w` multiplies, into the shared buffer.
+inline void Decoder::ready(const Linear& w, const float* x, int t) {
+    const float* row = x + size_t(t) * w.K;
+    if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
+    if (w.kind == Kind::BF16) narrow_row(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
+}
+
+inline Rows Decoder::prepared(const Linear& w, const float* x) const {
+    return w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes.data(), scales.data()};
+}
+
+inline void Decoder::norm_row(const float* x, const float* weight, float* out) const {
+    const float scale = 1.0f / std::sqrt(dot(x, x, shape.hidden) / shape.hidden + shape.eps);
+    for (int i = 0; i < shape.hidden; i += LANES) {
+        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(scale));
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
+    }
+}
+
+inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const {
+    const int adapter = step.runs[rows[t].run].adapter;
+    if (adapter < 0) return;
+    const Factors& f = step.adapters[adapter][layer * MEMBERS + member];
+    for (int r = 0; r < f.rank; r++) {
+        const float h = f.scale * dot(f.a + size_t(r) * K, x, K);
+        const float* b = f.bt + size_t(r) * N;
+        for (int n = 0; n < N; n++) y[n] += h * b[n];
+    }
+}
+
+inline void rotate(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+inline void norm_head(float* x, const float* weight, int dim, float eps) {
+    const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + eps);
+    for (int i = 0; i < dim; i++) x[i] = x[i] * scale * weight[i];
+}
+
+// Queries are rotated and scaled in place; keys and values go to their place in the slot.
+inline void Decoder::rotate_row(const Layer& layer, int index, const Step& step, int t) {
+    const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;
+    const float* x = &normed[size_t(t) * shape.hidden];
+    float* q = &qkv[size_t(t) * (H + 2 * G) * D];
+    float *k = q + H * D, *v = k + G * D;
+    adapt(step, t, index, Q, x, shape.hidden, q, H * D);
+    adapt(step, t, index, K, x, shape.hidden, k, G * D);
+    adapt(step, t, index, V, x, shape.hidden, v, G * D);
+    const float *cos = step.cos + size_t(position) * D / 2, *sin = step.sin + size_t(position) * D / 2;
+    for (int h = 0; h < H; h++) {
+        if (layer.q_norm) norm_head(q + h * D, layer.q_norm, D, shape.eps);
+        rotate(q + h * D, cos, sin, D / 2);
+        for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
+    }
+    const size_t S = shape.slot_tokens;
+    float* slot = step.slab + step.runs[rows[t].run].slot * shape.slot_elements + layer.kv_offset;
+    for (int h = 0; h < G; h++) {
+        if (layer.k_norm) norm_head(k + h * D, layer.k_norm, D, shape.eps);
+        rotate(k + h * D, cos, sin, D / 2);
+        std::memcpy(slot + (h * S + position) * D, k + h * D, D * sizeof(float));
+        std::memcpy(slot + ((G + h) * S + position) * D, v + h * D, D * sizeof(float));
+    }
+}
+
+inline void Decoder::attend(const Layer& layer, const Step& step, const Item& item) {
+    const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
+    const float* q[QUERY_ROWS * MAX_GROUP];
+    int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, longest = 0;
+    for (int i = 0; i < item.count; i++) {
+        const int t = item.row + i, position = rows[t].position;
+        for (int g = 0; g < group(); g++, n++) {
+            q[n] = &qkv[size_t(t) * wide_row + (item.kv_head * group() + g) * D];
+            lo[n] = seen_from(layer, position), hi[n] = position + 1;
+        }
+        longest = std::max(longest, position + 1);
+    }
+    const Queries queries{n, q, lo, hi};
+    const size_t S = shape.slot_tokens;
+    const float* slot = step.slab + step.runs[rows[item.row].run].slot * shape.slot_elements + layer.kv_offset;
+    const float *k = slot + item.kv_head * S * D, *v = slot + (G + item.kv_head) * S * D;
+    if (item.segment >= 0) return attend_segment(D, queries, k, v, item.segment, &partials[item.partial]);
+    thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
+    for (int s = 0; s * SEGMENT < longest; s++) {
+        attend_segment(D, queries, k, v, s, s ? part.data() : total.data());
+        if (s)
+            for (int i = 0; i < n; i++) merge(total[i], part[i], D);
+    }
+    for (int i = 0; i < n; i++)
+        finish(total[i], &attended[(size_t(item.row + i / group()) * shape.heads + item.kv_head * group() + i % group()) * D]);
+}
+
+inline void Decoder::finish(const Partial& state, float* out) const {
+    const __m512 by = _mm512_set1_ps(1.0f / state.sum);
+    for (int d = 0; d < shape.head_dim; d += LANES)
+        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_load_ps(state.values + d), by));
+}
+
+// The segments of a decode over a long context, merged in order.
+inline void Decoder::join(int t) {
+    const int D = shape.head_dim, segments = rows[t].position / SEGMENT + 1;
+    for (int head = 0; head < shape.heads; head++) {
+        Partial* first = &partials[split[t] + head / group() * segments * group() + head % group()];
+        for (int s = 1; s < segments; s++) merge(first[0], first[s * group()], D);
+        finish(first[0], &attended[(size_t(t) * shape.heads + head) * D]);
+    }
+}
+
+}  // namespace mlt

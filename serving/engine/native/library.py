@@ -1,0 +1,90 @@
+"""The C interface of ``native.cpp``, bound by ctypes (which lets go of the interpreter lock during a call)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch  # first: the library then shares torch's OpenMP threads instead of starting a second set
+
+logger = logging.getLogger(__name__)
+
+NAME = "_native.so"
+LANES = 16  # widths must be a multiple of this
+F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
+
+assert torch
+
+
+class Factors(ctypes.Structure):
+    """One adapter on one linear: ``a`` [rank, K], ``bt`` [rank, N]."""
+
+    _fields_ = (("a", c_void_p), ("bt", c_void_p), ("rank", c_int32), ("scale", c_float))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("norm1", c_void_p), ("norm2", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("qkv", c_void_p), ("o", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
+        ("window", c_int32), ("kv_offset", c_int64),
+    )  # fmt: skip
+
+
+class Shape(ctypes.Structure):
+    _fields_ = (
+        ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
+        ("intermediate", c_int32), ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
+        ("eps", c_float), ("scaling", c_float),
+    )  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    """``runs`` is [num_runs, 4] of int32: slot, first position, tokens, adapter (-1: the base)."""
+
+    _fields_ = (
+        ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("ids", c_void_p), ("cos", c_void_p),
+        ("sin", c_void_p), ("slab", c_void_p), ("adapters", c_void_p), ("kept", c_void_p), ("num_kept", c_int32),
+        ("logits", c_void_p),
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built or does not run on this processor."""
+    path = Path(__file__).with_name(NAME)
+    if not path.exists():
+        logger.info("native kernels were not built here; torch's are used")
+        return None
+    try:
+        found = ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("native kernels cannot be loaded (%s); torch's are used", error)
+        return None
+    if not found.mlt_supported():
+        logger.info("native kernels need AVX-512 VNNI; torch's are used")
+        return None
+    _declare(found)
+    return found
+
+
+def has_bf16() -> bool:
+    found = library()
+    return found is not None and bool(found.mlt_supported() & 2)
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    def declare(name: str, result: object, *arguments: object) -> None:
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
+
+    declare("mlt_linear_new", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p)
+    declare("mlt_linear_free", None, c_void_p)
+    declare("mlt_linear_dense", None, c_void_p, c_void_p)
+    declare("mlt_linear_multiply", None, c_void_p, c_int32, c_void_p, c_void_p)
+    declare("mlt_can_attend", c_int32, c_int32, c_int32)
+    declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
+    declare("mlt_decoder_free", None, c_void_p)
+    declare("mlt_decoder_step", None, c_void_p, POINTER(Step))

@@ -1,0 +1,236 @@
+// Weights of a linear, packed once, and y = x W^T + b over any number of rows.
+//
+//   packed   panel 0 | panel 1 | ...            a panel: PANEL output columns, all of K
+//   panel    k group 0: 16 columns, 16 columns | k group 1: ...
+//            a group is 1 float, 2 bfloat16 or 4 int8 of one column: what one 32-bit lane holds
+//
+// Every output is summed over k in the same order whatever the number of rows, so a row's result is bitwise the same
+// alone and in any batch. int8 rows carry a scale each; they are offset by 128 because vpdpbusd takes unsigned times
+// signed bytes, and 128 times the column's sum is taken off again, exactly.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <type_traits>
+#include <utility>
+
+#include "simd.h"
+
+namespace mlt {
+
+constexpr int PANEL = 32;
+constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a broadcast of 32 registers
+constexpr int LEVELS = 127;
+
+enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2 };
+
+inline void* allocate(size_t bytes) {
+    const size_t huge = size_t(2) << 20;
+    const size_t unit = bytes >= huge ? huge : 64;
+    void* memory = std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
+    if (memory && unit == huge) madvise(memory, bytes, MADV_HUGEPAGE);  // streaming weights misses the TLB otherwise
+    return memory;
+}
+
+struct Linear {
+    Kind kind;
+    int K, N, panels;
+    void* packed = nullptr;
+    float* scale = nullptr;    // INT8: by output column, panels * PANEL
+    int32_t* offset = nullptr; // INT8: 128 times the column's sum
+    float* bias = nullptr;     // or null
+
+    int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
+    size_t panel_bytes() const { return size_t(K) / lane() * PANEL * 4; }
+    ~Linear() { std::free(packed), std::free(scale), std::free(offset), std::free(bias); }
+};
+
+inline uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float from_bf16(uint16_t half) {
+    const uint32_t bits = uint32_t(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Where weight (n, k) lies, counted in elements of the kind.
+inline size_t place(const Linear& w, int n, int k) {
+    const int lane = w.lane();
+    return size_t(n / PANEL) * (size_t(w.K) * PANEL) + (size_t(k / lane) * PANEL + n % PANEL) * lane + k % lane;
+}
+
+// NaN where a value is not finite: then so is every product of the row, and the request fails instead of going astray.
+inline float row_scale(const float* x, int K) {
+    __m512 most = _mm512_setzero_ps();
+    __mmask16 strange = 0;
+    for (int k = 0; k < K; k += LANES) {
+        const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + k));
+        strange |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+        most = _mm512_max_ps(most, size);
+    }
+    if (strange) return NAN;
+    return std::max(_mm512_reduce_max_ps(most) * (1.0f / LEVELS), 1e-12f);
+}
+
+// One row of activations as unsigned bytes; returns its scale.
+inline float quantize_row(const float* x, int K, uint8_t* q) {
+    const float scale = row_scale(x, K);
+    const __m512 by = _mm512_set1_ps(scale);
+    for (int k = 0; k < K; k += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x + k), by));
+        _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
+    }
+    return scale;
+}
+
+inline void narrow_row(const float* x, int K, uint16_t* half) {
+    for (int k = 0; k < K; k++) half[k] = to_bf16(x[k]);
+}
+
+inline void pack(Linear& w, const float* dense, const float* bias) {
+    w.panels = round_up(w.N, PANEL) / PANEL;
+    w.packed = allocate(w.panels * w.panel_bytes());
+    std::memset(w.packed, 0, w.panels * w.panel_bytes());
+    if (bias) {
+        w.bias = (float*)allocate(sizeof(float) * w.panels * PANEL);
+        std::memset(w.bias, 0, sizeof(float) * w.panels * PANEL);
+        std::memcpy(w.bias, bias, sizeof(float) * w.N);
+    }
+    if (w.kind == Kind::INT8) {
+        w.scale = (float*)allocate(sizeof(float) * w.panels * PANEL);
+        w.offset = (int32_t*)allocate(sizeof(int32_t) * w.panels * PANEL);
+        std::memset(w.scale, 0, sizeof(float) * w.panels * PANEL);
+        std::memset(w.offset, 0, sizeof(int32_t) * w.panels * PANEL);
+    }
+#pragma omp parallel for schedule(static)
+    for (int n = 0; n < w.N; n++) {
+        const float* row = dense + size_t(n) * w.K;
+        if (w.kind == Kind::F32) {
+            for (int k = 0; k < w.K; k++) ((float*)w.packed)[place(w, n, k)] = row[k];
+        } else if (w.kind == Kind::BF16) {
+            for (int k = 0; k < w.K; k++) ((uint16_t*)w.packed)[place(w, n, k)] = to_bf16(row[k]);
+        } else {
+            const float scale = row_scale(row, w.K);
+            int32_t sum = 0;
+            for (int k = 0; k < w.K; k++) {
+                const int8_t q = (int8_t)__builtin_rintf(row[k] / scale);
+                ((int8_t*)w.packed)[place(w, n, k)] = q;
+                sum += q;
+            }
+            w.scale[n] = scale;
+            w.offset[n] = 128 * sum;
+        }
+    }
+}
+
+inline void unpack(const Linear& w, float* dense) {
+#pragma omp parallel for schedule(static)
+    for (int n = 0; n < w.N; n++)
+        for (int k = 0; k < w.K; k++) {
+            const size_t at = place(w, n, k);
+            dense[size_t(n) * w.K + k] = w.kind == Kind::F32    ? ((float*)w.packed)[at]
+                                         : w.kind == Kind::BF16 ? from_bf16(((uint16_t*)w.packed)[at])
+                                                                : ((int8_t*)w.packed)[at] * w.scale[n];
+        }
+}
+
+// Rows of activations in the form the kind multiplies. `values` is [T, K] of float, bfloat16 or offset bytes.
+struct Rows {
+    const void* values;
+    const float* scale;  // INT8 alone
+};
+
+template <Kind KIND>
+using Sum = std::conditional_t<KIND == Kind::INT8, __m512i, __m512>;
+
+template <Kind KIND>
+inline Sum<KIND> zero() {
+    if constexpr (KIND == Kind::INT8) return _mm512_setzero_si512();
+    else return _mm512_setzero_ps();
+}
+
+template <Kind KIND>
+inline void multiply_add(Sum<KIND>& sum, __m512i x, __m512i w) {
+    // The instruction adds in place; gcc 12 copies the register before and after where it is an intrinsic.
+    if constexpr (KIND == Kind::INT8) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    else if constexpr (KIND == Kind::BF16) asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
+}
+
+// The sum of row m and 16 columns from n on, as it goes to y.
+template <Kind KIND>
+inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, float* y, bool add) {
+    const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
+    __m512 value;
+    if constexpr (KIND == Kind::INT8) {
+        const __m512i exact = _mm512_sub_epi32(sum, _mm512_load_si512(w.offset + n));
+        value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(*x_scale));
+        value = _mm512_mul_ps(value, _mm512_load_ps(w.scale + n));
+    } else {
+        value = sum;
+    }
+    if (w.bias) value = _mm512_add_ps(value, _mm512_load_ps(w.bias + n));
+    if (add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, y + n));
+    _mm512_mask_storeu_ps(y + n, mask, value);
+}
+
+// As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
+// added to. Folds rather than loops: every accumulator then has a constant index and stays in a register.
+template <Kind KIND, size_t... M>
+inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x, int stride,
+                 const float* x_scale, float* y, bool add) {
+    Sum<KIND> left[] = {(void(M), zero<KIND>())...}, right[] = {(void(M), zero<KIND>())...};
+    const int32_t* const x_end = x + w.K / w.lane();
+    const char* weights = (const char*)w.packed + panel * w.panel_bytes();
+    for (const int32_t* at = x; at < x_end; at++, weights += 128) {
+        const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + 64);
+        (
+            [&] {
+                const __m512i b = _mm512_set1_epi32(at[M * stride]);
+                multiply_add<KIND>(left[M], b, w0);
+                multiply_add<KIND>(right[M], b, w1);
+            }(),
+            ...);
+    }
+    const int n = panel * PANEL;
+    (put<KIND>(w, left[M], n, x_scale + M, y + M * w.N, add), ...);
+    if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + M * w.N, add), ...);
+}
+
+template <Kind KIND, int M = TILE>
+inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y, bool add) {
+    if constexpr (M > 1)
+        if (rows < M) return tile_of<KIND, M - 1>(rows, w, panel, x, stride, s, y, add);
+    tile<KIND>(std::make_index_sequence<M>(), w, panel, x, stride, s, y, add);
+}
+
+template <Kind KIND>
+inline void multiply_panels(const Linear& w, Rows x, int T, float* y, bool add, int first, int last) {
+    const int stride = w.K / w.lane();
+    const int tiles = (T + TILE - 1) / TILE;
+    for (int panel = first; panel < last; panel++)
+        for (int i = 0; i < tiles; i++) {  // even tiles: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
+            const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
+            const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
+            tile_of<KIND>(b - a, w, panel, rows, stride, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, add);
+        }
+}
+
+// The share of thread `thread` of `threads` in y [T, N] (+)= x W^T + b.
+inline void multiply(const Linear& w, Rows x, int T, float* y, bool add, int thread, int threads) {
+    const int first = int(int64_t(w.panels) * thread / threads), last = int(int64_t(w.panels) * (thread + 1) / threads);
+    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, add, first, last);
+    else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, add, first, last);
+    else multiply_panels<Kind::BF16>(w, x, T, y, add, first, last);
+}
+
+}  // namespace mlt

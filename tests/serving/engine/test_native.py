@@ -1,0 +1,209 @@
+"""The native kernels and the decoder step that runs whole in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from engine_runs import run
+from tiny_models import COMMON, greedy, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine import linear
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.engine.loader import load_model
+from mlflow_llm.serving.engine.native.decoder import NativeDecoder
+from mlflow_llm.serving.engine.native.library import has_bf16, library
+from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
+from mlflow_llm.serving.engine.quantization import Int8Weight
+from mlflow_llm.serving.engine.runner import ModelForward
+from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+from mlflow_llm.serving.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+
+WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}  # heads of 16, as the kernels take
+DECODERS = {
+    "llama": lambda: tf.LlamaConfig(**WIDE),
+    "llama_bias": lambda: tf.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: tf.Qwen2Config(**WIDE),
+    "qwen3": lambda: tf.Qwen3Config(**WIDE, head_dim=32),
+    "mistral": lambda: tf.MistralConfig(**WIDE, sliding_window=37),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# -- linears ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(16, 16), (100, 48), (33, 576), (960, 64)])
+@pytest.mark.parametrize("rows", [1, 5, 12, 13, 130])
+def test_float32_equals_torch(rows: int, shape: tuple[int, int], bias: bool) -> None:
+    """A float32 product is torch's, for any number of rows and outputs."""
+    torch.manual_seed(1)
+    weight, offset, x = torch.randn(shape), torch.randn(shape[0]) if bias else None, torch.randn(rows, shape[1])
+    packed = NativeWeight(weight, offset)
+    assert torch.allclose(packed.matmul(x), F.linear(x, weight, offset), atol=2e-4)
+    assert torch.equal(packed.dense(), weight)
+
+
+@pytest.mark.parametrize("rows", [1, 13, 130])
+def test_int8_equals_the_other_int8(rows: int) -> None:
+    """An int8 product is bitwise the one of ``Int8Weight``: the same scales, exact sums."""
+    torch.manual_seed(2)
+    weight, bias, x = torch.randn(100, 192), torch.randn(100), torch.randn(rows, 192)
+    x[0] = 0.0
+    packed, other = NativeWeight(weight, bias, INT8), Int8Weight(weight, bias)
+    assert torch.equal(packed.matmul(x), other.matmul(x))
+    assert torch.equal(packed.dense(), other.dense())
+
+
+@pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+def test_bfloat16_rounds_both_sides() -> None:
+    """A bfloat16 product is the float32 product of the rounded factors."""
+    torch.manual_seed(3)
+    weight, x = torch.randn(100, 192), torch.randn(7, 192)
+    packed = NativeWeight(weight, None, BF16)
+    rounded = F.linear(x.bfloat16().float(), weight.bfloat16().float())
+    assert torch.allclose(packed.matmul(x), rounded, atol=1e-4)
+    assert torch.equal(packed.dense(), weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind", [F32, INT8, BF16])
+def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
+    """No result depends on the other rows or on the number of threads."""
+    torch.manual_seed(4)
+    packed, x = NativeWeight(torch.randn(200, 576), torch.randn(200), kind), torch.randn(45, 576)
+    together = packed.matmul(x)
+    torch.set_num_threads(1)
+    assert torch.equal(packed.matmul(x), together)
+    for row in (0, 11, 44):
+        assert torch.equal(packed.matmul(x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.parametrize("kind", [F32, INT8, BF16])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
+    """A row with NaN or infinity gives nothing finite, and the rows beside it are untouched."""
+    torch.manual_seed(5)
+    packed, x = NativeWeight(torch.randn(40, 64), None, kind), torch.randn(3, 64)
+    clean = packed.matmul(x)
+    x[1, 17] = strange
+    y = packed.matmul(x)
+    assert not torch.isfinite(y[1]).any()
+    assert torch.equal(y[0], clean[0])
+    assert torch.equal(y[2], clean[2])
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    """Other widths, dtypes and places are left to torch."""
+    assert can_pack(torch.zeros(3, 32))
+    assert not can_pack(torch.zeros(3, 40))
+    assert not can_pack(torch.zeros(3, 32, dtype=torch.bfloat16))
+    assert not can_pack(torch.zeros(3, 32, device="meta"))
+
+
+def test_the_setting_leaves_the_kernels_out() -> None:
+    """``kernels="torch"`` packs nothing natively, "auto" everything that fits; the int8 head is bfloat16."""
+    for settings, kinds in (
+        (EngineSettings(kernels="torch"), {None}),
+        (EngineSettings(), {F32}),
+        (EngineSettings(quantization="int8"), {INT8, BF16 if has_bf16() else F32}),
+    ):
+        model = make_model(DECODERS["llama"]())
+        found = linear.install(model, linear.StepHolder(), settings).linears.values()
+        assert {getattr(each.group.packed, "kind", None) for each in found} == kinds
+
+
+# -- the decoder ------------------------------------------------------------------------------------------------------
+
+
+def core_of(directory: Path, name: str, **settings: Any) -> EngineCore:
+    bundle = save_bundle(make_model(DECODERS[name]()), directory)
+    return EngineCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 26, **settings}))
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
+    """Prompts in chunks and decodes mixed, long contexts too: the tokens of transformers' greedy ``generate``."""
+    model = make_model(DECODERS[name]())
+    core = core_of(tmp_path, name, max_num_batched_tokens=100)
+    assert isinstance(core._parts.runner._forward, NativeDecoder)
+    prompts = {str(n): prompt_of(n, n) for n in (1, 7, 64, 130, 700)}
+    found = run(core, *(request_of(name, prompt, max_tokens=9) for name, prompt in prompts.items()))
+    core.close()
+    for name, prompt in prompts.items():
+        assert found[name].tokens[0] == greedy(model, prompt, 9)
+
+
+def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: int) -> Any:
+    """Logits of every token, computed in pieces that end at ``cuts`` beside ``beside`` other sequences."""
+    torch.set_num_threads(threads)
+    cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, dtype=torch.float32)
+    decoder = NativeDecoder(loaded.decoder, cache)
+    random = np.random.default_rng(beside)
+    for owner in range(beside + 1):
+        cache.acquire(owner, "", tokens.astype(np.int32), reuse=False)
+    rows, start = [], 0
+    for end in cuts:
+        others = [random.integers(0, 131, 3) for _ in range(beside)]
+        ids = np.concatenate([*others, tokens[start:end]]).astype(np.int64)
+        runs = [Row(1 + i, 3 * cuts.index(end), 3) for i in range(beside)] + [Row(0, start, end - start)]
+        kept = range(len(ids) - (end - start), len(ids))
+        rows.append(decoder.forward(ids, runs, [None] * len(runs), kept))
+        start = end
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
+    """Chunks, neighbours and threads change no bit: one prefill of 1100 tokens or pieces of it, decodes at the end."""
+    settings = EngineSettings(kv_cache_memory=1 << 26)
+    loaded = load_model(save_bundle(make_model(DECODERS[name]()), tmp_path), settings)
+    tokens = np.random.default_rng(0).integers(0, 131, 1100)
+    whole = logits_of(loaded, tokens, [1100], beside=0, threads=2)
+    for cuts, beside, threads in (
+        ([5, 33, 512, 700, 1097, 1098, 1099, 1100], 0, 2),
+        ([512, 1099, 1100], 3, 1),
+        ([1, 2, 3, 1099, 1100], 2, 2),
+    ):
+        assert torch.equal(logits_of(loaded, tokens, cuts, beside, threads), whole)
+
+
+def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
+    """The int8 decoder and transformers' code over the same int8 linears differ by rounding alone."""
+    bundle = save_bundle(make_model(DECODERS["llama"]()), tmp_path)
+    loaded = load_model(bundle, EngineSettings(quantization="int8", kv_cache_memory=1 << 26))
+    tokens = np.random.default_rng(1).integers(0, 131, 60)
+    cache = SlotKVCache(loaded.layers, num_slots=2, num_tokens=512, max_model_len=256, dtype=torch.float32)
+    cache.acquire(0, "", tokens.astype(np.int32))
+    cache.acquire(1, "", tokens.astype(np.int32), reuse=False)
+    native = NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 60)], [None], range(60))
+    with torch.inference_mode():
+        model = ModelForward(loaded.model, loaded.holder, cache, None, loaded.device)
+        plain = model.forward(tokens, [Row(1, 0, 60)], [None], range(60))
+    # a value on the edge between two int8 levels may fall either way: most rows agree closely, none is far off
+    distance = (native - plain).norm(dim=-1) / plain.norm(dim=-1)
+    assert float(distance.median()) < 0.02
+    assert float(distance.max()) < 0.2
+
+
+def test_models_of_another_form_run_by_their_own_code(tmp_path: Path) -> None:
+    """A decoder the step does not know, and one whose heads the kernels do not take, are run by transformers' code."""
+    for config in (tf.Phi3Config(**WIDE), tf.LlamaConfig(**COMMON)):
+        core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
+        assert isinstance(core._parts.runner._forward, ModelForward)
+        core.close()
