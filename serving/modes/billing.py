@@ -39,7 +39,7 @@ class ReservedTime:
         self._at = 0.0
         self._minutes = Minutes(store, clock=lambda: self._at)
         self._told: dict[tuple[str, str], tuple[int, int]] = {}
-        self._owed: dict[Minute, int] = {}
+        self._owed: dict[Minute, tuple[int, float]] = {}  # units, and when they were first held
         self._tenants: dict[str, str] = {}
         self._silent_until = 0.0
 
@@ -47,11 +47,12 @@ class ReservedTime:
         """``units`` tokens/s are reserved now."""
         if units < 1:
             return
-        minute = int(self._now()) // 60
+        now = self._now()
+        minute = int(now) // 60
         if (last := self._told.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
             self._told[endpoint, entity] = (minute, units)
             if len(self._owed) < BACKLOG:
-                self._owed[Minute(endpoint, entity, minute)] = units
+                self._owed[Minute(endpoint, entity, minute)] = (units, now)
         self._settle()
 
     def forget(self, endpoint: str, entity: str) -> None:
@@ -61,8 +62,8 @@ class ReservedTime:
     def _settle(self) -> None:
         if not self._owed or self._now() < self._silent_until:
             return
-        for minute, units in list(self._owed.items()):
-            self._at = minute.minute * 60.0
+        for minute, (units, at) in list(self._owed.items()):
+            self._at = at
             try:
                 tenant = self._tenant(minute.endpoint)
                 self._minutes.record(tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units)

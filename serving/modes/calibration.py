@@ -46,7 +46,7 @@ def calibrate(
     callers = max(1, min(callers, info.max_num_seqs))
     prompt_tokens = max(1, min(prompt_tokens, info.max_model_len // 2))
     new_tokens = max(1, min(new_tokens, info.max_model_len - prompt_tokens))
-    if "embeddings" in info.tasks:
+    if set(info.tasks) == {"embeddings"}:
         return _calibrate_reading(engine, callers, prompt_tokens, clock)
     _together(engine, 1, prompt_tokens, new_tokens)
     began = clock()

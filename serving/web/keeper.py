@@ -48,8 +48,10 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_await_end, args=(over, changed), daemon=True).start()
     board = Board(directory)
     supervisor = Supervisor(state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=board.in_use)
-    endpoints = Endpoints(Store(store_url(spec, directory)), locate=_locate_nothing)
-    controller = Controller(endpoints, supervisor, board, Scaler(), find=with_files, say=say, over=over)
+    store = Store(store_url(spec, directory))
+    endpoints = Endpoints(store, locate=_locate_nothing)
+    scaler = Scaler.of(spec.settings, store)
+    controller = Controller(endpoints, supervisor, board, scaler, find=with_files, say=say, over=over)
     try:
         controller.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")

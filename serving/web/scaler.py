@@ -12,12 +12,14 @@ from msgspec import Struct
 
 from ..engine.interface import Engine
 from ..errors import InvalidField
+from ..metering.store import Store
 from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
 from ..modes.endpoint_config import ServedEntity
 from ..modes.provisioned import Measured, check_throughput, reserved_units
 from ..modes.scaling import Load, ScalePolicy, ScaleState, decide
 from ..transport.supervisor import EntityStatus
+from .settings import ServerSettings
 
 WANTED_SECONDS = 3.0  # a request that waits for a replica says so each second
 PREPARED_SECONDS = 120.0  # within which what was prepared is served, or never will be
@@ -64,8 +66,15 @@ class _Seen(Struct):
 class Scaler:
     """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to.
 
-    ``reserved_time`` None bills nothing. ``idle_seconds`` without a request scale an entity to zero that may be.
+    ``reserved_time`` None: there is no ledger, so nothing can be reserved. ``idle_seconds`` without a request scale an
+    entity to zero that may be.
     """
+
+    @classmethod
+    def of(cls, settings: ServerSettings, store: Store) -> Scaler:
+        """That of a server; without a database of its own it keeps no ledger."""
+        reserved_time = ReservedTime(store, now=time.time) if settings.database is not None else None
+        return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
 
     def __init__(
         self, reserved_time: ReservedTime | None = None, *, idle_seconds: float = 300.0, settle_seconds: float = 60.0
@@ -85,6 +94,9 @@ class Scaler:
         entity = served.entity
         if not entity.provisioned:
             return {}
+        if self._reserved_time is None:
+            given = entity.max_provisioned_throughput
+            raise InvalidField("max_provisioned_throughput", given, "none on a server started without --database")
         if (capacity := self._capacity.get(served.key)) is None:
             capacity = self._capacity[served.key] = calibrate(engine)
         most = replicas_on_this_machine(entity)

@@ -15,7 +15,10 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True):
-    """``entity`` names the served model (its URI's last part by default). ``core`` replaces the engine's own class."""
+    """``entity`` names the served model (its URI's last part by default). ``core`` replaces the engine's own class.
+
+    The last three are as in the management API: tokens/s reserved, and whether an idle engine may end.
+    """
 
     name: str
     entity: str
@@ -24,6 +27,9 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     profile: ProfileName = "open"
     created: int = 0
     core: str | None = None
+    min_provisioned_throughput: int | None = None
+    max_provisioned_throughput: int | None = None
+    scale_to_zero_enabled: bool = False
 
 
 class ServeSpec(Struct, frozen=True, kw_only=True):

@@ -53,9 +53,11 @@ def running(
     engine: EngineSettings | None = None,
     name: str = "assistant",
     seconds: float = 120,
+    more: tuple[EndpointSpec, ...] = (),
     **settings: object,
 ) -> Iterator[Running]:
-    """Start a server of ``bundle`` as one endpoint, wait until it is ready, and end it with all its processes."""
+    """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, and end it with all its
+    processes."""
     port = free_port()
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
@@ -69,6 +71,7 @@ def running(
                     created=1,
                     engine=engine or EngineSettings(idle_timeout=0.3),
                 ),
+                *more,
             ),
             settings=ServerSettings(port=port, **({"workers": 1} | settings)),
             runtime_dir=runtime,

@@ -58,9 +58,21 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return engines
 
 
-def test_a_provisioned_entity_is_measured_once_for_an_engine(measured: list[object]) -> None:
+@pytest.fixture
+def store(tmp_path: Path):
+    opened = Store(str(tmp_path / "metering.db"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reserved_time(store: Store) -> ReservedTime:
+    return ReservedTime(store, now=lambda: 6000.0)
+
+
+def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserved_time: ReservedTime) -> None:
     """Its facts are what was measured; another version on the same engine is not measured again."""
-    scaler, engine = Scaler(), object()
+    scaler, engine = Scaler(reserved_time), object()
     limits = {"min_provisioned_throughput": 150, "max_provisioned_throughput": 300}
     assert scaler.prepare(served(**limits), engine) == FACTS
     assert scaler.prepare(served(version=2, **limits), engine) == FACTS
@@ -69,16 +81,23 @@ def test_a_provisioned_entity_is_measured_once_for_an_engine(measured: list[obje
     assert measured == [engine]
 
 
-def test_what_the_machine_cannot_give_is_refused(measured: list[object]) -> None:
+def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserved_time: ReservedTime) -> None:
     """By name, with what was asked for and what was measured."""
     fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):
-        Scaler().prepare(served(**fields), object())
+        Scaler(reserved_time).prepare(served(**fields), object())
 
 
-def test_reserves_of_all_endpoints_fit_the_machine_together(measured: list[object]) -> None:
+def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
+    """The config is refused with what is missing, before anything is measured."""
+    with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
+        Scaler().prepare(served(max_provisioned_throughput=500), object())
+    assert measured == []
+
+
+def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_time: ReservedTime) -> None:
     """What one has reserved another cannot, until it is gone; a new version takes the place of the old one."""
-    scaler = Scaler()
+    scaler = Scaler(reserved_time)
     first, second = served("a", min_provisioned_throughput=300), served("b", min_provisioned_throughput=200)
     first, second = (
         msgspec.structs.replace(s, entity=msgspec.structs.replace(s.entity, max_provisioned_throughput=400))
@@ -137,13 +156,6 @@ def test_a_request_during_zero_starts_the_first_replica_and_only_it() -> None:
     starting = EntityStatus(entity="key", wanted=1, replicas=())
     for now in range(10, 20):
         assert scaler.replicas(one, FACTS, starting, now - 0.5, float(now)) == 1
-
-
-@pytest.fixture
-def store(tmp_path: Path):
-    opened = Store(str(tmp_path / "metering.db"))
-    yield opened
-    opened.close()
 
 
 def minutes(store: Store) -> list[tuple[int, str, int, int]]:

@@ -1,0 +1,156 @@
+"""Provisioned throughput on a real server: reserves beside pay-per-token, the bill, zero replicas and back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from instant_model import write_instant_model
+from serving_process import INSTANT_CORE, Running, running
+from test_server import asking, until
+
+from mlflow_llm.serving.metering import Price, Prices, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering.tables import buckets, provisioned_minutes
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.web.spec import EndpointSpec
+
+PROMPT = {"prompt": "hello", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path_factory.mktemp('provisioned') / 'ledger.db'}")
+    prices = Prices(store)
+    prices.set("*", Price(input=10**6, output=10**6, unit_minute=3))
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def server(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """``assistant`` is paid by token; ``reserved`` shares its engine and has 50 tokens/s; ``sleepy`` takes 1.5 s to
+    load, runs one request and queues two, and may scale to zero after 1.5 s."""
+    root: Path = tmp_path_factory.mktemp("server")
+    shared, slow = (write_instant_model(root / name, step_delay=0.002, load_delay=d) for name, d in _LOADS)
+    settings = EngineSettings(idle_timeout=0.2)
+    few = EngineSettings(idle_timeout=0.2, max_num_seqs=1)
+    reserve = {"min_provisioned_throughput": 50, "max_provisioned_throughput": 50, "core": INSTANT_CORE}
+    more = (
+        EndpointSpec(name="reserved", entity="model-r", bundle=shared, engine=settings, **reserve),
+        EndpointSpec(name="sleepy", entity="model-s", bundle=slow, engine=few, scale_to_zero_enabled=True, **reserve),
+    )
+    url = f"sqlite:///{store.engine.url.database}"
+    with running(
+        shared,
+        engine=settings,
+        more=more,
+        database=url,
+        state_dir=str(root / "state"),
+        max_queued=2,
+        scale_to_zero_after=1.5,
+    ) as server:
+        yield server
+
+
+_LOADS = (("shared", 0.0), ("slow", 1.5))
+
+
+def ask(server: Running, endpoint: str, **body: Any) -> tuple[int, dict[str, Any], Any]:
+    """(status, body, headers) of a completion."""
+    with asking(server, PROMPT | body, path=f"/serving-endpoints/{endpoint}/invocations") as answer:
+        return answer.status, json.loads(answer.read()), answer.headers
+
+
+def test_fields_follow_the_mode_of_the_endpoint(server: Running) -> None:
+    """n on the provisioned endpoint and error_behavior on the pay-per-token one answer; the other way round is a 400
+    that says why."""
+    status, reply, _ = ask(server, "reserved", n=2)
+    assert (status, len(reply["choices"])) == (200, 2)
+    assert ask(server, "assistant", error_behavior="truncate")[0] == 200
+    status, reply, _ = ask(server, "assistant", n=2)
+    assert (status, reply["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+    assert "n: 2" in reply["message"]
+    assert "provisioned" in reply["message"]
+    status, reply, _ = ask(server, "reserved", error_behavior="truncate")
+    assert (status, reply["error_code"]) == (400, "INVALID_PARAMETER_VALUE")
+    assert "error_behavior: 'truncate'" in reply["message"]
+    assert "pay-per-token" in reply["message"]
+
+
+def test_reserved_time_is_billed_and_its_tokens_are_not(server: Running, store: Store) -> None:
+    """A provisioned request is in the ledger with its tokens and costs nothing; its minutes cost units x price."""
+    for endpoint in ("reserved", "assistant"):
+        assert ask(server, endpoint)[0] == 200
+    by_mode = lambda: {row.mode: row for row in Usage(store).rows(UsageFilter()) if row.status == "ok"}  # noqa: E731
+    until(lambda: len(by_mode()) == 2)
+    assert by_mode()["provisioned"].cost == 0
+    assert by_mode()["pay_per_token"].cost > 0
+    assert by_mode()["provisioned"].completion_tokens > 0
+    table = provisioned_minutes.c
+    query = sa.select(table.units, table.cost).where(table.endpoint == "reserved")
+    minutes = store.read(lambda connection: connection.execute(query).all())
+    assert minutes
+    assert {tuple(row) for row in minutes} == {(50, 150)}
+
+
+def test_a_request_draws_from_the_reserve_and_gives_back(server: Running, store: Store) -> None:
+    """While it runs, the bucket of the endpoint is lower by what it may use; other endpoints have none."""
+    bucket = sa.select(buckets.c.level_milli).where(buckets.c.subject == "reserved\nmodel-r")
+    level = lambda: store.read(lambda connection: connection.execute(bucket).scalar_one())  # noqa: E731
+    assert ask(server, "reserved")[0] == 200
+    with asking(
+        server, PROMPT | {"max_tokens": 2000, "stream": True}, path="/serving-endpoints/reserved/invocations"
+    ) as answer:
+        answer.readline()
+        assert level() <= 50 * 60 * 1000 - 1_990_000
+    until(lambda: level() > 50 * 60 * 1000 - 1_990_000)
+    subjects = store.read(lambda connection: connection.execute(sa.select(buckets.c.subject)).scalars().all())
+    assert not [subject for subject in subjects if subject.startswith("assistant")]
+
+
+def engines(server: Running) -> int:
+    return len(list(server.runtime.glob("*/spec.json")))
+
+
+def test_zero_replicas_and_back(server: Running) -> None:
+    """Idle, the engine ends. The next requests wait for a new one as far as the queue goes, and each of these is
+    answered; one more is told when to come again."""
+    until(lambda: engines(server) == 1, seconds=20)
+    answers: list[tuple[int, dict[str, Any], Any]] = []
+    threads = [threading.Thread(target=lambda: answers.append(ask(server, "sleepy"))) for _ in range(3)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    until(lambda: engines(server) == 2, seconds=10)
+    status, reply, headers = ask(server, "sleepy")
+    assert status == 503, reply
+    assert int(headers["Retry-After"]) >= 1
+    for thread in threads:
+        thread.join()
+    assert [status for status, _, _ in answers] == [200, 200, 200]
+    assert time.monotonic() - began > 1.5
+    assert ask(server, "sleepy")[0] == 200
+
+
+def test_a_machine_that_cannot_give_it_refuses(tmp_path: Path) -> None:
+    """The server says which field, what was asked and what was measured, and does not start."""
+    bundle = write_instant_model(tmp_path, step_delay=0.01)
+    spec = EndpointSpec(
+        name="reserved",
+        entity="model-r",
+        bundle=bundle,
+        core=INSTANT_CORE,
+        engine=EngineSettings(idle_timeout=0.2),
+        min_provisioned_throughput=10**6,
+        max_provisioned_throughput=10**6,
+    )
+    own = {"database": f"sqlite:///{tmp_path / 'l.db'}", "state_dir": str(tmp_path / "s")}
+    refused = r"min_provisioned_throughput: 1000000 .*measured"
+    with pytest.raises(AssertionError, match=refused), running(bundle, more=(spec,), **own):
+        pass
