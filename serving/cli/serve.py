@@ -36,6 +36,15 @@ DEFAULTS = ServerSettings()
 @click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
 @click.option("--max-queued", default=DEFAULTS.max_queued, show_default=True, type=click.IntRange(0))
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
+@click.option(
+    "--trace-sample",
+    default=DEFAULTS.trace_sample,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of requests traced to MLflow; a caller's sampled traceparent is always. 0 is off.",
+)
+@click.option("--trace-content", is_flag=True, help="Put prompts and replies into traces.")
+@click.option("--trace-experiment", default=DEFAULTS.trace_experiment, show_default=True, help="For the traces.")
 @click.option("--log-level", default=DEFAULTS.log_level, type=click.Choice(["debug", "info", "warning", "error"]))
 def serve(
     models: tuple[str, ...],

@@ -93,7 +93,9 @@ class Exchange:
             return
         self.finished = True
         seconds = time.perf_counter() - self.started
-        if self.endpoint:
+        if not self.endpoint:
+            metrics.REQUESTS.labels("", "", "", str(status)).inc()
+        else:
             self._measure(status, seconds)
             if self.trace is not None and self.trace.sampled:
                 self.tracer.export(self._span(status, error, seconds))

@@ -27,7 +27,8 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15,
 OWN = CollectorRegistry()
 REQUESTS = Counter(
     "mlflow_llm_requests",
-    "Requests by their HTTP status (200 with an error in the stream counts as the error's)",
+    "Requests by their HTTP status (200 with an error in the stream counts as the error's); without an endpoint: "
+    "refused before one was known",
     (*BY_ADAPTER, "task", "status"),
     registry=OWN,
 )

@@ -19,7 +19,9 @@ from gunicorn.app.base import BaseApplication
 
 from ..errors import EngineDied, PackagingError
 from . import logs
+from .exporting import exporting
 from .spec import ServeSpec
+from .worker_figures import merge_ended
 
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -38,7 +40,7 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
         (directory / SPEC).write_bytes(msgspec.json.encode(spec))
         (directory / "metrics").mkdir()
         os.environ[PROMETHEUS_DIRECTORY] = str(directory / "metrics")
-        with Keeper(directory) as keeper:
+        with exporting(directory, spec.settings), Keeper(directory) as keeper:
             keeper.await_ready(progress or (lambda _: None))
             Application(spec, directory, keeper, progress).run()
     finally:
@@ -157,6 +159,4 @@ class Application(BaseApplication):
 
 
 def _forget_worker(arbiter: Any, worker: Any) -> None:
-    from prometheus_client import multiprocess
-
-    multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+    merge_ended(Path(os.environ[PROMETHEUS_DIRECTORY]), worker.pid)

@@ -103,18 +103,21 @@ class Tracer:
 OFF = Tracer()
 
 
-def connect(directory: Path) -> Callable[[bytes], bool]:
-    """``Tracer.send`` to the exporter of the server in ``directory``; to be called in the worker, after the fork."""
-    socket: Any = zmq.Context.instance().socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(f"ipc://{directory / SOCKET}")
+class Outbox:
+    """A ``Tracer``'s way to the exporter of the server in ``directory``; to be made in the worker, after the fork."""
 
-    def send(record: bytes) -> bool:
+    def __init__(self, directory: Path) -> None:
+        self._socket: Any = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
+        self._socket.connect(f"ipc://{directory / SOCKET}")
+
+    def __call__(self, record: bytes) -> bool:
         try:
-            socket.send(record, zmq.NOBLOCK)
+            self._socket.send(record, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    return send
+    def close(self) -> None:
+        """Records that are still here go on for a second."""
+        self._socket.close(1000)

@@ -17,8 +17,9 @@ from .board import Board
 from .endpoints import Endpoints
 from .follower import Follower
 from .registry import locate
-from .settings import default_state_dir
+from .settings import ServerSettings, default_state_dir
 from .spec import ServeSpec, store_url
+from .tracing import OFF, Outbox, Tracer
 from .warm import generate_one
 
 
@@ -29,6 +30,7 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
     keys, ledger = _metering(spec, store)
     endpoints = Endpoints()
     server = make_server(endpoints, spec.settings, keys=keys if spec.settings.require_keys else None, ledger=ledger)
+    server.tracer = _tracer(spec.settings, directory)
     server.store = store
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)
     server.management = ManagedEndpoints(store, locate=located)
@@ -43,6 +45,12 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
     server.follower = follower
     gevent.spawn(follower.run)
     return create_app(server)
+
+
+def _tracer(settings: ServerSettings, directory: Path) -> Tracer:
+    if settings.trace_sample == 0:
+        return OFF
+    return Tracer(settings.trace_sample, content=settings.trace_content, send=Outbox(directory))
 
 
 def _store(url: str) -> Any:

@@ -1,0 +1,34 @@
+"""Starts the trace exporter beside a server that traces, and ends it behind the last span."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .settings import ServerSettings
+
+END_SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def exporting(directory: Path, settings: ServerSettings) -> Iterator[None]:
+    """The exporter for as long as the block lasts; nothing where ``trace_sample`` is 0. It takes its stores from this
+    process' environment; its standard input closes with the block, or with this process, however that ends."""
+    if settings.trace_sample == 0:
+        yield
+        return
+    command = [sys.executable, "-m", "mlflow_llm.serving.web.trace_exporter", str(directory), settings.trace_experiment]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        if process.poll() is None:
+            process.kill()
+            process.wait()

@@ -1,0 +1,273 @@
+"""Traces: ids of the W3C's header, sampling, and finished spans in a real MLflow store and a real collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from flask.testing import FlaskClient
+
+from mlflow_llm.serving.web import logs, metrics
+from mlflow_llm.serving.web.app import create_app
+from mlflow_llm.serving.web.invoke import Server
+from mlflow_llm.serving.web.tracing import SOCKET, Outbox, Tracer, parse
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADER = f"00-{TRACE}-{PARENT}-01"
+CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "x" * 300,
+        f"00-{TRACE}-{PARENT}",
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{TRACE.upper()}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-01-more",
+        f"00-{TRACE[:-1]}-{PARENT}-01",
+    ],
+)
+def test_headers_that_are_none(header: str | None) -> None:
+    """A header that the recommendation calls invalid counts as none."""
+    assert parse(header) is None
+
+
+def test_a_header_is_continued() -> None:
+    """The caller's trace id and span id are taken over, the span id is ours, the flag decides on sampling."""
+    found = parse(HEADER)
+    assert found is not None
+    assert (found.trace_id, found.parent_id, found.sampled) == (TRACE, PARENT, True)
+    assert re.fullmatch("[0-9a-f]{16}", found.span_id)
+    assert found.span_id != PARENT
+    later = parse(f"01-{TRACE}-{PARENT}-00-more")  # a version of the future may say more
+    assert later is not None
+    assert not later.sampled
+
+
+def test_sampling() -> None:
+    """Off by default, whatever a caller says; on, the caller decides, else the share of requests."""
+    assert Tracer().context(None) is None
+    off = Tracer().context(HEADER)
+    assert off is not None
+    assert not off.sampled
+    send = [].append
+    always, never = Tracer(1.0, send=send), Tracer(1e-12, send=send)
+    assert always.context(None).sampled
+    assert not always.context(HEADER[:-2] + "00").sampled
+    assert never.context(None) is None
+    assert never.context(HEADER).sampled
+    half = Tracer(0.5, send=send)
+    assert 350 < sum(half.context(None) is not None for _ in range(1000)) < 650
+
+
+def test_the_log_has_the_ids(client: FlaskClient, caplog: pytest.LogCaptureFixture) -> None:
+    """A request's log line carries its own id, its reply's id and the caller's trace, also with tracing off."""
+    log = logs.logger()
+    log.addHandler(caplog.handler)
+    try:
+        log.setLevel("INFO")
+        answer = client.post("/v1/chat/completions", json=CHAT, headers={"traceparent": HEADER, "X-Request-Id": "a-1"})
+    finally:
+        log.removeHandler(caplog.handler)
+    fields = next(r.fields for r in caplog.records if r.getMessage() == "request")
+    assert (fields["request_id"], fields["trace_id"], fields["parent_id"]) == ("a-1", TRACE, PARENT)
+    assert answer.json["id"] == f"chatcmpl-{fields['reply_id']}"
+    assert "span_id" not in fields
+
+
+def test_a_far_behind_exporter_costs_traces_and_nothing_else(make: Callable[..., Server]) -> None:
+    """Records that cannot be sent are dropped and counted; the request is answered."""
+    server = make()
+    server.tracer = Tracer(1.0, send=lambda record: False)
+    before = metrics.TRACES_DROPPED._value.get()
+    assert create_app(server).test_client().post("/v1/chat/completions", json=CHAT).status_code == 200
+    assert metrics.TRACES_DROPPED._value.get() == before + 1
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes OpenTelemetry's protobuf requests."""
+
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            data = gzip.decompress(data)
+        self.server.taken.append(ExportTraceServiceRequest.FromString(data))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        server.taken = []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", server.taken
+        server.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def exporting(directory: Path, **environment: str) -> Iterator[None]:
+    """The exporter's process; leaving closes its standard input and waits until all is exported."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.web.trace_exporter", str(directory), "served"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_TRACKING", "OTEL_"))}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=kept | environment)
+    try:
+        until = time.monotonic() + 100
+        while not (directory / SOCKET).exists():
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        yield
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == 0, told
+        assert b"not exported" not in told, told
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def traced(make: Callable[..., Server], store: str, collector: tuple[str, list[Any]]) -> Iterator[Traced]:
+    with tempfile.TemporaryDirectory(prefix="mlt-") as root:
+        yield Traced(make(), Path(root), {"MLFLOW_TRACKING_URI": store, "OTEL_EXPORTER_OTLP_ENDPOINT": collector[0]})
+
+
+class Traced:
+    """``with traced.client(…) as client``: what it asks is in both places when the block is over."""
+
+    def __init__(self, server: Server, directory: Path, environment: dict[str, str]) -> None:
+        self.server, self.directory, self.environment = server, directory, environment
+
+    @contextlib.contextmanager
+    def client(self, sample: float = 1.0, content: bool = False) -> Iterator[FlaskClient]:
+        outbox = Outbox(self.directory)
+        self.server.tracer = Tracer(sample, content=content, send=outbox)
+        with exporting(self.directory, **self.environment):
+            yield create_app(self.server).test_client()
+            outbox.close()
+
+
+def traces(store: str) -> dict[str, Any]:
+    """MLflow's traces by the request's id."""
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("served")
+    found = client.search_traces(locations=[experiment.experiment_id], max_results=100)
+    return {trace.data.spans[0].get_attribute("mlflow_llm.request_id"): trace for trace in found}
+
+
+def spans(taken: list[Any]) -> dict[str, Any]:
+    """The collector's spans by the request's id, with attributes as a dict."""
+    found = {}
+    for request in taken:
+        for span in request.resource_spans[0].scope_spans[0].spans:
+            attributes = {a.key: a.value for a in span.attributes}
+            found[attributes["mlflow_llm.request_id"].string_value] = (span, attributes)
+    return found
+
+
+def usage_of(answer: Any) -> dict[str, int]:
+    told = answer["usage"]
+    return {
+        "input_tokens": told["prompt_tokens"],
+        "output_tokens": told.get("completion_tokens", 0),
+        "total_tokens": told["total_tokens"],
+    }
+
+
+def test_traces_in_mlflow_and_at_a_collector(traced: Traced, store: str, collector: tuple[str, list[Any]]) -> None:
+    """Every sampled request is a trace with the usage its caller was told, whole and streamed, chat and embeddings, an
+    adapter's and a refused one; a caller's trace is continued; without content no prompt and no reply is in it."""
+    with traced.client() as client:
+
+        def ask(name: str, path: str, body: dict[str, Any], **headers: str) -> Any:
+            return client.post(path, json=body, headers={"X-Request-Id": name, **headers})
+
+        told = {
+            "whole": usage_of(ask("whole", "/v1/chat/completions", CHAT).json),
+            "adapter": usage_of(ask("adapter", "/v1/chat/completions", CHAT | {"model": "assistant:pirate"}).json),
+            "vectors": usage_of(ask("vectors", "/v1/embeddings", {"model": "assistant", "input": ["a", "bc"]}).json),
+            "joined": usage_of(ask("joined", "/v1/chat/completions", CHAT, traceparent=HEADER).json),
+        }
+        body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+        events = ask("stream", "/v1/chat/completions", body).text.split("\n\n")
+        told["stream"] = usage_of(json.loads(events[-3].removeprefix("data: ")))
+        too_long = CHAT | {"messages": [{"role": "user", "content": "x" * 9000}]}
+        assert ask("refused", "/v1/chat/completions", too_long).status_code == 400
+        assert ask("unsampled", "/v1/chat/completions", CHAT, traceparent=HEADER[:-2] + "00").status_code == 200
+    found, sent = traces(store), spans(collector[1])
+    assert set(found) == set(sent) == {*told, "refused"}
+    for name, usage in told.items():
+        (span,) = found[name].data.spans
+        assert span.get_attribute("mlflow.chat.tokenUsage") == usage
+        assert found[name].info.token_usage == usage
+        attributes = sent[name][1]
+        assert attributes["gen_ai.usage.input_tokens"].int_value == usage["input_tokens"]
+        assert attributes["gen_ai.usage.output_tokens"].int_value == usage["output_tokens"]
+        assert span.inputs is None
+        assert span.outputs is None
+    assert found["whole"].info.state == "OK"
+    assert found["refused"].info.state == "ERROR"
+    assert found["refused"].data.spans[0].get_attribute("mlflow.chat.tokenUsage") is None
+    assert found["adapter"].data.spans[0].model_name == "assistant:pirate"
+    assert found["vectors"].data.spans[0].span_type == "EMBEDDING"
+    assert found["joined"].info.trace_id == f"tr-{TRACE}"
+    assert found["joined"].data.spans[0].parent_id == PARENT
+    assert (sent["joined"][0].trace_id.hex(), sent["joined"][0].parent_span_id.hex()) == (TRACE, PARENT)
+    assert [event.name for event in sent["stream"][0].events] == ["gen_ai.first_token"]
+
+
+def test_traces_with_content(traced: Traced, store: str) -> None:
+    """Where content is asked for, prompt and reply are in the trace, in the form MLflow shows as a conversation."""
+    with traced.client(content=True) as client:
+        body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
+        text = client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "content"}).text
+    replies = ["", ""]
+    for event in text.split("\n\n")[:-2]:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            replies[choice["index"]] += choice["delta"].get("content") or ""
+    trace = traces(store)["content"]
+    (span,) = trace.data.spans
+    assert span.inputs == body
+    assert [choice["message"]["content"] for choice in span.outputs["choices"]] == replies
+    assert trace.info.response_preview == "\n".join(replies)
+
+
+def test_an_exporter_without_a_store_says_so(tmp_path: Path) -> None:
+    """Where the store cannot be had the exporter says so in one line and waits for its server's end."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.web.trace_exporter", str(tmp_path), "served"]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": "nonsense://nowhere"}
+    done = subprocess.run(command, input=b"", capture_output=True, env=environment, timeout=200)
+    assert done.returncode == 1
+    assert b"traces cannot be exported" in done.stderr
