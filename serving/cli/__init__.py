@@ -14,7 +14,10 @@ from .chat import chat
 from .doctor import doctor
 from .endpoints import endpoints
 from .keys import keys
+from .limits import limits
+from .prices import prices
 from .serve import serve
+from .usage import usage
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,7 +26,7 @@ def cli() -> None:
     """Serve language models logged with MLflow."""
 
 
-for command in (serve, keys, endpoints, chat, bench, doctor):
+for command in (serve, keys, limits, prices, usage, endpoints, chat, bench, doctor):
     cli.add_command(command)
 
 

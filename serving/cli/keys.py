@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 import click
 
 from ..metering.keys import SCOPES, Keys
-from ..metering.store import Store
-
-database = click.option(
-    "--database", envvar="MLFLOW_LLM_DATABASE", required=True, help="URL of the store, e.g. sqlite:///serving.db"
-)
-
-
-@contextlib.contextmanager
-def _opened(url: str) -> Iterator[Keys]:
-    store = Store(url)
-    try:
-        yield Keys(store)
-    finally:
-        store.close()
+from ..metering.limits import Limits
+from .limits import LIMIT, limit_of
+from .store import database, opened
 
 
 @click.group()
@@ -35,10 +22,18 @@ def keys() -> None:
 @click.option("--tenant", default="default", show_default=True)
 @click.option("--name", default="", help="A note for people.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
-def create(database: str, tenant: str, name: str, scopes: tuple[str, ...]) -> None:
-    """Make a key and print its secret, once."""
-    with _opened(database) as store:
-        secret, key = store.create(tenant, name=name, scopes=scopes)
+@click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"What the key may use. {LIMIT}")
+def create(database: str, tenant: str, name: str, scopes: tuple[str, ...], limits: tuple[str, ...]) -> None:
+    """Make a key and print its secret, once.
+
+    Scopes: "invoke" runs requests, "manage" changes endpoints and sees every tenant's usage, "usage" does neither.
+    Any key sees its own tenant's usage.
+    """
+    found = [limit_of(limit) for limit in limits]
+    with opened(database) as store:
+        secret, key = Keys(store).create(tenant, name=name, scopes=scopes)
+        for kind, value in found:
+            Limits(store).set("key", key.key_id, kind, value)
     click.echo(secret)
     click.echo(f"key {key.key_id} of tenant {key.tenant}; the secret is not stored and cannot be shown again", err=True)
 
@@ -48,8 +43,8 @@ def create(database: str, tenant: str, name: str, scopes: tuple[str, ...]) -> No
 @click.option("--tenant", help="Only this tenant's.")
 def list_(database: str, tenant: str | None) -> None:
     """Show the keys, never their secrets."""
-    with _opened(database) as store:
-        found = store.list(tenant)
+    with opened(database) as store:
+        found = Keys(store).list(tenant)
     for key in found:
         state = "revoked" if key.revoked_ms else "active"
         made = time.strftime("%Y-%m-%d %H:%M", time.gmtime(key.created_ms / 1000))
@@ -61,5 +56,5 @@ def list_(database: str, tenant: str | None) -> None:
 @click.argument("key")
 def revoke(database: str, key: str) -> None:
     """Revoke KEY (its id); servers refuse it within seconds."""
-    with _opened(database) as store:
-        click.echo(f"revoked {store.revoke(key).key_id}")
+    with opened(database) as store:
+        click.echo(f"revoked {Keys(store).revoke(key).key_id}")

@@ -10,7 +10,7 @@ from typing import IO
 from .usage import Usage, UsageFilter, UsageRow
 
 FIELDS = UsageRow.__struct_fields__
-_BATCH = 10_000
+_BATCH = 2000
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -20,6 +21,8 @@ from .tables import journals, ledger
 DIRECTORY = "engines"
 BATCH = 200
 """Rows a transaction: a few milliseconds of the store's write lock."""
+BATCHES = 100
+"""At most so many a journal and round: an engine that writes faster than the store takes must not hold up the rest."""
 DONE = -1
 
 _add = (
@@ -51,7 +54,9 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
 def _read(store: Store, journal: WrittenJournal) -> int:
     final = journal.is_final()  # asked first: what is read behind it is all there will be
     position, added = _position(store, journal.name), 0
-    while position != DONE:
+    for _ in range(BATCHES):
+        if position == DONE:
+            break
         found, reached = journal.ended(position, BATCH)
         last = final and len(found) < BATCH
         if not found and not last:
@@ -75,8 +80,10 @@ def _position(store: Store, name: str) -> int:
 
 def _apply(store: Store, name: str, found: list[Generated], before: int, after: int) -> bool:
     """Whether the counts were added; they are not where the journal's position is no longer ``before``."""
-    rows = [{"id": one.request_id, "tokens": one.tokens} for one in found]
-    rows.sort(key=lambda row: str(row["id"]))  # row locks in one order everywhere
+    tokens: Counter[str] = Counter()
+    for one in found:
+        tokens[one.request_id] += one.tokens
+    rows = [{"id": request_id, "tokens": tokens[request_id]} for request_id in sorted(tokens)]  # locked in this order
 
     def work(connection: sa.Connection) -> bool:
         blank = store.insert(journals).values(journal=name, position=0)

@@ -117,14 +117,17 @@ class Keys:
             self._cache.clear()
         return revoked
 
-    def verify(self, secret: str | None, *, scope: str = "invoke") -> Caller:
-        """The caller behind a secret. Raises ``Unauthenticated``, or ``PermissionDenied`` without ``scope``."""
+    def verify(self, secret: str | None, *, scope: str | None = "invoke") -> Caller:
+        """The caller behind a secret. Raises ``Unauthenticated``, or ``PermissionDenied`` without ``scope``.
+
+        ``scope`` None: whatever the key may do.
+        """
         if not secret or not secret.startswith("sk-") or len(secret) > 128:
             raise Unauthenticated("an API key is needed: Authorization: Bearer sk-…")
         caller = self._caller(_hashed(secret))
         if caller is None:
             raise Unauthenticated("the API key is unknown or revoked")
-        if scope not in caller.scopes:
+        if scope is not None and scope not in caller.scopes:
             raise PermissionDenied(f"the API key lacks the scope {scope!r}")
         return caller
 

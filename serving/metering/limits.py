@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..errors import InvalidField, LimitExceeded
 from . import windows
 from .store import Store
-from .tables import ledger, limits, provisioned_minutes
+from .tables import folded, ledger, limits, provisioned_minutes
 from .tables import windows as window_table
 from .windows import KINDS, UNITS, Amounts, Kind, WindowState
 
@@ -170,7 +170,7 @@ def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
         sa.func.sum(sa.case((ledger.c.status == "open", 1), else_=0)),
         sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_cost), else_=ledger.c.cost)),
     )
-    query = query.where(_rows_of(subject)).group_by(ledger.c.charged_at).order_by(ledger.c.charged_at)
+    query = query.where(_rows_of(ledger, subject)).group_by(ledger.c.charged_at).order_by(ledger.c.charged_at)
     for at, prompt, completion, queries, in_flight, money in connection.execute(query):
         windows.charge(
             state,
@@ -183,17 +183,23 @@ def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
                 money=int(money),
             ),
         )
-    for at, money in _minutes_of(connection, subject):
+    for at, money in _folded_of(connection, subject) + _minutes_of(connection, subject):
         windows.charge(state, at, Amounts(money=money))
     return state
 
 
-def _rows_of(subject: Subject) -> sa.ColumnElement[bool]:
+def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
     scope, name = subject
     if scope == "user":
         endpoint, _, key_id = name.partition("\n")
-        return sa.and_(ledger.c.endpoint == endpoint, ledger.c.key_id == key_id)
-    return {"key": ledger.c.key_id, "tenant": ledger.c.tenant, "endpoint": ledger.c.endpoint}[scope] == name
+        return sa.and_(table.c.endpoint == endpoint, table.c.key_id == key_id)
+    return {"key": table.c.key_id, "tenant": table.c.tenant, "endpoint": table.c.endpoint}[scope] == name
+
+
+def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
+    """Money of days that are no rows any more: only budgets reach so far back."""
+    query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
+    return [(int(day) * windows.DAY, int(money)) for day, money in connection.execute(query)]
 
 
 def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Unavailable
@@ -159,7 +159,7 @@ class Store:
         while True:
             try:
                 return self._run(attempt, read=read)
-            except (IntegrityError, ProgrammingError):
+            except (IntegrityError, ProgrammingError, DataError):
                 raise
             except (DBAPIError, PoolTimeout) as error:
                 if time.monotonic() + pause > until:

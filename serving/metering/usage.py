@@ -14,9 +14,10 @@ from msgspec import Struct
 
 from ..errors import InvalidField
 from .store import Store
-from .tables import ledger, provisioned_minutes
+from .tables import folded, ledger, provisioned_minutes
 
 MAX_PAGE = 10_000
+READ_PAGE = 1000
 DAY_MS = 86_400_000
 GroupBy: TypeAlias = Literal["day", "tenant", "endpoint", "entity", "key_id"]
 GROUPS: tuple[GroupBy, ...] = ("day", "tenant", "endpoint", "entity", "key_id")
@@ -78,9 +79,12 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    generated_tokens: int
     cost: int
 
 
+_EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
 _COLUMNS = [ledger.c[name] for name in UsageRow.__struct_fields__]
 
 
@@ -111,23 +115,31 @@ class Usage:
         """Every matching row, read in pages."""
         cursor = None
         while True:
-            page = self.page(what, limit=MAX_PAGE, cursor=cursor)
+            page = self.page(what, limit=READ_PAGE, cursor=cursor)
             yield from page.rows
             cursor = page.next_cursor
             if cursor is None:
                 return
 
     def sums(self, what: UsageFilter, by: tuple[GroupBy, ...] = ("day", "tenant", "entity")) -> tuple[UsageSum, ...]:
-        """Sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``."""
+        """Sums over the closed rows that match, ordered by group. Raises ``InvalidField`` for ``by``.
+
+        A folded day counts where its first millisecond is in the filter's time.
+        """
         if not by or set(by) - set(GROUPS) or len(set(by)) != len(by):
-            raise InvalidField("by", list(by), "one or more of " + ", ".join(GROUPS))
-        columns = [ledger.c.started_ms // DAY_MS if name == "day" else ledger.c[name] for name in by]
-        counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost")
-        query = sa.select(*columns, sa.func.count(), *(sa.func.sum(ledger.c[name]) for name in counts))
-        places = [sa.text(str(place + 1)) for place in range(len(by))]  # by position: the day is an expression
-        query = query.where(*_conditions(what), ledger.c.status != "open").group_by(*places).order_by(*places)
-        found = self._store.read(lambda connection: connection.execute(query).all())
-        return tuple(_sum(by, row) for row in found)
+            raise InvalidField("by", ",".join(map(str, by)), "one or more of " + ", ".join(GROUPS))
+        rows = [ledger.c.started_ms // DAY_MS if name == "day" else ledger.c[name] for name in by]
+        days = [folded.c[name] for name in by]
+        both = sa.union_all(  # one statement sees one state: what is folded meanwhile counts once
+            _summed(rows, sa.func.count(), ledger).where(*_conditions(what), ledger.c.status != "open"),
+            _summed(days, sa.func.sum(folded.c.requests), folded).where(*_folded_conditions(what)),
+        )
+        totals: dict[tuple[Any, ...], list[int]] = {}
+        for row in self._store.read(lambda connection: connection.execute(both).all()):
+            total = totals.setdefault(tuple(row[: len(by)]), [0] * (1 + len(_COUNTS)))
+            for place, value in enumerate(row[len(by) :]):
+                total[place] += int(value)
+        return tuple(_sum(by, group, total) for group, total in sorted(totals.items()))
 
     def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]:
         """(tenant, endpoint, entity, unit-minutes, micro-units) of reserved throughput in the filter's time."""
@@ -149,23 +161,30 @@ def _conditions(what: UsageFilter) -> list[sa.ColumnElement[bool]]:
     conditions = [ledger.c.started_ms >= what.start_ms]
     if what.end_ms is not None:
         conditions.append(ledger.c.started_ms < what.end_ms)
-    for name in ("tenant", "endpoint", "entity", "key_id", "status"):
+    for name in _EXACT:
         if getattr(what, name) is not None:
             conditions.append(ledger.c[name] == getattr(what, name))
     return conditions
 
 
-def _sum(by: tuple[GroupBy, ...], row: Any) -> UsageSum:
-    group = tuple(day(int(value)) if name == "day" else str(value) for name, value in zip(by, row, strict=False))
-    requests, prompt, cached, completion, cost = (int(value) for value in row[len(by) :])
-    return UsageSum(
-        group=group,
-        requests=requests,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        completion_tokens=completion,
-        cost=cost,
-    )
+def _folded_conditions(what: UsageFilter) -> list[sa.ColumnElement[bool]]:
+    conditions = [folded.c.day >= -(-what.start_ms // DAY_MS)]
+    if what.end_ms is not None:
+        conditions.append(folded.c.day < -(-what.end_ms // DAY_MS))
+    for name in _EXACT:
+        if getattr(what, name) is not None:
+            conditions.append(folded.c[name] == getattr(what, name))
+    return conditions
+
+
+def _summed(columns: list[Any], requests: Any, table: sa.Table) -> sa.Select[Any]:
+    places = [sa.text(str(place + 1)) for place in range(len(columns))]  # by position: the day is an expression
+    return sa.select(*columns, requests, *(sa.func.sum(table.c[name]) for name in _COUNTS)).group_by(*places)
+
+
+def _sum(by: tuple[GroupBy, ...], group: tuple[Any, ...], counts: list[int]) -> UsageSum:
+    named = tuple(day(int(value)) if name == "day" else str(value) for name, value in zip(by, group, strict=True))
+    return UsageSum(group=named, requests=counts[0], **dict(zip(_COUNTS, counts[1:], strict=True)))
 
 
 def day(number: int) -> str:

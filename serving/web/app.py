@@ -21,7 +21,7 @@ from ..errors import (
     Unauthenticated,
 )
 from ..metering.keys import ANONYMOUS, Caller
-from . import logs
+from . import logs, usage
 from .answer import Answer, error_answer
 from .bodies import read_body
 from .endpoints import Endpoints
@@ -69,6 +69,7 @@ def create_app(server: Server) -> Flask:
             methods=list(route.methods),
             provide_automatic_options=False,
         )
+    usage.add_routes(app, server)
     app.register_error_handler(HTTPException, _unrouted)
     return app
 

@@ -1,0 +1,50 @@
+"""``mlflow-llm prices``: what a token costs."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from ..errors import InvalidField
+from ..metering.money import Price
+from ..metering.prices import Prices
+from .store import database, micro_units, opened, table, units
+
+
+@click.group()
+def prices() -> None:
+    """Set and list prices, in currency units a million tokens."""
+
+
+@prices.command("set")
+@database
+@click.argument("entity")
+@click.option("--input", "input_", default="0", show_default=True, help="A million prompt tokens.")
+@click.option("--cached", help="A million of them found in the cache (default: as --input).")
+@click.option("--output", default="0", show_default=True, help="A million generated tokens.")
+@click.option("--unit-minute", default="0", show_default=True, help="A reserved token/s for a minute.")
+def set_(database: str, entity: str, input_: str, cached: str | None, output: str, unit_minute: str) -> None:
+    """Price ENTITY from now on: a served model's name, or "*" for all that have no price of their own."""
+    fields = {"input": input_, "cached": input_ if cached is None else cached, "output": output}
+    found = {name: micro_units(name, value) for name, value in fields.items()}
+    found["unit_minute"] = micro_units("unit_minute", unit_minute)
+    if found["cached"] > found["input"]:
+        raise InvalidField("cached", fields["cached"], f"at most the price of input, {fields['input']}")
+    with opened(database) as store:
+        Prices(store).set(entity, Price(**found))
+    click.echo(f"{entity}: {units(found['input'])} in, {units(found['cached'])} cached, {units(found['output'])} out")
+
+
+@prices.command("list")
+@database
+def list_(database: str) -> None:
+    """Show the prices and since when they hold (UTC)."""
+    with opened(database) as store:
+        found = Prices(store).list()
+    rows = []
+    for entity, effective_ms, price in found:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(effective_ms / 1000))
+        amounts = (price.input, price.cached, price.output, price.unit_minute)
+        rows.append((entity, since, *map(units, amounts)))
+    click.echo(table(("entity", "since", "input", "cached", "output", "unit-minute"), rows, right=4))

@@ -1,0 +1,89 @@
+"""``mlflow-llm usage``: what was used and what it cost."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import msgspec
+
+from ..metering.export import csv_lines, write_parquet
+from ..metering.retention import fold
+from ..metering.usage import Usage, UsageFilter, UsageSum
+from ..metering.usage_filter import filter_of, groups_of
+from .store import database, opened, table, units
+
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+TITLES = ("requests", "prompt", "cached", "completion", "cost")
+
+
+@click.group(invoke_without_command=True)
+@database
+@click.option("--start", help="From this day or time on (UTC).")
+@click.option("--end", help="Up to this day or time, excluded.")
+@click.option("--tenant", help="Only this tenant's.")
+@click.option("--endpoint", help="Only this endpoint's.")
+@click.option("--entity", help="Only this served model's.")
+@click.option("--by", default="day,tenant,entity", show_default=True, help="Columns to sum by, also endpoint, key_id.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON; costs in micro-units.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this file.")
+@click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Write a picture by day, tenant and model to this file.")
+@click.pass_context
+def usage(context: click.Context, /, database: str, by: str, as_json: bool, **asked: str | None) -> None:
+    """Print the bill: requests, tokens and cost by day, tenant and model."""
+    context.obj = database
+    if context.invoked_subcommand is not None:
+        return
+    what, groups = filter_of(asked), groups_of(by)
+    with opened(database) as store:
+        source = Usage(store)
+        _write_files(source, what, asked)
+        sums, reserved = source.sums(what, groups), source.provisioned_cost(what)
+    if as_json:
+        click.echo(json.dumps([_object(groups, total) for total in sums], indent=2))
+        return
+    click.echo(bill(groups, sums))
+    for tenant, endpoint, entity, minutes, cost in reserved:
+        click.echo(f"reserved by {tenant} on {endpoint}, {entity}: {minutes} token/s × minutes, {units(cost)}")
+
+
+def _object(groups: tuple[str, ...], total: UsageSum) -> dict[str, object]:
+    counts = {name: value for name, value in msgspec.to_builtins(total).items() if name != "group"}
+    return dict(zip(groups, total.group, strict=True)) | counts
+
+
+def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...]) -> str:
+    """A line a group and one with the totals."""
+    rows = [(*total.group, *(str(getattr(total, name)) for name in COUNTS), units(total.cost)) for total in sums]
+    totals = [str(sum(getattr(total, name) for total in sums)) for name in COUNTS]
+    named = ("total", *[""] * (len(groups) - 1))
+    return table((*groups, *TITLES), [*rows, (*named, *totals, units(sum(total.cost for total in sums)))], right=5)
+
+
+def _write_files(source: Usage, what: UsageFilter, asked: dict[str, str | None]) -> None:
+    csv_file, parquet, plot = asked["csv_file"], asked["parquet"], asked["plot"]
+    try:
+        if csv_file is not None:
+            with open(csv_file, "w", encoding="utf-8", newline="") as file:
+                file.writelines(csv_lines(source, what))
+        if parquet is not None:
+            write_parquet(source, what, parquet)
+        if plot is not None:
+            from ..metering.plot import plot_usage
+
+            plot_usage(source, what, plot)
+    except (OSError, ModuleNotFoundError, ValueError) as error:  # matplotlib's word for an ending it does not know
+        raise click.ClickException(str(error)) from None
+
+
+@usage.command("fold")
+@click.argument("days", type=int)
+@click.pass_obj
+def fold_(database: str, days: int) -> None:
+    """Replace requests older than DAYS by sums a day; every total stays what it is.
+
+    A month's budget is counted by requests, so DAYS is at least 32.
+    """
+    with opened(database) as store:
+        click.echo(f"folded {fold(store, days)} requests")

@@ -1,0 +1,63 @@
+"""What part of the ledger is asked for, as callers write it: query parameters, options of a command."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+
+from ..errors import InvalidField
+from .usage import GROUPS, GroupBy, UsageFilter
+
+MAX_NAME = 256
+STATUSES = ("open", "ok", "error", "aborted", "recovered")
+NAMES = ("tenant", "endpoint", "entity", "key_id", "status")
+TIME = "a day (2026-11-21), an ISO 8601 time (UTC where it names no zone) or milliseconds since the epoch"
+
+
+def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
+    """``start`` (included), ``end`` (excluded) and the names to match; what is missing matches all.
+
+    Raises ``InvalidField``.
+    """
+    start_ms, end_ms = time_of("start", asked.get("start")), time_of("end", asked.get("end"))
+    if start_ms is not None and end_ms is not None and end_ms < start_ms:
+        raise InvalidField("end", asked["end"], "a time that is not before start")
+    found: dict[str, str] = {}
+    for name in NAMES:
+        value = asked.get(name)
+        if value is None:
+            continue
+        if not 0 < len(value) <= MAX_NAME or "\0" in value:
+            raise InvalidField(name, value, f"a name of 1 to {MAX_NAME} characters")
+        found[name] = value
+    if found.get("status", "ok") not in STATUSES:
+        raise InvalidField("status", found["status"], "one of " + ", ".join(STATUSES))
+    return UsageFilter(start_ms=start_ms or 0, end_ms=end_ms, **found)
+
+
+def time_of(name: str, value: str | None) -> int | None:
+    """Milliseconds since the epoch. Raises ``InvalidField``."""
+    if value is None:
+        return None
+    if value.isascii() and value.isdigit() and len(value) > 8:
+        found = int(value)
+    else:
+        try:
+            moment = datetime.datetime.fromisoformat(value)
+        except ValueError:
+            raise InvalidField(name, value, TIME) from None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=datetime.UTC)
+        found = int(moment.timestamp() * 1000)
+    if not 0 <= found < 2**53:
+        raise InvalidField(name, value, TIME)
+    return found
+
+
+def groups_of(value: str) -> tuple[GroupBy, ...]:
+    """``"day,tenant"`` as columns to sum by. Raises ``InvalidField``."""
+    asked = [name.strip() for name in value.split(",")]
+    found = tuple(group for name in asked for group in GROUPS if group == name)
+    if len(found) != len(asked) or len(set(found)) != len(found):
+        raise InvalidField("by", value, "one or more of " + ", ".join(GROUPS) + ", each once")
+    return found

@@ -1,0 +1,117 @@
+"""Keys, limits, prices and the bill from the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.errors import InvalidField, NotFound, RequestError
+from mlflow_llm.serving.metering import Keys, Limits, Minutes, Prices
+
+
+@pytest.fixture
+def run(sqlite_url):
+    def call(*words):
+        done = CliRunner().invoke(cli, list(words), env={"MLFLOW_LLM_DATABASE": sqlite_url})
+        if isinstance(done.exception, RequestError):
+            raise done.exception
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    return call
+
+
+@pytest.fixture
+def store_url(sqlite_url):
+    return sqlite_url
+
+
+def test_keys_with_limits(run, store):
+    """A key is made with its limits, for its tenant and scopes."""
+    secret = run("keys", "create", "--tenant", "acme", "--limit", "otpm=500", "--limit", "budget_month=2.50").strip()
+    caller = Keys(store).verify(secret)
+    assert caller.tenant == "acme"
+    found = {(limit.scope, limit.subject, limit.kind): limit.value for limit in Limits(store).list()}
+    assert found == {("key", caller.key_id, "otpm"): 500, ("key", caller.key_id, "budget_month"): 2_500_000}
+    assert caller.key_id in run("keys", "list")
+
+
+def test_limits(run, store):
+    """Set, list, remove; money is in currency units."""
+    assert "tenant acme: 0.25 currency units in all" in run("limits", "set", "tenant", "acme", "qph=7", "budget=0.25")
+    assert [(limit.kind, limit.value) for limit in Limits(store).list()] == [("budget", 250_000), ("qph", 7)]
+    assert run("limits", "list", "--scope", "tenant").splitlines()[1].split() == ["tenant", "acme", "budget", "0.25"]
+    run("limits", "remove", "tenant", "acme", "qph", "budget")
+    assert Limits(store).list() == ()
+    with pytest.raises(NotFound):
+        run("limits", "remove", "tenant", "acme", "qph")
+
+
+def test_prices(run, store):
+    """A million tokens in currency units; cached tokens cost as much as others unless said."""
+    run("prices", "set", "model-1", "--input", "3", "--output", "15.000001")
+    ((entity, _, price),) = Prices(store).list()
+    assert (entity, price.input, price.cached, price.output) == ("model-1", 3_000_000, 3_000_000, 15_000_001)
+    assert run("prices", "list").splitlines()[1].split()[-4:] == ["3.00", "3.00", "15.000001", "0.00"]
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("limits", "set", "tenant", "a", "speed=3"), "limit"),
+        (("limits", "set", "tenant", "a", "qph"), "limit"),
+        (("limits", "set", "tenant", "a", "qph=-1"), "qph"),
+        (("limits", "set", "tenant", "a", "qph=1.5"), "qph"),
+        (("limits", "set", "tenant", "a", "budget=many"), "budget"),
+        (("limits", "set", "tenant", "a", "budget=0.0000001"), "budget"),
+        (("limits", "set", "tenant", "a", "budget=NaN"), "budget"),
+        (("limits", "set", "tenant", "", "qph=1"), "subject"),
+        (("keys", "create", "--limit", "x=1"), "limit"),
+        (("keys", "create", "--tenant", ""), "tenant"),
+        (("prices", "set", "m", "--input", "-1"), "input"),
+        (("prices", "set", "m", "--input", "1", "--cached", "2"), "cached"),
+        (("usage", "--start", "soon"), "start"),
+        (("usage", "--by", "week"), "by"),
+        (("usage", "fold", "3"), "days"),
+    ],
+)
+def test_mistakes_are_named(run, words, field):
+    """Field, value and what is allowed; nothing is changed."""
+    with pytest.raises(InvalidField, match=f"^{field}: ") as refused:
+        run(*words)
+    assert refused.value.param == field
+
+
+def test_a_database_that_cannot_be(tmp_path):
+    """One line, no trace."""
+    for url in ("nodialect://x", "sqlite://", f"sqlite:///{tmp_path}/no\0name"):
+        done = CliRunner().invoke(cli, ["limits", "list", "--database", url])
+        assert done.exit_code == 1
+        assert done.stderr.startswith("Error: --database")
+
+
+def test_the_bill(run, store, ledger, reserve_of, tmp_path):
+    """Sums and their total, what was reserved, and the files."""
+    run("prices", "set", "*", "--input", "1", "--output", "2", "--unit-minute", "0.5")
+    for number in range(3):
+        ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number % 2}")).settle(completion=number)
+    Minutes(store, clock=lambda: ledger.now_ms() / 1000).record(tenant="t0", endpoint="chat", entity="m", units=4)
+    files = {kind: tmp_path / f"usage.{kind}" for kind in ("csv", "parquet", "png")}
+    options = ("--csv", str(files["csv"]), "--parquet", str(files["parquet"]), "--plot", str(files["png"]))
+    lines = run("usage", "--by", "tenant", *options).splitlines()
+    assert lines[0].split() == ["tenant", "requests", "prompt", "cached", "completion", "cost"]
+    assert lines[1].split() == ["t0", "2", "20", "0", "2", "0.000024"]
+    assert lines[3].split() == ["total", "3", "30", "0", "3", "0.000036"]
+    assert lines[4] == "reserved by t0 on chat, m: 4 token/s × minutes, 2.00"
+    assert [row["request_id"] for row in csv.DictReader(io.StringIO(files["csv"].read_text()))] == ["r0", "r1", "r2"]
+    assert pq.read_table(str(files["parquet"])).num_rows == 3
+    assert files["png"].stat().st_size > 1000
+    assert json.loads(run("usage", "--by", "tenant", "--tenant", "t1", "--json"))[0]["completion_tokens"] == 1
+    assert run("usage", "--end", "2020-01-01", "--by", "day").splitlines()[1].split()[:2] == ["total", "0"]
+    assert run("usage", "fold", "32") == "folded 0 requests\n"
