@@ -21,7 +21,6 @@ from ..errors import EngineDied, PackagingError
 from . import logs
 from .exporting import exporting
 from .spec import ServeSpec
-from .worker_figures import merge_ended
 
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -159,4 +158,6 @@ class Application(BaseApplication):
 
 
 def _forget_worker(arbiter: Any, worker: Any) -> None:
+    from .worker_figures import merge_ended  # prometheus_client, once imported, looks no more for the directory
+
     merge_ended(Path(os.environ[PROMETHEUS_DIRECTORY]), worker.pid)
