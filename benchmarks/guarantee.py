@@ -1,6 +1,7 @@
 """What provisioned requests keep while 64 pay-per-token callers flood the same engine, and what the flood gets.
 
-Callers send one request after another (closed loop), drive the engine itself and stamp every token as it comes out.
+Callers send one request after another (closed loop), drive the engine itself and stamp every token as it comes out;
+reserved callers do so without rest (`busy`), or rest after each answer (`pausing`) and leave the engine idle at times.
 Phases alternate in one process, because these machines are noisy: reserved callers alone, reserved callers and flood,
 flood alone. `TPOT` is a request's mean time from one token to the next; `pause` any single time between two tokens.
 
@@ -40,13 +41,19 @@ class Seen:
 class Callers:
     """``count`` callers of one class; each sends its next request when the one before has ended."""
 
-    def __init__(self, core: EngineCore, name: str, count: int, args: argparse.Namespace) -> None:
-        self.core, self.name, self.count, self.args = core, name, count, args
+    def __init__(self, core: EngineCore, name: str, count: int, args: argparse.Namespace, rest: float = 0.0) -> None:
+        self.core, self.name, self.count, self.args, self.rest = core, name, count, args, rest
+        self.due: list[float] = []  # when those that pause send again
         self.draw = random.Random(name)
         self.open: dict[str, list[float]] = {}  # of each running request: sent at, then the time of each token
 
     def start(self) -> None:
-        for _ in range(self.count):
+        self.due = [time.perf_counter() + self.draw.uniform(0, self.rest) for _ in range(self.count)]
+
+    def tick(self, now: float) -> None:
+        due = [at for at in self.due if at <= now]
+        self.due = [at for at in self.due if at > now]
+        for _ in due:
             self.send()
 
     def send(self) -> None:
@@ -81,12 +88,13 @@ class Callers:
         times = self.open.pop(request_id)
         if seen is not None and len(times) > 2:
             seen.tpots.append((times[-1] - times[1]) / (len(times) - 2))
-        self.send()
+        self.due.append(time.perf_counter() + self.rest * self.draw.uniform(0.5, 1.5))
 
     def stop(self) -> None:
         for request_id in list(self.open):
             self.core.abort(request_id)
         self.open.clear()
+        self.due.clear()
 
 
 def phase(core: EngineCore, callers: list[Callers], seconds: float, found: dict[str, Seen]) -> None:
@@ -101,6 +109,10 @@ def phase(core: EngineCore, callers: list[Callers], seconds: float, found: dict[
         counted = now >= settle
         if counted and began is None:
             began = now
+        for c in callers:
+            c.tick(now)
+        if not core.has_work():
+            time.sleep(0.001)
         for _, request_id, event in core.step():
             name = request_id.partition("-")[0]
             seen = found[name] if counted else None
@@ -124,7 +136,7 @@ def row(load: str, who: str, seen: Seen, alone: Seen | None) -> dict[str, Any]:
     rate = seen.tokens / seen.seconds
     tpot, pause = percentile(seen.tpots, 0.99), percentile(seen.pauses, 0.99)
     of_rate = rate / (alone.tokens / alone.seconds) if alone else None
-    of_tpot = tpot / percentile(alone.tpots, 0.99) if alone and seen.tpots else None
+    of_tpot = tpot / percentile(alone.tpots, 0.99) if alone and alone.tpots and seen.tpots else None
     return {
         "load": load,
         "callers": who,
@@ -147,29 +159,33 @@ def main() -> None:
     parser.add_argument("--flood", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=100, help="prompt tokens")
     parser.add_argument("--new", type=int, default=96, help="new tokens, half to all of them")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each phase")
+    parser.add_argument("--rest", type=float, default=3.0, help="mean seconds that a pausing caller waits")
+    parser.add_argument("--seconds", type=float, default=11.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
     settings = EngineSettings(quantization=args.quantization, max_model_len=2048, threads=args.threads)
     core = EngineCore(bundle, settings)
-    reserved = Callers(core, "reserved", args.reserved, args)
     flood = Callers(core, "flood", args.flood, args)
+    kinds = {
+        "busy": Callers(core, "reserved", args.reserved, args),
+        "pausing": Callers(core, "reserved", args.reserved, args, rest=args.rest),
+    }
     found: dict[str, dict[str, Seen]] = defaultdict(lambda: defaultdict(Seen))
-    phase(core, [reserved], 2.0, defaultdict(Seen))
+    phase(core, [kinds["busy"]], 2.0, defaultdict(Seen))
     for _ in range(args.rounds):
-        phase(core, [reserved], args.seconds, found["alone"])
-        phase(core, [reserved, flood], args.seconds, found["both"])
+        for kind, reserved in kinds.items():
+            phase(core, [reserved], args.seconds, found[f"{kind} alone"])
+            phase(core, [reserved, flood], args.seconds, found[f"{kind} and flood"])
     phase(core, [flood], args.seconds, found["flood alone"])
-    alone, both = found["alone"], found["both"]
-    who = f"{args.reserved} reserved"
-    rows = [
-        row("reserved alone", who, alone["reserved"], None),
-        row("both", who, both["reserved"], alone["reserved"]),
-        row("both", f"{args.flood} flood", both["flood"], found["flood alone"]["flood"]),
-        row("flood alone", f"{args.flood} flood", found["flood alone"]["flood"], None),
-    ]
+    of_flood = found["flood alone"]["flood"]
+    rows = [row("flood alone", f"{args.flood} flood", of_flood, None)]
+    for kind in kinds:
+        alone, both = found[f"{kind} alone"]["reserved"], found[f"{kind} and flood"]
+        rows.append(row(f"{kind} alone", f"{args.reserved} reserved", alone, None))
+        rows.append(row(f"{kind} and flood", f"{args.reserved} reserved", both["reserved"], alone))
+        rows.append(row(f"{kind} and flood", f"{args.flood} flood", both["flood"], of_flood))
     load = f"{args.prompt} prompt, {args.new // 2} to {args.new} new tokens, greedy, {args.rounds} x {args.seconds:g} s"
     publish("guarantee", rows, load=load, quantization=args.quantization)
 
