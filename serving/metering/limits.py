@@ -123,6 +123,8 @@ def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int)
     text += f"{remaining} are left and this request needs {wanted}"
     if wanted > limit.value:
         text += ", more than the limit ever allows"
+    elif at is not None:
+        text += f"; try again in {max(1, at - now)} s"
     raise LimitExceeded(
         text,
         limit=limit.kind,

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from ..dialects.base import Dialect
-from ..errors import ServingError
+from ..errors import LimitExceeded, ServingError
+from . import ratelimit
 
 _encoder = msgspec.json.Encoder()
 
@@ -34,6 +35,8 @@ def error_answer(dialect: Dialect, error: ServingError) -> Answer:
     """``error`` in the dialect's own words; ``Retry-After`` in whole seconds where the error says when."""
     rendered = dialect.error(error)
     headers = dict(rendered.headers)
+    if isinstance(error, LimitExceeded):
+        headers |= ratelimit.refused(error)
     if error.retry_after is not None:
         headers.setdefault("Retry-After", str(max(1, math.ceil(error.retry_after))))
     body = json.dumps(rendered.body, ensure_ascii=True).encode()

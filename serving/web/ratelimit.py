@@ -1,28 +1,57 @@
-"""``x-ratelimit-*`` headers, as OpenAI's API has them, of the limits that an admission was checked against."""
+"""``x-ratelimit-*`` headers, as OpenAI's API has them, of the limits that an admission was checked against.
+
+``tokens`` and ``requests`` are the strictest of all limits on tokens and requests; ``input-tokens``, ``output-tokens``
+and the others are those of one kind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import LimitExceeded
 from ..metering.limits import LimitStatus
 
-NOUNS = {"itpm": "tokens", "otpm": "tokens", "qpm": "requests", "qph": "requests"}
+NOUNS = {
+    "itpm": ("input-tokens", "tokens"),
+    "otpm": ("output-tokens", "tokens"),
+    "qpm": ("requests",),
+    "qph": ("requests",),
+    "in_flight": ("concurrent-requests",),
+    "budget": ("budget",),
+    "budget_day": ("budget",),
+    "budget_month": ("budget",),
+}
 
 
 def headers(limits: Iterable[LimitStatus], now: float) -> dict[str, str]:
-    """Limit, what remains of it, and seconds until it is wholly free, for tokens and for requests.
+    """Limit, what remains of it, and seconds until it is wholly free. ``now`` is seconds since the epoch.
 
-    Of several limits on the same thing the one with the least left is told. ``now`` is seconds since the epoch.
+    Of several limits on the same thing the one with the least left is told. A budget is in micro-units.
     """
     strictest: dict[str, LimitStatus] = {}
     for status in limits:
-        noun = NOUNS.get(status.kind)
-        if noun is not None and (noun not in strictest or status.remaining < strictest[noun].remaining):
-            strictest[noun] = status
-    found = {}
+        for noun in NOUNS[status.kind]:
+            if noun not in strictest or status.remaining < strictest[noun].remaining:
+                strictest[noun] = status
+    found: dict[str, str] = {}
     for noun, status in strictest.items():
-        found[f"x-ratelimit-limit-{noun}"] = str(status.allowed)
-        found[f"x-ratelimit-remaining-{noun}"] = str(status.remaining)
-        if status.reset_at is not None:
-            found[f"x-ratelimit-reset-{noun}"] = f"{max(0, round(status.reset_at - now))}s"
+        reset = None if status.reset_at is None else status.reset_at - now
+        found |= _of(noun, status.allowed, status.remaining, reset)
+    return found
+
+
+def refused(error: LimitExceeded) -> dict[str, str]:
+    """The same of the limit that refused a request; its reset is when this request would be admitted."""
+    if error.allowed is None or error.remaining is None:
+        return {}
+    found: dict[str, str] = {}
+    for noun in NOUNS.get(error.limit, ()):
+        found |= _of(noun, error.allowed, error.remaining, error.retry_after)
+    return found
+
+
+def _of(noun: str, allowed: int, remaining: int, reset: float | None) -> dict[str, str]:
+    found = {f"x-ratelimit-limit-{noun}": str(allowed), f"x-ratelimit-remaining-{noun}": str(remaining)}
+    if reset is not None:
+        found[f"x-ratelimit-reset-{noun}"] = f"{max(0, round(reset))}s"
     return found
