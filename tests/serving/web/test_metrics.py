@@ -75,7 +75,8 @@ def test_tokens(counted: tuple[Figures, Running]) -> None:
         assert pick(found, name, kind="completion", **labels) == 8 * requests
         assert pick(found, name, kind="prompt", **labels) == usage["prompt_tokens"] * requests
         assert pick(found, name, kind="cached", **labels) == 0
-    assert pick(found, "mlflow_llm_generated_tokens_total", endpoint="assistant", entity="model-1") >= 8 * 20
+    entity = {"endpoint": "assistant", "entity": "model-1"}  # told by heartbeats, a moment later
+    until(lambda: pick(figures(server), "mlflow_llm_generated_tokens_total", **entity) >= 8 * 20)
 
 
 @pytest.mark.parametrize(
