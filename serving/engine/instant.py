@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,11 @@ def mix(state: int, value: int) -> int:
     return z ^ (z >> 31)
 
 
+def _digest(token_ids: tuple[int, ...]) -> int:
+    """64 bits of a whole prompt, at C's speed: one of a million tokens must not stop the loop."""
+    return int.from_bytes(hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest())
+
+
 class _Sequence:
     __slots__ = ("done", "index", "num_generated", "num_tokens", "started_at", "state")
 
@@ -61,7 +67,8 @@ class _Sequence:
         self.state = mix(0 if greedy else source.seed + 1, len(request.adapter or ""))
         for character in request.adapter or "":
             self.state = mix(self.state, ord(character))
-        for token_id in source.prompt_token_ids + source.resumed_token_ids:
+        self.state = mix(self.state, _digest(source.prompt_token_ids))
+        for token_id in source.resumed_token_ids:
             self.state = mix(self.state, token_id)
 
     def next(self, vocab_size: int) -> int:

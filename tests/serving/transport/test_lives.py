@@ -66,7 +66,7 @@ def test_client_ends(place, make_bundle, ending):
     code = f"stream = engine.submit(request(10**6)); next(stream); print('on', flush=True)\n{ending}"
     child = place.run(code, make_bundle(step_delay=0.002))
     assert child.stdout.readline().strip() == "on"
-    child.wait(10)
+    child.wait(60)
     place.assert_clean()
 
 
@@ -116,7 +116,7 @@ def test_both_killed(place, make_bundle):
     pid = int(child.stdout.readline())
     child.kill()
     os.kill(pid, signal.SIGKILL)
-    child.wait(10)
+    child.wait(60)
     # the lock and not the process list: a dying process has lost its command line before it lets go of its files
     (left,) = [name for name in os.listdir(place.runtime) if "." not in name]
     assert eventually(lambda: not StateDir(place.runtime, left).engine_alive)
@@ -183,7 +183,7 @@ def test_forked_child_is_a_client_of_its_own(place, make_bundle):
         print(got, len(list(first)), engine.info.pid, flush=True)
         """
     child = place.run(code, make_bundle(step_delay=0.002))
-    out, err = child.communicate(timeout=20)
+    out, err = child.communicate(timeout=60)
     assert out.split()[:2] == ["6", "50"], err
     place.assert_clean()
 

@@ -54,7 +54,7 @@ def test_killed_engine_loses_nothing(place, make_bundle, n, temperature):
             assert eventually(lambda pid=pid: pid not in [p.pid for p in place.engines()])
             assert eventually(lambda pid=pid: engine.info.pid != pid or not any(r.is_alive() for r in readers))
         for reader in readers:
-            reader.join(20)
+            reader.join(60)
         assert got == expected
     place.assert_clean()
 

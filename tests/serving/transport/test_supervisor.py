@@ -21,14 +21,14 @@ from gevent import monkey; monkey.patch_all()
 import gevent, os, sys
 from mlflow_llm.serving.transport.client_gevent import attach
 address = engine._link.finder.state.path
-green = attach(address, timeout=10)
+green = attach(address, timeout=60)
 def read(i):
     stream = green.submit(request(50, f"r{i}"))
     return len(list(stream))
 jobs = [gevent.spawn(read, i) for i in range(20)]
 gevent.sleep(0.05)
 os.kill(green.info.pid, 9)
-gevent.joinall(jobs, timeout=15, raise_error=True)
+gevent.joinall(jobs, timeout=60, raise_error=True)
 print(*{job.value for job in jobs}, flush=True)
 green.close()
 """
@@ -153,7 +153,7 @@ def test_greenlets(place, make_bundle):
     code = GREENLETS.replace("from gevent import monkey; monkey.patch_all()\n", "")
     code = code.replace("green = attach", "engine._link.keep = True\ngreen = attach")
     child = place.run(code, make_bundle(step_delay=0.01))
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=90)
     assert out.split() == ["51"], err
     place.assert_clean()
 

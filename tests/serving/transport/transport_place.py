@@ -24,7 +24,7 @@ from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 CORE = "mlflow_llm.serving.engine.instant:InstantCore"
-SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=20.0)
+SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=60.0)
 
 
 CLIENT = """
@@ -46,7 +46,7 @@ def request(max_tokens, name="r"):
 """
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 15.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():

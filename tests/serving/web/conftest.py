@@ -77,9 +77,9 @@ def unsteady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One worker that takes bodies of 1 MiB and waits 3 s for a client that stalls; an engine that never waits."""
+    """One worker that takes bodies of 1 MiB and waits 5 s for a client that stalls; an engine that never waits."""
     bundle = write_instant_model(tmp_path_factory.mktemp("fast"), max_model_len=10**7)
-    with running(bundle, io_timeout=3.0, max_body_bytes=2**20) as server:
+    with running(bundle, io_timeout=5.0, max_body_bytes=2**20) as server:
         yield server
 
 
