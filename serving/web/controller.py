@@ -65,8 +65,9 @@ class Controller:
         for row in self._endpoints.rows():
             if row.ready and not any(known.id == row.id for known in self._plan.endpoints):
                 self._endpoints.set_ready(row.name, False)
-        for name, config in declared.items():
-            self._endpoints.declare(name, config, creator="command line")
+        if not self._plan.generation:  # else it was declared already, and may have been changed since
+            for name, config in declared.items():
+                self._endpoints.declare(name, config, creator="command line")
         for row in self._endpoints.rows():
             self._say("loading", endpoint=row.name)
         began = time.monotonic()
