@@ -2,8 +2,8 @@
 
     python benchmarks/lora_batch.py MODEL_DIR [--quantization int8]
 
-Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the flat row of
-one token a sequence. Both sides run without a cache, so the ratios are of linears, LoRA and dispatch alone.
+Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the engine's step
+of one token a sequence. Neither side has earlier tokens to attend to: the ratios are of linears, LoRA and dispatch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from report import publish
 from transformers import AutoModelForCausalLM
 
-from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.lora import LoraPool
-from mlflow_llm.serving.engine.step import Step, StepHolder
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.engine.parts import build
 from mlflow_llm.serving.settings import EngineSettings
 
 RANKS = (4, 8, 16)
@@ -67,23 +68,22 @@ def run_peft(model_dir: str, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSettings) -> dict[str, float]:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    holder = StepHolder()
-    linear.install(model, holder, settings)
-    pool = LoraPool(model, holder, max(COUNTS))
+    bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir)
+    parts = build(bundle, settings)
     for i in range(max(COUNTS)):
-        pool.load(f"a{i}", str(folder / f"a{i}"))
+        parts.lora.load(f"a{i}", str(folder / f"a{i}"))
+    forward = parts.runner.step_forward
     found = {}
     for batch in BATCHES:
-        ids = torch.randint(0, 1000, (batch, 1))
+        ids = np.random.default_rng(0).integers(0, 1000, batch)
+        for owner in range(batch):
+            parts.cache.acquire(owner, "", ids[owner : owner + 1].astype(np.int32))
+        rows = [Row(owner, 0, 1) for owner in parts.cache.decode_order(range(batch))]
         for count in COUNTS:
             names = names_of(count, batch)
-
-            def step() -> None:
-                holder.step = Step(num_tokens=batch, lora=pool.plan(names, [1] * batch))  # noqa: B023
-                model(input_ids=ids)  # noqa: B023
-
-            found[f"{batch}/{count}"] = median_ms(step, repeats)
+            found[f"{batch}/{count}"] = median_ms(lambda: forward.forward(ids, rows, names, range(batch)), repeats)  # noqa: B023
+        for owner in range(batch):
+            parts.cache.release(owner, keep=False)
     return found
 
 
@@ -92,11 +92,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         theirs = run_peft(arguments.model_dir, Path(folder), arguments.repeats)
-        settings = EngineSettings(quantization=arguments.quantization)
+        settings = EngineSettings(quantization=arguments.quantization, kernels=arguments.kernels)
         ours = run_ours(arguments.model_dir, Path(folder), arguments.repeats, settings)
     rows = []
     for key, mine in ours.items():

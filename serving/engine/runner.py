@@ -72,7 +72,7 @@ class ModelForward:
 
 class Runner:
     def __init__(self, forward: StepForward, cache: KVCache) -> None:
-        self._forward = forward
+        self.step_forward = forward
         self._cache = cache
         self.num_steps = 0
 
@@ -82,10 +82,10 @@ class Runner:
         Returns the runs in the order they were laid out, and logits in that order: one row for each run that
         samples, for a run whose prompt is scored one row for each of its tokens.
         """
-        runs = self._lay_out(runs) if self._forward.wants_decodes_together else list(runs)
+        runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
         ids = np.concatenate([r.sequence.tokens[r.start : r.start + r.num_tokens] for r in runs]).astype(np.int64)
         rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
-        logits = self._forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
+        logits = self.step_forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
         self.num_steps += 1
         for run in runs:
             sequence = run.sequence

@@ -128,15 +128,30 @@ inline void Decoder::norm_row(const float* x, const float* weight, float* out) c
     }
 }
 
+// y += scale * B (A x), R ranks at a time: as many sums under way as the multiplier has stages, one pass over y.
+template <int R>
+inline void add_ranks(const Factors& f, int first, const float* x, int K, float* y, int N) {
+    __m512 sum[R], h[R];
+    for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
+    const float *a = f.a + size_t(first) * K, *b = f.bt + size_t(first) * N;
+    for (int k = 0; k < K; k += LANES)
+        for (int r = 0; r < R; r++)
+            sum[r] = _mm512_fmadd_ps(_mm512_loadu_ps(a + size_t(r) * K + k), _mm512_loadu_ps(x + k), sum[r]);
+    for (int r = 0; r < R; r++) h[r] = _mm512_set1_ps(f.scale * _mm512_reduce_add_ps(sum[r]));
+    for (int n = 0; n < N; n += LANES) {
+        __m512 value = _mm512_loadu_ps(y + n);
+        for (int r = 0; r < R; r++) value = _mm512_fmadd_ps(h[r], _mm512_loadu_ps(b + size_t(r) * N + n), value);
+        _mm512_storeu_ps(y + n, value);
+    }
+}
+
 inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const {
     const int adapter = step.runs[rows[t].run].adapter;
     if (adapter < 0) return;
     const Factors& f = step.adapters[adapter][layer * MEMBERS + member];
-    for (int r = 0; r < f.rank; r++) {
-        const float h = f.scale * dot(f.a + size_t(r) * K, x, K);
-        const float* b = f.bt + size_t(r) * N;
-        for (int n = 0; n < N; n++) y[n] += h * b[n];
-    }
+    int r = 0;
+    for (; r + 4 <= f.rank; r += 4) add_ranks<4>(f, r, x, K, y, N);
+    for (; r < f.rank; r++) add_ranks<1>(f, r, x, K, y, N);
 }
 
 inline void rotate(float* x, const float* cos, const float* sin, int half) {

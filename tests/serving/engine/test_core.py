@@ -201,7 +201,7 @@ def test_one_failing_request_harms_no_other(
     core: EngineCore, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When a forward raises because of one sequence, that request fails and the others keep their tokens."""
-    step = core._runner._forward
+    step = core._runner.step_forward
     forward = step.forward
     good = prompt_of(12, 0)
     expected = greedy(tiny_llama, good, 4)
@@ -238,10 +238,10 @@ def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pyte
 
 def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
     """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
-    if isinstance(core._runner._forward, ModelForward):
-        embedding = core._runner._forward._model.get_input_embeddings().weight
+    if isinstance(core._runner.step_forward, ModelForward):
+        embedding = core._runner.step_forward._model.get_input_embeddings().weight
     else:
-        embedding = core._runner._forward._weights.embedding
+        embedding = core._runner.step_forward._weights.embedding
     with torch.inference_mode():
         embedding[77] = float("nan")
     outcomes = run(core, request_of("bad", (5, 77, 6)), request_of("good", (9, 8, 7), max_tokens=3))

@@ -141,7 +141,7 @@ def test_generates_what_generate_does(name: str, tmp_path: Path) -> None:
     """Prompts in chunks and decodes mixed, long contexts too: the tokens of transformers' greedy ``generate``."""
     model = make_model(DECODERS[name]())
     core = core_of(tmp_path, name, max_num_batched_tokens=100)
-    assert isinstance(core._parts.runner._forward, NativeDecoder)
+    assert isinstance(core._parts.runner.step_forward, NativeDecoder)
     prompts = {str(n): prompt_of(n, n) for n in (1, 7, 64, 130, 700)}
     found = run(core, *(request_of(name, prompt, max_tokens=9) for name, prompt in prompts.items()))
     core.close()
@@ -205,5 +205,5 @@ def test_models_of_another_form_run_by_their_own_code(tmp_path: Path) -> None:
     """A decoder the step does not know, and one whose heads the kernels do not take, are run by transformers' code."""
     for config in (tf.Phi3Config(**WIDE), tf.LlamaConfig(**COMMON)):
         core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
-        assert isinstance(core._parts.runner._forward, ModelForward)
+        assert isinstance(core._parts.runner.step_forward, ModelForward)
         core.close()
