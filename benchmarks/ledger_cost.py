@@ -1,9 +1,18 @@
 """What metering adds to a request: reserve, count 64 tokens one by one, settle. Also written to results/.
 
-python benchmarks/ledger_cost.py [--requests 2000] [--url sqlite:////path or postgresql://…]
+As a server's worker does it: on gevent's loop, transactions on threads of their own. ``--plain`` leaves both out.
+
+python benchmarks/ledger_cost.py [--requests 2000] [--plain] [--url sqlite:////path or postgresql://…]
 """
 
 from __future__ import annotations
+
+import sys
+
+if "--plain" not in sys.argv:  # before anything that makes a lock is imported
+    from gevent import monkey
+
+    monkey.patch_all()
 
 import argparse
 import json
@@ -17,6 +26,7 @@ from mlflow_llm.serving.metering.ledger import Ledger
 from mlflow_llm.serving.metering.limits import Limits
 from mlflow_llm.serving.metering.money import Price
 from mlflow_llm.serving.metering.store import Store
+from mlflow_llm.serving.web.store_threads import StoreThreads
 
 
 def one_request(ledger: Ledger, request_id: str) -> float:
@@ -49,12 +59,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--url", default=None)
+    parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        store = Store(options.url or f"{directory}/metering.db")
+        url = options.url or f"sqlite:///{directory}/metering.db"
+        store = Store(url) if options.plain else Store(url, run=StoreThreads.for_url(url))
         ledger = Ledger(store, state_dir=directory)
         ledger.prices.set("model-1", Price(input=3_000_000, cached=300_000, output=15_000_000))
-        figures = {"no_limits": run(ledger, options.requests, f"a{time.time_ns()}")}
+        figures: dict[str, object] = {"no_limits": run(ledger, options.requests, f"a{time.time_ns()}")}
         limits = Limits(store)
         for scope, subject in (("key", "key_1"), ("tenant", "tenant"), ("endpoint", "chat")):
             for kind in ("itpm", "otpm", "qph", "in_flight", "budget"):
@@ -62,10 +74,11 @@ def main() -> None:
         figures["15_limits"] = run(ledger, options.requests, f"b{time.time_ns()}")
         ledger.close()
         store.close()
+    figures["where"] = "plain" if options.plain else "worker"
     print(json.dumps(figures, indent=2))
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    (results / "ledger_cost.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (results / f"ledger_cost_{figures['where']}.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

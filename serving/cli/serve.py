@@ -10,7 +10,6 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from ..errors import PackagingError
 from ..settings import EngineSettings
 from ..web.settings import ServerSettings
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
@@ -30,7 +29,7 @@ DEFAULTS = ServerSettings()
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
 @click.option("--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64))
 @click.option("--profile", default="open", show_default=True, type=click.Choice(get_args(ProfileName)))
-@click.option("--database", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db")
+@click.option("--database", envvar="MLFLOW_LLM_DATABASE", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db")
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
 @click.option("--timeout", default=DEFAULTS.timeout, show_default=True, help="Seconds a request may take.")
 @click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
@@ -63,11 +62,13 @@ def serve(
         with open(spec_file, "rb") as file:
             spec = msgspec.json.decode(file.read(), type=ServeSpec)
     else:
-        named = _named(models, name)
+        named = {} if server["database"] and not models else _named(models, name)
         say({"stage": "reading", "models": len(named)})
         spec = ServeSpec(
             endpoints=endpoint_specs(named, engine_overrides(config), profile),
             settings=ServerSettings(**server),
+            engine=engine_overrides(config),
+            profile=profile,
         )
     run(spec, say)
 
@@ -90,7 +91,7 @@ def say(told: dict[str, Any]) -> None:
 def _named(models: tuple[str, ...], name: str | None) -> dict[str, str]:
     """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name."""
     if not models:
-        raise click.UsageError("name a model with -m, or a file with --spec")
+        raise click.UsageError("name a model with -m, or a --database whose endpoints are to be served")
     if name is not None and len(models) > 1:
         raise click.UsageError("--name goes with one model; write -m URI=name for several")
     found: dict[str, str] = {}
@@ -132,12 +133,8 @@ def endpoint_specs(
     from ..web.entry import resolve
 
     specs = []
-    for (name, uri), found in zip(models.items(), resolve(tuple(models.values())), strict=True):
-        saved = {k: v for k, v in found.config.items() if k in EngineSettings.__struct_fields__ and v is not None}
-        try:
-            settings = msgspec.convert(saved | overrides, EngineSettings)
-        except msgspec.ValidationError as error:
-            raise PackagingError(f"engine settings of {name}: {error}") from None
+    for (name, uri), found in zip(models.items(), resolve(tuple(models.values())) if models else (), strict=True):
+        settings = found.settings(overrides)
         specs.append(
             EndpointSpec(
                 name=name,

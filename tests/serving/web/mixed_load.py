@@ -32,10 +32,11 @@ PAUSE = 0.3  # seconds a client waits when the server is busy or gone
 
 KINDS = {  # of a hundred requests
     "stream": 30,
-    "whole": 24,
+    "whole": 20,
     "stop": 5,
-    "batch": 8,
-    "leave": 11,
+    "batch": 7,
+    "choices": 6,
+    "leave": 10,
     "hang up": 6,
     "late": 3,
     "embed": 5,
@@ -58,6 +59,9 @@ def body_of(kind: str, serial: int, draw: random.Random) -> tuple[str, dict[str,
     if kind == "batch":
         prompts = {"prompt": [f"first #{serial}", f"second #{serial}"], "logprobs": 0}
         return "/v1/completions", body | prompts | (streamed if draw.random() < 0.5 else {})
+    if kind == "choices":  # several choices are for reserved throughput alone
+        choices = {"model": "reserved", "n": draw.randrange(2, 4), "temperature": 1.0}
+        return "/v1/chat/completions", body | chat | choices | (streamed if draw.random() < 0.5 else {})
     special = {
         "stream": streamed,
         "whole": {"ignore_eos": False},
