@@ -1,0 +1,215 @@
+"""What the server costs around its engine: alone, end to end, and until it is ready.
+
+Alone: one worker, with an engine that answers at once (`serving/engine/instant.py`), beside a bare Flask application
+that streams prepared events from the same gunicorn/gevent worker. End to end (with `--model`, a saved MLflow model):
+tokens/s of the server's streams beside the same requests put into the engine inside one process. The callers run on
+the same cores.
+
+    python benchmarks/gateway.py [--model DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bare_sse import BareServer
+from load import LlmServe, Server, free_port
+from report import publish
+from streams import Call, closed_loop, encode
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.cli.load import percentile
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.web.settings import ServerSettings
+from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
+
+PATH = "/v1/completions"
+CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+PACE = 0.010  # seconds a token, of the paced engine
+
+
+def instant_bundle(root: Path, step_delay: float) -> Bundle:
+    """No weights and a byte-level tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet()))}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(root / "tokenizer")
+    (root / "instant.json").write_text(json.dumps({"vocab_size": 64, "step_delay": step_delay}))
+    return Bundle(
+        content_hash=f"instant-{root.name}",
+        tasks=("completions",),
+        model_dir=str(root),
+        tokenizer_dir=str(root / "tokenizer"),
+    )
+
+
+def alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return list(pre_tokenizers.ByteLevel.alphabet())
+
+
+def instant_server(root: Path, step_delay: float) -> LlmServe:
+    """The server with the engine that answers at once, one worker."""
+    root.mkdir()
+    port = free_port()
+    engine = EngineSettings(idle_timeout=0.3, max_num_seqs=256)
+    endpoint = EndpointSpec(
+        name="bench", entity="bench", bundle=instant_bundle(root, step_delay), core=CORE, engine=engine
+    )
+    settings = ServerSettings(port=port, workers=1, log_level="warning")
+    (root / "run").mkdir(mode=0o700)
+    spec = ServeSpec(endpoints=(endpoint,), settings=settings, runtime_dir=str(root / "run"))
+    (root / "spec.json").write_bytes(msgspec.json.encode(spec))
+    return LlmServe("--spec", str(root / "spec.json"), port=port, log=root / "log")
+
+
+def body(number: int, tokens: int, *, stream: bool, prompt: list[int] | None = None) -> bytes:
+    ids = prompt or [(number * 7 + i) % 60 for i in range(16)]
+    request = {"model": "bench", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return encode(PATH, request | ({"stream": True} if stream else {}))
+
+
+def tpot(calls: list[Call]) -> list[float]:
+    """Seconds between the streamed events of each call, the mean."""
+    return sorted((c.chunks[-1] - c.chunks[0]) / (len(c.chunks) - 1) for c in calls)
+
+
+def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """Requests/s of whole replies of one token; events/s of streams without and time between events with a pace."""
+    with at_once as server:
+        closed_loop(server.port, [body(i, 1, stream=False) for i in range(50)], 8, streamed=False)
+        one, one_wall = closed_loop(
+            server.port, [body(i, 1, stream=False) for i in range(args.requests)], 1, streamed=False
+        )
+        _, many_wall = closed_loop(
+            server.port, [body(i, 1, stream=False) for i in range(args.requests)], 32, streamed=False
+        )
+        streams = [body(i, args.new, stream=True) for i in range(64)]
+        calls, stream_wall = closed_loop(server.port, streams, 32, streamed=True)
+        ready = server.ready_after
+    with paced as server:
+        closed_loop(server.port, [body(i, 4, stream=True) for i in range(8)], 8, streamed=True)
+        single, _ = closed_loop(server.port, [body(1, args.new, stream=True)] * 2, 1, streamed=True)
+        crowd, _ = closed_loop(server.port, [body(i, args.new, stream=True) for i in range(32)], 32, streamed=True)
+    return {
+        "server": name,
+        "ready after s": ready,
+        "1 caller: requests/s": len(one) / one_wall,
+        "p50 ms": percentile(sorted(c.ended - c.started for c in one), 50) * 1e3,
+        "32 callers: requests/s": args.requests / many_wall,
+        "32 streams: events/s": sum(len(c.chunks) for c in calls) / stream_wall,
+        "paced 10 ms, 1 stream: ms a token": statistics.median(tpot(single)) * 1e3,
+        "32 streams: ms a token": statistics.median(tpot(crowd)) * 1e3,
+    }
+
+
+def in_process(args: argparse.Namespace) -> None:
+    """The engine in this process and on this thread; tokens/s by number of sequences, as JSON."""
+    from mlflow_llm.serving.cli.serve import endpoint_specs
+    from mlflow_llm.serving.engine.core import EngineCore
+    from mlflow_llm.serving.events import Tokens
+    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+
+    (spec,) = endpoint_specs({"bench": args.model}, {})
+    core = EngineCore(spec.bundle, spec.engine)
+
+    def batch(size: int, start: int) -> float:
+        began = time.perf_counter()
+        for number in range(start, start + size):
+            sequence = Sequence(prompt_token_ids=tuple(prompt(number, core.info.vocab_size)))
+            sampling = Sampling(max_tokens=args.new, temperature=0.0)
+            request = ValidRequest(
+                request_id=f"r{number}", task="completions", model="m", sequences=(sequence,), sampling=sampling
+            )
+            core.add(request, b"bench")
+        tokens = 0
+        while core.has_work():
+            tokens += sum(len(event.token_ids) for *_, event in core.step() if isinstance(event, Tokens))
+        return tokens / (time.perf_counter() - began)
+
+    batch(2, args.start)
+    print(json.dumps([batch(size, args.start + 10 + 100 * i) for i, size in enumerate(args.callers)]))
+
+
+def prompt(number: int, vocab_size: int) -> list[int]:
+    """100 token ids, others from the first on for each number."""
+    return [(number * 7919 + i * (number % 13 + 3) * 31 + 500) % min(vocab_size, 30_000) for i in range(100)]
+
+
+def end_to_end(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Bursts of requests at the server and in process, in turn."""
+    inside: list[list[float]] = []
+    outside: list[list[float]] = []
+    ready: list[float] = []
+    for turn in range(args.rounds):
+        command = [sys.executable, __file__, *sys.argv[1:], "--in-process", "--start", str(turn * 10_000)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        inside.append(json.loads(done.stdout.splitlines()[-1]))
+        with LlmServe("-m", args.model, "--name", "bench", "--workers", "1", "--log-level", "warning") as server:
+            ready.append(server.ready_after)
+            outside.append(server_rates(server, args, turn * 10_000 + 5_000))
+    rows = []
+    for i, callers in enumerate(args.callers):
+        own, served = (statistics.median(rates[i] for rates in found) for found in (inside, outside))
+        rows.append(
+            {
+                "callers": callers,
+                "in process: tokens/s": own,
+                "server: tokens/s": served,
+                "server / in process": served / own,
+                "ready after s": statistics.median(ready),
+            }
+        )
+    return rows
+
+
+def server_rates(server: Server, args: argparse.Namespace, start: int) -> list[float]:
+    def burst(size: int, first: int) -> float:
+        requests = [body(n, args.new, stream=True, prompt=prompt(n, 30_000)) for n in range(first, first + size)]
+        _, seconds = closed_loop(server.port, requests, size, streamed=True)
+        return size * args.new / seconds
+
+    burst(2, start)
+    return [burst(size, start + 10 + 100 * i) for i, size in enumerate(args.callers)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a saved MLflow model, for the end to end part")
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--new", type=int, default=128, help="new tokens a request")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of one token")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.in_process:
+        in_process(args)
+        return
+    with tempfile.TemporaryDirectory(prefix="mlb-") as folder:
+        root = Path(folder)
+        bare = alone("bare Flask, gevent", BareServer(args.new, 0), BareServer(args.new, PACE), args)
+        ours = alone("mlflow-llm", instant_server(root / "a", 0), instant_server(root / "p", PACE), args)
+    added = (1 / ours["32 streams: events/s"] - 1 / bare["32 streams: events/s"]) * 1e6
+    publish("gateway", [bare, ours], load="one worker; callers on the same cores", added_us_per_streamed_token=added)
+    print(f"added per streamed token: {added:.0f} µs of the worker's core")
+    if args.model:
+        rows = end_to_end(args)
+        publish("gateway_end_to_end", rows, load=f"100 prompt + {args.new} new tokens, greedy, {args.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()
