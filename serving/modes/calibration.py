@@ -40,7 +40,8 @@ def calibrate(
 ) -> Capacity:
     """Run ``callers`` requests at once, after one that warms up, and measure. Blocks for the time of the run.
 
-    Raises the ``ServingError`` that the engine answered with. The engine should be idle: what others run is not seen.
+    Raises the ``ServingError`` that the engine answered with. What others run meanwhile is spare work beside it, and
+    takes little; other reserved requests there should be none.
     """
     info = engine.info
     callers = max(1, min(callers, info.max_num_seqs))
@@ -113,5 +114,6 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
         task="completions" if new_tokens else "embeddings",
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
+        reserved=True,
         sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

@@ -17,7 +17,7 @@ from .admitting import mode_of
 from .board import Board, Held, Plan, PlannedEndpoint, PlannedEntity
 from .endpoints import Endpoint, Endpoints, Routed
 from .gate import Gate
-from .profiles import PROFILES
+from .profiles import PROFILES, profile_in
 from .replicas import Replicas
 
 TURN = 0.05  # seconds between looks at the plan
@@ -111,12 +111,13 @@ class Follower:
 
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
         engine = self._engines[entity.key]
+        mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,
             info=engine.info,
             text=self._text(entity),
             adapters=lambda: tuple(adapter.name for adapter in engine.adapters()),
-            profile=profile,
+            profile=profile_in(mode, profile),
             names=(entity.served.name,),
         )
         return Endpoint(
@@ -124,7 +125,7 @@ class Follower:
             entity=entity.served.name,
             view=view,
             engine=engine,
-            mode=mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses)),
+            mode=mode,
             created=planned.created,
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
+from ..modes import Mode
 from ..tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
 
 PROFILES: Mapping[str, Profile] = {
@@ -11,3 +13,11 @@ PROFILES: Mapping[str, Profile] = {
     "databricks-provisioned": DATABRICKS_PROVISIONED,
     "databricks-pay-per-token": DATABRICKS_PAY_PER_TOKEN,
 }
+
+
+def profile_in(mode: Mode | None, profile: Profile) -> Profile:
+    """``profile`` with the fields that the mode takes: an entity's mode decides, whatever its server's profile is."""
+    if mode is None:
+        return profile
+    takes = mode.profile
+    return dataclasses.replace(profile, allow_n=takes.accepts_n, allow_error_behavior=takes.accepts_error_behavior)

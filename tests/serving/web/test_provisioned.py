@@ -42,7 +42,14 @@ def server(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     few = EngineSettings(idle_timeout=0.2, max_num_seqs=1)
     reserve = {"min_provisioned_throughput": 50, "max_provisioned_throughput": 50, "core": INSTANT_CORE}
     more = (
-        EndpointSpec(name="reserved", entity="model-r", bundle=shared, engine=settings, **reserve),
+        EndpointSpec(
+            name="reserved",
+            entity="model-r",
+            bundle=shared,
+            engine=settings,
+            profile="databricks-pay-per-token",  # of which the entity's mode takes what it has
+            **reserve,
+        ),
         EndpointSpec(name="sleepy", entity="model-s", bundle=slow, engine=few, scale_to_zero_enabled=True, **reserve),
     )
     url = f"sqlite:///{store.engine.url.database}"
