@@ -29,7 +29,7 @@ class Call:
         if streamed:
             events = data.count(b"data: ")
             self.chunks += [now] * events
-            complete = self.data.endswith(b"0\r\n\r\n")
+            complete = self.data.endswith(b"\r\n0\r\n\r\n")  # not the end of a header
         else:
             head, _, body = self.data.partition(b"\r\n\r\n")
             length = next((int(h[15:]) for h in head.lower().split(b"\r\n") if h.startswith(b"content-length:")), None)
