@@ -176,10 +176,16 @@ class LanguageModel:
         return Answer(choices=reply.choices, usage=reply.usage)
 
     def _vectors(self, request: ValidRequest) -> Iterator[npt.NDArray[np.float32]]:
+        """In the order of the texts: the engine computes them in another."""
+        early: dict[int, bytes] = {}
+        following = 0
         with self._session.pieces(request) as pieces:
             for piece in pieces:
                 if not isinstance(piece, Done):
-                    yield _vector(piece.data)
+                    early[piece.index] = piece.data
+                while following in early:
+                    yield _vector(early.pop(following))
+                    following += 1
 
 
 def _vector(data: bytes) -> npt.NDArray[np.float32]:

@@ -1,8 +1,12 @@
-"""Embedding requests waiting for a batch: inputs of many requests run together, up to a number of tokens."""
+"""Embedding requests waiting for a batch: inputs of many requests run together, up to a number of tokens.
+
+Requests take turns, an input each, so a short one does not wait behind a bulk; a request's own inputs go by length, so
+that a batch of a bulk holds equal lengths, which share a call of the attention.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -19,23 +23,28 @@ class EmbeddingQueue:
     def __init__(self, embedder: Any, max_tokens: int) -> None:
         self._embedder = embedder
         self._max_tokens = max_tokens
-        self._inputs: deque[tuple[ValidRequest, int]] = deque()
-        self._left: Counter[str] = Counter()
+        self._waiting: dict[str, deque[int]] = {}  # indices of inputs by request, in the order of their turns
+        self._requests: dict[str, ValidRequest] = {}
+        self._left: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        """Inputs that wait."""
+        return sum(map(len, self._waiting.values()))
 
     def add(self, request: ValidRequest) -> None:
-        self._inputs.extend((request, i) for i in range(len(request.sequences)))
-        self._left[request.request_id] = len(request.sequences)
+        sizes = [len(sequence.prompt_token_ids) for sequence in request.sequences]
+        self._waiting[request.request_id] = deque(sorted(range(len(sizes)), key=sizes.__getitem__))
+        self._requests[request.request_id] = request
+        self._left[request.request_id] = len(sizes)
 
     def drop(self, request_id: str) -> None:
-        """Forget what waits of a request."""
-        if self._left.pop(request_id, 0):
-            self._inputs = deque(item for item in self._inputs if item[0].request_id != request_id)
+        """Forget what is left of a request."""
+        self._waiting.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        self._left.pop(request_id, None)
 
     def is_done(self, request_id: str) -> bool:
-        return not self._left.get(request_id)
+        return request_id not in self._left
 
     def run(self) -> list[tuple[str, Outcome]]:
         """Embed one batch; an error of a mixed batch is pinned down by running its inputs one by one."""
@@ -55,20 +64,29 @@ class EmbeddingQueue:
                     outcomes.append((request.request_id, own))
         for request_id, outcome in outcomes:
             if isinstance(outcome, Embedded):
-                self._left[request_id] -= 1
-        self._left += Counter()  # drops what reached zero
+                self._count(request_id)
         return outcomes
 
+    def _count(self, request_id: str) -> None:
+        self._left[request_id] -= 1
+        if not self._left[request_id]:
+            self.drop(request_id)
+
     def _take(self) -> list[tuple[ValidRequest, int]]:
+        """An input of each request in turn while they fit; an input larger than a batch is one of its own."""
         batch: list[tuple[ValidRequest, int]] = []
         budget = self._max_tokens
-        while self._inputs:
-            request, index = self._inputs[0]
-            size = len(request.sequences[index].prompt_token_ids)
+        while self._waiting:
+            request_id, inputs = next(iter(self._waiting.items()))
+            request = self._requests[request_id]
+            size = len(request.sequences[inputs[0]].prompt_token_ids)
             if batch and size > budget:
                 break
             budget -= size
-            batch.append(self._inputs.popleft())
+            batch.append((request, inputs.popleft()))
+            del self._waiting[request_id]
+            if inputs:
+                self._waiting[request_id] = inputs  # behind the others
         return batch
 
     def _embed(self, batch: list[tuple[ValidRequest, int]]) -> Any:
