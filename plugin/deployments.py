@@ -15,6 +15,7 @@ from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
 from . import calls
+from . import endpoint_calls as endpoints
 from . import local_servers as servers
 
 FLAVOR = "llm"
@@ -38,10 +39,18 @@ def target_help() -> str:
         "  mlflow deployments create -t llm -n assistant -m models:/assistant@champion [-C workers=2]\n"
         "The server listens on loopback, on a free port unless -C port=… says otherwise; `get` shows its URL.\n"
         f"-C keys: {', '.join(servers.SERVER_KEYS)}, require_keys, and every engine setting.\n"
-        "`update` starts the new version, waits for its first token, moves callers over, then drains the old.\n"
-        "Target llm://host:port is a server that runs already: list, get and predict work there.\n"
+        "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
+        "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
+        "Target llm://host:port is a server that runs already: the same commands manage its endpoints\n"
+        f"(-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
         f"An API key is read from {calls.KEY_VARIABLE}; the state is in {servers.STATE_VARIABLE} or XDG's folder."
     )
+
+
+def _named(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise MlflowException.invalid_parameter_value(f"name: {name!r:.80}; expected the name of an endpoint")
+    return name
 
 
 def _check_flavor(flavor: str | None) -> None:
@@ -50,7 +59,7 @@ def _check_flavor(flavor: str | None) -> None:
 
 
 class LlmDeploymentClient(BaseDeploymentClient):
-    """Deployments and endpoints are the same here: a deployment is a server with one endpoint of its name."""
+    """Deployments and endpoints are the same here: endpoints of a running server, or a server with one of its name."""
 
     def __init__(self, target_uri: str) -> None:
         super().__init__(target_uri)
@@ -65,9 +74,10 @@ class LlmDeploymentClient(BaseDeploymentClient):
         config: dict[str, Any] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, Any]:
-        """Start a server for ``model_uri``; returns when it has generated a token."""
-        self._local_only()
+        """Serve ``model_uri`` as ``name``; returns when it has generated a token."""
         _check_flavor(flavor)
+        if self._remote is not None:
+            return self._shown(endpoints.create(self._remote, _named(name), model_uri, config or {}))
         servers.must_be_new(name)
         with servers.locked(name):
             servers.must_be_new(name)
@@ -83,24 +93,25 @@ class LlmDeploymentClient(BaseDeploymentClient):
         config: dict[str, Any] | None = None,
         endpoint: str | None = None,
     ) -> dict[str, Any]:
-        """Swap in a new version without dropping a request: the new server warms, callers move, the old one drains.
+        """Roll over to a new version without dropping a request: it warms, callers move, the old one drains.
 
-        The new server has a port of its own (a fixed ``port`` can only be moved after the old one has gone).
+        ``config`` changes engine settings; those that are not named stay. URL and port stay as well. Where the new
+        version fails, this raises and the old one serves on.
         """
-        self._local_only()
         _check_flavor(flavor)
+        if self._remote is not None:
+            return self._shown(endpoints.update(self._remote, _named(name), *self._merged(name, model_uri, config)))
         with servers.locked(servers.check_name(name)):
-            old = servers.read(name)
-            merged = {**old["config"], **(config or {})}
-            fresh = {key: value for key, value in merged.items() if key != "port"}
-            record = servers.start(name, model_uri or old["model_uri"], fresh)
+            record = servers.update(servers.read(name), model_uri, config or {})
             servers.write(record)
-            servers.stop(old)
         return servers.read(name)
 
     def delete_deployment(self, name: str, config: dict[str, Any] | None = None, endpoint: str | None = None) -> None:
-        """Drain and end the server. A deployment that does not exist is no error."""
-        self._local_only()
+        """Finish what runs, then end. A deployment that does not exist is no error."""
+        if self._remote is not None:
+            if any(found["name"] == name for found in endpoints.list_all(self._remote)):
+                endpoints.delete(self._remote, name)
+            return
         with servers.locked(servers.check_name(name)):
             if name in servers.names():
                 servers.stop(servers.read(name))
@@ -108,14 +119,12 @@ class LlmDeploymentClient(BaseDeploymentClient):
 
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         if self._remote is not None:
-            listed = calls.ask("GET", f"{self._remote}/api/2.0/endpoints/").json()["endpoints"]
-            return [{**entry, "flavor": FLAVOR, "url": self._remote} for entry in listed]
+            return [self._shown(found) for found in endpoints.list_all(self._remote)]
         return [servers.read(name) for name in servers.names()]
 
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
         if self._remote is not None:
-            entry = calls.ask("GET", f"{self._remote}/api/2.0/endpoints/{name}").json()
-            return {**entry, "flavor": FLAVOR, "url": self._remote}
+            return self._shown(endpoints.get(self._remote, _named(name)))
         return servers.read(name)
 
     def predict(
@@ -157,9 +166,20 @@ class LlmDeploymentClient(BaseDeploymentClient):
     def get_endpoint(self, endpoint: str) -> dict[str, Any]:
         return self.get_deployment(endpoint)
 
-    def _local_only(self) -> None:
-        if self._remote is not None:
-            raise MlflowException(f"{self.target_uri} is a running server; only target llm can do that")
+    def _shown(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "flavor": FLAVOR, "url": self._remote}
+
+    def _merged(self, name: str, model_uri: str | None, config: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+        """What the endpoint is to serve: what is not named stays as it is."""
+        assert self._remote is not None
+        entities = endpoints.get(self._remote, _named(name)).get("config", {}).get("served_entities", [])
+        if len(entities) != 1:
+            if model_uri is None:
+                raise MlflowException.invalid_parameter_value(f"model_uri: {name!r} serves {len(entities)} models")
+            return model_uri, config or {}
+        old = entities[0]
+        kept = {key: old[key] for key in endpoints.ENTITY_KEYS if key in old} | old.get("engine_settings", {})
+        return model_uri or endpoints.uri_of(old), {**kept, **(config or {})}
 
     def _url(self, name: str | None) -> str:
         if not name:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import requests
@@ -26,6 +27,8 @@ from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_
 
 from mlflow_llm.serving.transport.locks import acquire
 from mlflow_llm.serving.web.settings import default_state_dir
+
+from . import endpoint_calls as endpoints
 
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -127,6 +130,25 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None
         "started": started,
         "flavor": "llm",
     }
+
+
+def update(record: dict[str, Any], model_uri: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """Have the running server serve another version or other engine settings; one that does not run is started.
+
+    The new record, not yet written. Raises ``MlflowException``; the server then goes on as before.
+    """
+    merged = {**record["config"], **config}
+    uri = model_uri or record["model_uri"]
+    if not is_running(record):
+        return start(record["name"], uri, merged, port=urlsplit(record["url"]).port)
+    if changed := endpoints.differing(record["config"], config, (*SERVER_KEYS, "require_keys")):
+        raise MlflowException.invalid_parameter_value(
+            f"config: {', '.join(changed)} cannot change while the server runs; delete the deployment and create it"
+        )
+    own = (*SERVER_KEYS, "require_keys", "trust_remote_code")  # of the command line, which runs on
+    settings = {key: value for key, value in merged.items() if key not in own}
+    endpoints.update(record["url"], record["name"], uri, settings)
+    return record | {"model_uri": uri, "config": merged}
 
 
 def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

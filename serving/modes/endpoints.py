@@ -42,7 +42,7 @@ from .endpoint_rows import (
 from .endpoint_views import endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 from .source import Source
 
-_CREATE_FIELDS = {"name", "config", "tags", "rate_limits", "description"}
+_CREATE_FIELDS = {"name", "config", "tags", "rate_limits", "description", "route_optimized"}
 
 
 class EndpointRow(Struct, frozen=True, kw_only=True):
@@ -89,6 +89,8 @@ class Endpoints:
         for field in body:
             if field not in _CREATE_FIELDS:
                 raise InvalidField(field, body[field], "no such field; known are " + ", ".join(sorted(_CREATE_FIELDS)))
+        if body.get("route_optimized"):  # MLflow's Databricks client always sends it
+            raise InvalidField("route_optimized", body["route_optimized"], "false: every route is as short as it gets")
         name = body.get("name")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidField("name", name, "1 to 63 letters, digits, dashes and underscores")

@@ -137,7 +137,8 @@ class Replicas:
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
-        status = min((health.status for health in each), key=BEST_FIRST.index, default="ready")
+        present = {health.status for health in each} or {"ready"}
+        status = next(status for status in BEST_FIRST if status in present)
         summed = [name for name in Health.__struct_fields__ if name not in NOT_SUMMED]
         sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}
         return Health(status=status, last_step_age=min((h.last_step_age for h in each), default=0.0), **sums)

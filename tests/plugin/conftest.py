@@ -24,13 +24,23 @@ TEMPLATE = (
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a byte tokenizer, saved with the flavor."""
-    root = tmp_path_factory.mktemp("deployed")
+    return save(tmp_path_factory.mktemp("deployed"))
+
+
+@pytest.fixture(scope="session")
+def second_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, a layer deeper."""
+    return save(tmp_path_factory.mktemp("second"), num_hidden_layers=3)
+
+
+def save(root: Path, **config: int) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
-    make_model(tf.LlamaConfig(**(COMMON | {"vocab_size": 272, "eos_token_id": 256}))).save_pretrained(root / "hf")
+    llama = tf.LlamaConfig(**(COMMON | {"vocab_size": 272, "eos_token_id": 256} | config))
+    make_model(llama).save_pretrained(root / "hf")
     tokenizer.save_pretrained(root / "hf")
     llm.save_model(root / "model", root / "hf")
     return root / "model"

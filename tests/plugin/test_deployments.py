@@ -8,7 +8,7 @@ from mlflow.deployments import get_deploy_client
 from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin import calls, deployments, local_servers
+from mlflow_llm.plugin import calls, deployments, endpoint_calls, local_servers
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +43,42 @@ def test_bad_names(name):
         deployments.LlmDeploymentClient("llm").create_deployment(name, "models:/a/1")
 
 
-def test_remote_target_changes_nothing():
-    """A running server's target refuses create, update and delete."""
+def test_a_server_that_does_not_answer():
+    """Every call on a target where nothing listens is an MlflowException that says so."""
     client = deployments.LlmDeploymentClient("llm://127.0.0.1:1")
-    with pytest.raises(MlflowException, match="only target llm"):
-        client.create_deployment("a", "models:/a/1")
-    with pytest.raises(MlflowException, match="no server answers"):
-        client.list_deployments()
+    for call in (
+        lambda: client.create_deployment("a", "models:/a/1"),
+        lambda: client.update_deployment("a", "models:/a/1"),
+        lambda: client.delete_deployment("a"),
+        lambda: client.list_deployments(),
+    ):
+        with pytest.raises(MlflowException, match="no server answers"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("uri", "entity"),
+    [
+        ("models:/a/3", {"entity_name": "a", "entity_version": "3"}),
+        ("models:/a@champion", {"entity_name": "a", "entity_version": "@champion"}),
+        ("models:/m-0123", {"entity_name": "models:/m-0123"}),
+        ("runs:/x/model", {"entity_name": "runs:/x/model"}),
+        ("/srv/chat", {"entity_name": "/srv/chat"}),
+    ],
+)
+def test_a_model_uri_is_an_entity_and_back(uri, entity):
+    """What the API is sent for a URI names the same model again."""
+    assert endpoint_calls.entity_of(uri) == entity
+    assert endpoint_calls.uri_of(entity) == uri
+
+
+def test_config_is_engine_settings():
+    """Texts of the command line are read as JSON; a key that is none of an endpoint's is refused by name."""
+    config = endpoint_calls.config_of("models:/a/1", {"max_num_seqs": "4", "dtype": "bfloat16"})
+    (entity,) = config["served_entities"]
+    assert entity["engine_settings"] == {"max_num_seqs": 4, "dtype": "bfloat16"}
+    with pytest.raises(MlflowException, match="'port' cannot be set here"):
+        endpoint_calls.config_of("models:/a/1", {"port": 1})
 
 
 def test_requests_of_a_frame():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,9 +10,9 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
@@ -26,8 +27,8 @@ def text_of(chunks) -> str:
     return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
 
 
-def test_life_of_a_deployment(place: Path, saved_model: Path) -> None:
-    """Create, list, get, predict, stream, update without a dropped request, delete; each change is seen by the next."""
+def test_life_of_a_deployment(place: Path, saved_model: Path, second_model: Path) -> None:
+    """Create, list, get, predict, stream, update at the same URL without a dropped request, refuse, delete."""
     client = get_deploy_client("llm")
     made = client.create_deployment("assistant", str(saved_model), config=CONFIG)
     try:
@@ -44,20 +45,20 @@ def test_life_of_a_deployment(place: Path, saved_model: Path) -> None:
         with pytest.raises(MlflowException, match="temperature"):
             client.predict("assistant", CHAT | {"temperature": 9})
 
-        errors: list[Exception] = []
-        over = threading.Event()
-        asking = threading.Thread(target=ask_until, args=(client, over, errors))
-        asking.start()
-        try:
-            updated = client.update_deployment("assistant", config={"max_num_seqs": 4})
-        finally:
-            over.set()
-            asking.join()
-        assert errors == []
-        assert updated["pid"] != made["pid"]
-        assert not psutil.pid_exists(made["pid"])
-        assert updated["config"] == CONFIG | {"max_num_seqs": 4}
-        assert client.predict("assistant", CHAT)["choices"] == whole["choices"]
+        with callers(client, "assistant", whole) as failures:
+            updated = client.update_deployment("assistant", str(second_model), config={"max_num_seqs": "4"})
+        assert failures == []
+        assert {key: updated[key] for key in ("url", "pid", "status")} == {
+            key: made[key] for key in ("url", "pid", "status")
+        }
+        assert updated["config"] == CONFIG | {"max_num_seqs": "4"}
+        assert updated["model_uri"] == str(second_model)
+        with pytest.raises(MlflowException, match="workers cannot change"):
+            client.update_deployment("assistant", config={"workers": 3})
+        with pytest.raises(MlflowException, match="nowhere"):
+            client.update_deployment("assistant", "/nowhere")
+        assert client.predict("assistant", CHAT)["usage"]["completion_tokens"] == 6
+        manage(made["url"].replace("http://", "llm://"), saved_model)
     finally:
         client.delete_deployment("assistant")
     assert client.list_deployments() == []
@@ -65,13 +66,55 @@ def test_life_of_a_deployment(place: Path, saved_model: Path) -> None:
         client.predict("assistant", CHAT)
 
 
-def ask_until(client, over: threading.Event, errors: list[Exception]) -> None:
-    while not over.is_set():
-        try:
-            client.predict("assistant", CHAT)
-        except MlflowException as error:
-            errors.append(error)
-        time.sleep(0.02)
+def manage(target: str, model: Path) -> None:
+    """The running server as a target: an endpoint is created, listed, updated, asked and deleted beside the first."""
+    client = get_deploy_client(target)
+    made = client.create_deployment("second", str(model), config={"max_model_len": 64})
+    assert (made["name"], made["state"]["ready"]) == ("second", "READY")
+    assert [found["name"] for found in client.list_deployments()] == ["assistant", "second"]
+    with pytest.raises(MlflowException, match="already"):
+        client.create_deployment("second", str(model))
+    with pytest.raises(MlflowException, match="colour"):
+        client.create_deployment("third", str(model), config={"colour": 1})
+    updated = client.update_deployment("second", config={"max_num_seqs": 2})
+    (entity,) = updated["config"]["served_entities"]
+    assert entity["engine_settings"] == {"max_model_len": 64, "max_num_seqs": 2}
+    assert client.get_deployment("second")["config"] == updated["config"]
+    assert client.predict("second", CHAT)["usage"]["completion_tokens"] == 6
+    client.delete_deployment("second")
+    client.delete_deployment("second")
+    assert [found["name"] for found in client.list_deployments()] == ["assistant"]
+
+
+@contextlib.contextmanager
+def callers(client, name: str, whole: dict, number: int = 4) -> Iterator[list[str]]:
+    """Callers in a closed loop while the body runs, one reply streamed after the other; yields what went wrong."""
+    failures: list[str] = []
+    done: list[int] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                chunks = list(client.predict_stream(name, CHAT))
+                if not text_of(chunks) or chunks[-1]["choices"][0]["finish_reason"] != "length":
+                    failures.append(str(chunks[-1]))
+                done.append(len(chunks))
+            except Exception as error:
+                failures.append(repr(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield failures
+        before, until = len(done), time.monotonic() + 30
+        while len(done) < before + number and time.monotonic() < until:  # some on the new version too
+            time.sleep(0.02)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_a_model_that_does_not_load(place: Path) -> None:
