@@ -21,6 +21,7 @@ from ..errors import InvalidField, PackagingError
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
+SHORT = 2048  # characters, which take less time than to hand the lock to and fro
 DEFAULT_TEMPLATE = "default"
 
 
@@ -51,7 +52,7 @@ class TextModel:
         """Token ids of a raw text. A text that already begins with the BOS token's text gets no second one."""
         if add_special_tokens and self._bos and text.startswith(self._bos):
             add_special_tokens = not self._prepends_bos()
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tuple(_encoding(self._backend, text, add_special_tokens).ids)
 
     def encode_embedding(self, text: str, limit: int) -> tuple[tuple[int, ...], bool]:
         """``(ids, cut)``: ids with the model's special tokens, cut to ``limit`` tokens from the end of the text."""
@@ -60,7 +61,7 @@ class TextModel:
             embedder = Tokenizer.from_str(self._backend.to_str())
             embedder.enable_truncation(limit)
             self._embedders[limit] = embedder
-        encoding = embedder.encode(text)
+        encoding = _encoding(embedder, text, True)
         return tuple(encoding.ids), bool(encoding.overflowing)
 
     def surely_over(self, text: str, limit: int) -> int | None:
@@ -74,7 +75,7 @@ class TextModel:
         count, margin = 0, limit // 4 + 64
         for start in range(0, len(text), CHUNK):
             stretch = text[start : start + CHUNK]
-            count += len(self._backend.encode(stretch, add_special_tokens=False).ids)
+            count += len(_encoding(self._backend, stretch, False))
             if count > limit + margin:
                 return limit + 1
         return None
@@ -84,7 +85,7 @@ class TextModel:
         size = max(CHUNK, 4 * limit)
         while size < len(text):
             end = text[-size:]
-            if len(self._backend.encode(end, add_special_tokens=False).ids) > limit + 16:
+            if len(_encoding(self._backend, end, False)) > limit + 16:
                 return end
             size *= 2
         return text
@@ -109,7 +110,7 @@ class TextModel:
         if limit is not None and (over := self.surely_over(rendered, limit)) is not None:
             return over
         if not self._has_control_text([given, kwargs]):
-            return tuple(self._backend.encode(rendered, add_special_tokens=False).ids)
+            return tuple(_encoding(self._backend, rendered, False).ids)
         with self._lock:
             return tuple(self._render(given, source, kwargs, tokenize=True))
 
@@ -183,6 +184,16 @@ class TextModel:
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; part of a character is U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+
+def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+    """The encoding of ``text``, without offsets where it is long.
+
+    ``encode`` holds the interpreter lock, for a second or more a megabyte; the batch's form lets others run.
+    """
+    if len(text) < SHORT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:

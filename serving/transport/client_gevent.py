@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gevent
+import gevent.monkey
 import gevent.queue
 import zmq.green
 
@@ -18,14 +19,21 @@ from .attach import Attached
 from .client import RemoteEngine
 from .launch import Launcher, Progress
 
+_ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
+
 
 class GeventEngine(RemoteEngine):
     """``RemoteEngine`` on greenlets; to be made in the worker that uses it, after the fork."""
 
     backend: Any = zmq.green
 
+    def _open(self) -> None:
+        self._hub = gevent.get_hub()
+        super()._open()
+
     def _queue(self) -> Any:
-        return gevent.queue.SimpleQueue()
+        """For whoever asks: a greenlet of our own loop, or one of the worker's threads, which may truly block."""
+        return gevent.queue.SimpleQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
 
     def _spawn(self, run: Callable[[], None]) -> Any:
         return gevent.spawn(run)

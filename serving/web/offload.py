@@ -1,8 +1,8 @@
 """Work that would hold up the event loop, on gevent's threads.
 
-Decoding and tokenising a few kilobytes takes microseconds and stays on the loop; megabytes take seconds, during
-which no other stream of this worker would get a token. Hugging Face's tokenizers release the interpreter lock, so a
-thread really frees the loop; JSON decoding of megabytes holds it for some milliseconds at most.
+Decoding and tokenising a few kilobytes takes a few milliseconds and stays on the loop; megabytes take seconds, during
+which no other stream of this worker would get a token. Tokenising a long text releases the interpreter lock
+(``tasks.text``), so a thread really frees the loop; JSON decoding of megabytes holds it for some milliseconds at most.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retry_after: float = 1.0
     timeout: float = 600.0
     io_timeout: float = 30.0
-    offload_bytes: int = 64 * 2**10
+    offload_bytes: int = 8 * 2**10
     drain_timeout: float = 30.0
     scale_to_zero_after: float = 300.0
     database: str | None = None

@@ -1,5 +1,6 @@
 """One text model, many threads."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 
@@ -18,3 +19,24 @@ def test_threads_get_what_one_thread_gets(text):
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda i: jobs[i % len(jobs)](), range(400)))
     assert together == [alone[i % len(jobs)] for i in range(400)]
+
+
+def test_long_texts_let_others_run(text):
+    """While one thread tokenises megabytes, and while it only counts, another gets its turns; the ids are the same."""
+    long = "some words, and more of them. " * 60_000
+    for work in (lambda: text.encode(long), lambda: text.surely_over(long, 400_000)):
+        turns, over = 0, threading.Event()
+
+        def ticker(over: threading.Event = over) -> None:
+            nonlocal turns
+            while not over.wait(0.001):
+                turns += 1
+
+        thread = threading.Thread(target=ticker)
+        thread.start()
+        work()
+        over.set()
+        thread.join()
+        assert turns > 20
+    short = long[:20_000]
+    assert text.encode(short) == tuple(text._backend.encode(short).ids)

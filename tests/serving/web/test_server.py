@@ -117,6 +117,13 @@ def test_a_large_body_holds_up_nobody(slow: Running) -> None:
     assert json.loads(text)["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_large_body_names_an_adapter(slow: Running) -> None:
+    """A body large enough for a thread may name an adapter, of which the engine is asked from there."""
+    body = BODY | {"model": "assistant", "adapter": "pirate"}
+    assert ask(slow, json.dumps(body).encode() + b" " * 10_000)[0] == 200
+    assert ask(slow, json.dumps(body | {"adapter": "nobody"}).encode() + b" " * 10_000)[0] == 404
+
+
 def test_metrics_of_all_processes(slow: Running) -> None:
     """A scrape gives the workers' counters and the engine's gauges."""
     assert ask(slow, BODY)[0] == 200
@@ -140,7 +147,7 @@ def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
         lines = [line.removeprefix("data: ") for line in rest.strip().split("\n\n")]
         assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
         assert lines[-1] == "[DONE]"
-        assert server.process.wait(60) == 0
+        assert server.process.wait(60) == 0, server.log()[-4000:]
         _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
 
