@@ -7,8 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from mlflow_llm.serving.engine import linear
+from mlflow_llm.serving.engine import linear, lora_plan
 from mlflow_llm.serving.engine.lora import LoraPool
+from mlflow_llm.serving.engine.lora_plan import MaskedPlan, SegmentPlan, segments_of
 from mlflow_llm.serving.engine.step import Step, StepHolder
 from mlflow_llm.serving.errors import AlreadyExists, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.settings import EngineSettings
@@ -84,6 +85,46 @@ def test_a_batch_of_adapters_and_base_gives_what_peft_gives_for_each(adapters):
         assert torch.allclose(row, expected, atol=2e-6)
     assert torch.equal(mixed[1], without[1])
     assert not torch.allclose(mixed[0], base, atol=1e-3)
+
+
+def test_segments_give_what_the_masked_way_gives(adapters, monkeypatch):
+    """Long runs of many adapters are multiplied by segments, single tokens masked; both give the same in any order."""
+    model = llama()
+    holder, pool = pool_over(model)
+    for name, (path, _) in adapters.items():
+        pool.load(name, str(path))
+    names, counts = ["rs", None, "plain", "patterns", "patterns", "rs"], [40, 30, 60, 20, 30, 20]
+    ids = torch.arange(sum(counts))[None] % 97
+    results = {}
+    for kind, gain in ((SegmentPlan, 0), (MaskedPlan, 1e9)):
+        monkeypatch.setattr(lora_plan, "SEGMENT_GAIN", gain)
+        plan = pool.plan(names, counts)
+        assert isinstance(plan, kind)
+        with torch.inference_mode():
+            holder.step = Step(num_tokens=ids.numel(), lora=plan)
+            results[kind] = model(ids).logits[0]
+    assert torch.allclose(results[SegmentPlan], results[MaskedPlan], atol=2e-6)
+
+
+def test_the_cheaper_way_is_taken(adapters):
+    """Prefill chunks of several adapters go by segments; one adapter, or tokens that alternate, are masked."""
+    _, pool = pool_over(llama())
+    for name in "abcdefgh":
+        pool.load(name, str(adapters["rs"][0]))
+    assert isinstance(pool.plan(list("abcdefgh"), [64] * 8), SegmentPlan)
+    assert isinstance(pool.plan(["a", None], [500, 12]), MaskedPlan)
+    assert isinstance(pool.plan(list("abcdefgh") * 4, [1] * 32), MaskedPlan)
+    with pytest.raises(NotFound):
+        pool.plan([*"abcdefgh", "nobody"], [64] * 9)
+    pool.unload("a")
+    with pytest.raises(NotFound):
+        pool.plan(list("abcdefgh"), [64] * 8)
+
+
+def test_neighbours_are_one_segment():
+    """Sequences of one adapter side by side are one segment; the base's rows are in none."""
+    names = ["a", "a", None, "a", "b", "b"]
+    assert segments_of(names, [2, 1, 3, 1, 0, 2]) == [("a", 0, 3), ("a", 6, 7), ("b", 7, 9)]
 
 
 def test_fan_in_fan_out_of_gpt2(tmp_path):
