@@ -71,6 +71,10 @@ class Truth:
             whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             self._read(whole, int(path.name) in killed)
 
+    def total(self, counts: Counter[str]) -> int:
+        """Tokens of callers' requests: the server's own (warming up, measuring) have no serial."""
+        return sum(tokens for name, tokens in counts.items() if name in self.serials)
+
     def _read(self, lines: list[str], killed: bool) -> None:
         steps = [line.split()[1:] for line in lines if line.startswith("=")]
         for line in lines:
