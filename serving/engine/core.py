@@ -87,8 +87,8 @@ class EngineCore:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
-        if len(self._entries) >= self.settings.max_queued_requests:
-            raise Overloaded(f"{len(self._entries)} requests are queued already", retry_after=1.0)
+        if (queued := self._entries.ahead_of(request)) >= self.settings.max_queued_requests:
+            raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
         check_request(request, self.info)
 
     def abort(self, request_id: str) -> None:

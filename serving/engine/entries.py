@@ -48,6 +48,12 @@ class Entries:
     def get(self, request_id: str) -> Entry | None:
         return self._entries.get(request_id)
 
+    def ahead_of(self, request: ValidRequest) -> int:
+        """Requests that it would have to share with: a reserved one waits for no others than those."""
+        if not request.reserved:
+            return len(self._entries)
+        return sum(entry.request.reserved for entry in self._entries.values())
+
     def of(self, sequence: SequenceState) -> Entry:
         return self._entries[sequence.request.request_id]
 

@@ -18,11 +18,12 @@ from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, ValidReq
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
-    """Which request fields a mode takes, as the Databricks API has it."""
+    """Which request fields a mode takes, as the Databricks API has it; ``reserves``: it keeps capacity apart."""
 
     name: str
     accepts_n: bool
     accepts_error_behavior: bool
+    reserves: bool = False
 
 
 class Target(Struct, frozen=True, kw_only=True):

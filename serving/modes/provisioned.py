@@ -28,7 +28,7 @@ class Measured(Struct, frozen=True, kw_only=True):
     most_replicas: int
 
 
-PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False)
+PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False, reserves=True)
 
 
 class Provisioned:

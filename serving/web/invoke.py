@@ -80,8 +80,9 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
     with ExitStack() as held:
-        server.gate.enter(endpoint.name, endpoint.engine)
-        held.callback(server.gate.leave, endpoint.engine)
+        reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
+        server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves)
+        held.callback(server.gate.leave, endpoint.engine, reserves=reserves)
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
         valid = server.offload(size, validate, raw, endpoint.view)

@@ -10,8 +10,8 @@ import pytest
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant import InstantModel, write_model
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
-from mlflow_llm.serving.engine.interface import Health
-from mlflow_llm.serving.errors import InvalidField, Unavailable
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
 from mlflow_llm.serving.metering.tables import provisioned_minutes
 from mlflow_llm.serving.modes import billing
@@ -22,6 +22,7 @@ from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.transport.supervisor import EntityStatus, ReplicaStatus
 from mlflow_llm.serving.web import scaler as scaling
+from mlflow_llm.serving.web.gate import Gate
 from mlflow_llm.serving.web.scaler import Scaler, Served
 
 FACTS = {"tokens_per_second": 100, "prompt_weight_milli": 500, "most_replicas": 4}
@@ -214,3 +215,33 @@ def test_calibration_of_an_engine_of_each_kind(tmp_path: Path) -> None:
         found = calibrate(engine, callers=2, prompt_tokens=8, new_tokens=4)
         assert found.decode_tokens_per_second > 1
         assert found.prompt_weight_milli == 1000 or tasks == ("completions",)
+
+
+class Busy:
+    """An engine of four sequences at once with so many requests of each kind."""
+
+    def __init__(self, *, num_waiting: int = 0, num_reserved: int = 0) -> None:
+        self.info = EngineInfo(
+            content_hash="x", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=4, max_kv_tokens=9
+        )
+        self._health = Health(status="ready", num_running=4, num_waiting=num_waiting, num_reserved=num_reserved)
+
+    def health(self) -> Health:
+        return self._health
+
+
+def test_a_queue_of_others_keeps_no_reserved_request_out() -> None:
+    """The gate counts requests to endpoints with a reserve apart: those before it are what it waits for."""
+    gate, flooded = Gate(max_queued=2, retry_after=1.0), Busy(num_waiting=50)
+    with pytest.raises(Overloaded):
+        gate.enter("paid", flooded)
+    for _ in range(6):
+        gate.enter("reserved", flooded, reserves=True)
+    assert gate.running(flooded) == 6
+    with pytest.raises(Overloaded):
+        gate.enter("reserved", flooded, reserves=True)
+    for _ in range(6):
+        gate.leave(flooded, reserves=True)
+    assert gate.running(flooded) == 0
+    with pytest.raises(Overloaded):
+        gate.enter("reserved", Busy(num_reserved=6), reserves=True)
