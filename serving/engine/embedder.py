@@ -5,6 +5,7 @@ Sequences are sorted by length and cut into rows of about ``ROW_TOKENS``; no tok
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,9 +21,12 @@ from ..settings import EngineSettings
 from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .interface import EngineInfo
+from .native.encoder import NativeEncoder, native_encoder
 from .pooling import MODES, pool, transformer_dir
 from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
 from .step import Step, StepHolder
+
+logger = logging.getLogger(__name__)
 
 # full GEMM speed, activations near the cache: MiniLM fp32 139/158/166/156, int8 313/332/298/208
 # texts a second at 512/1024/2048/4096.
@@ -38,6 +42,7 @@ class Embedder:
         self._model, self._holder, self._spec = model, holder, spec
         self._device = next(model.parameters()).device
         self._position_offset = position_offset(model)
+        self.native: NativeEncoder | None = None
         self.max_length = max_length
         self.info = info
 
@@ -69,7 +74,13 @@ class Embedder:
         """Last hidden states [T, D] of sequences in a row."""
         ids = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
         positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences]) + self._position_offset
-        plan = ragged_attention.RaggedPlan([len(sequence) for sequence in sequences])
+        lengths = [len(sequence) for sequence in sequences]
+        if self.native is not None:
+            embedded = self._model.embeddings(
+                input_ids=torch.from_numpy(ids)[None], position_ids=torch.from_numpy(positions)[None]
+            )
+            return self.native.run(embedded[0].contiguous(), lengths)
+        plan = ragged_attention.RaggedPlan(lengths)
         self._holder.step = Step(num_tokens=len(ids), attention=plan)
         arguments = {"use_cache": False} if getattr(self._model.config, "use_cache", None) is not None else {}
         try:
@@ -131,7 +142,15 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder |
     tests, expected = _use_ragged_attention(embedder, model, holder)
     linear.install(model, holder, settings)
     int8 = settings.quantization == "int8"
-    _check(embedder, tests, expected, INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype], int8=int8)
+    allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
+    _check(embedder, tests, expected, allowed, int8=int8)
+    embedder.native = native_encoder(model)
+    if embedder.native is not None:
+        try:
+            _check(embedder, tests, expected, allowed, int8=int8)
+        except PackagingError as error:
+            logger.warning("%s is not run natively: %s", type(model).__name__, error)
+            embedder.native = None
     return embedder
 
 

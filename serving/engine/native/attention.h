@@ -40,6 +40,11 @@ inline void merge(Partial& into, const Partial& next, int dim) {
     into.most = most;
 }
 
+inline void finish(const Partial& state, int dim, float* out) {
+    const __m512 by = _mm512_set1_ps(1.0f / state.sum);
+    for (int d = 0; d < dim; d += LANES) _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_load_ps(state.values + d), by));
+}
+
 // One query over tokens [from, to) of the block whose first key is `k`, first value `v`; `q` carries the scaling.
 // The block's memory is there in full: a slot is a whole number of blocks long.
 template <int V>

@@ -77,8 +77,8 @@ class Decoder {
     std::vector<Item> items;
     std::vector<int> split;  // by row: first of its partials, or -1
     std::vector<Partial> partials;
-    std::vector<float> hidden, normed, qkv, attended, wide, gated, scales;
-    std::vector<uint8_t> bytes;
+    std::vector<float> hidden, normed, qkv, attended, wide, gated;
+    Prepared rows_for;
 
     void plan(const Step& step);
     void layer(const Layer& layer, int index, const Step& step, int thread, int threads);
@@ -86,10 +86,7 @@ class Decoder {
     void rotate_row(const Layer& layer, int index, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void join(int t);
-    void finish(const Partial& state, float* out) const;
     void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const;
-    void ready(const Linear& w, const float* x, int t);
-    Rows prepared(const Linear& w, const float* x) const;
     int group() const { return shape.heads / shape.kv_heads; }
     int seen_from(const Layer& layer, int position) const {
         return layer.window ? std::max(0, position + 1 - layer.window) : 0;

@@ -33,9 +33,8 @@ inline void Decoder::plan(const Step& step) {
     const int attention = shape.heads * shape.head_dim;
     room(hidden, shape.hidden), room(normed, shape.hidden), room(attended, attention);
     room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
-    room(wide, 2 * shape.intermediate), room(gated, shape.intermediate), room(scales, 1);
-    const size_t widest = std::max({shape.hidden, attention, shape.intermediate});
-    if (bytes.size() < step.T * widest * 2) bytes.resize(step.T * widest * 2);
+    room(wide, 2 * shape.intermediate), room(gated, shape.intermediate);
+    rows_for.room(step.T, std::max({shape.hidden, attention, shape.intermediate}));
 }
 
 inline void Decoder::step(const Step& step) {
@@ -54,9 +53,9 @@ inline void Decoder::step(const Step& step) {
             adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
                   shape.hidden);
             norm_row(x, norm, &normed[size_t(i) * shape.hidden]);
-            ready(*head, normed.data(), i);
+            rows_for.fill(*head, normed.data(), i);
         }
-        multiply(*head, prepared(*head, normed.data()), step.num_kept, step.logits, false, thread, threads);
+        multiply(*head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, false, thread, threads);
     }
 }
 
@@ -67,9 +66,9 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
         float* x = &hidden[size_t(t) * H];
         if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H);
         norm_row(x, layer.norm1, &normed[size_t(t) * H]);
-        ready(*layer.qkv, normed.data(), t);
+        rows_for.fill(*layer.qkv, normed.data(), t);
     }
-    multiply(*layer.qkv, prepared(*layer.qkv, normed.data()), T, qkv.data(), false, thread, threads);
+    multiply(*layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), false, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) rotate_row(layer, index, step, t);
@@ -78,18 +77,18 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
         if (split[t] >= 0) join(t);
-        ready(*layer.o, attended.data(), t);
+        rows_for.fill(*layer.o, attended.data(), t);
     }
-    multiply(*layer.o, prepared(*layer.o, attended.data()), T, hidden.data(), true, thread, threads);
+    multiply(*layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), true, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
         float* x = &hidden[size_t(t) * H];
         adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H);
         norm_row(x, layer.norm2, &normed[size_t(t) * H]);
-        ready(*layer.gate_up, normed.data(), t);
+        rows_for.fill(*layer.gate_up, normed.data(), t);
     }
-    multiply(*layer.gate_up, prepared(*layer.gate_up, normed.data()), T, wide.data(), false, thread, threads);
+    multiply(*layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), false, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
@@ -103,21 +102,10 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
             const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
             _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
         }
-        ready(*layer.down, gated.data(), t);
+        rows_for.fill(*layer.down, gated.data(), t);
     }
-    multiply(*layer.down, prepared(*layer.down, gated.data()), T, hidden.data(), true, thread, threads);
+    multiply(*layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), true, thread, threads);
 #pragma omp barrier
-}
-
-// Row t of x in the form that `w` multiplies, into the shared buffer.
-inline void Decoder::ready(const Linear& w, const float* x, int t) {
-    const float* row = x + size_t(t) * w.K;
-    if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
-    if (w.kind == Kind::BF16) narrow_row(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
-}
-
-inline Rows Decoder::prepared(const Linear& w, const float* x) const {
-    return w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes.data(), scales.data()};
 }
 
 inline void Decoder::norm_row(const float* x, const float* weight, float* out) const {
@@ -145,7 +133,8 @@ inline void add_ranks(const Factors& f, int first, const float* x, int K, float*
     }
 }
 
-inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const {
+inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y,
+                           int N) const {
     const int adapter = step.runs[rows[t].run].adapter;
     if (adapter < 0) return;
     const Factors& f = step.adapters[adapter][layer * MEMBERS + member];
@@ -215,14 +204,10 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         if (s)
             for (int i = 0; i < n; i++) merge(total[i], part[i], D);
     }
-    for (int i = 0; i < n; i++)
-        finish(total[i], &attended[(size_t(item.row + i / group()) * shape.heads + item.kv_head * group() + i % group()) * D]);
-}
-
-inline void Decoder::finish(const Partial& state, float* out) const {
-    const __m512 by = _mm512_set1_ps(1.0f / state.sum);
-    for (int d = 0; d < shape.head_dim; d += LANES)
-        _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_load_ps(state.values + d), by));
+    for (int i = 0; i < n; i++) {
+        const size_t head = size_t(item.row + i / group()) * shape.heads + item.kv_head * group() + i % group();
+        finish(total[i], D, &attended[head * D]);
+    }
 }
 
 // The segments of a decode over a long context, merged in order.
@@ -231,7 +216,7 @@ inline void Decoder::join(int t) {
     for (int head = 0; head < shape.heads; head++) {
         Partial* first = &partials[split[t] + head / group() * segments * group() + head % group()];
         for (int s = 1; s < segments; s++) merge(first[0], first[s * group()], D);
-        finish(first[0], &attended[(size_t(t) * shape.heads + head) * D]);
+        finish(first[0], D, &attended[(size_t(t) * shape.heads + head) * D]);
     }
 }
 

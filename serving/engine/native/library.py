@@ -41,6 +41,17 @@ class Shape(ctypes.Structure):
     )  # fmt: skip
 
 
+class EncoderLayer(ctypes.Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("qkv", "o", "up", "down", "norm1", "bias1", "norm2", "bias2"))
+
+
+class EncoderShape(ctypes.Structure):
+    _fields_ = (
+        ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
+        ("layers", c_int32), ("eps", c_float), ("scaling", c_float),
+    )  # fmt: skip
+
+
 class Step(ctypes.Structure):
     """``runs`` is [num_runs, 4] of int32: slot, first position, tokens, adapter (-1: the base)."""
 
@@ -88,3 +99,6 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
     declare("mlt_decoder_step", None, c_void_p, POINTER(Step))
+    declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderLayer))
+    declare("mlt_encoder_free", None, c_void_p)
+    declare("mlt_encoder_run", None, c_void_p, c_void_p, c_int32, c_void_p)

@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "simd.h"
 
@@ -149,6 +150,27 @@ struct Rows {
     const float* scale;  // INT8 alone
 };
 
+// Room for such rows, shared by the linears of a step one after the other; threads fill a row each.
+class Prepared {
+  public:
+    void room(int T, int widest) {
+        if (bytes.size() < size_t(T) * widest * 2) bytes.resize(size_t(T) * widest * 2);
+        if (scales.size() < size_t(T)) scales.resize(T);
+    }
+    void fill(const Linear& w, const float* x, int t) {
+        const float* row = x + size_t(t) * w.K;
+        if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
+        if (w.kind == Kind::BF16) narrow_row(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
+    }
+    Rows of(const Linear& w, const float* x) const {
+        return w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes.data(), scales.data()};
+    }
+
+  private:
+    std::vector<uint8_t> bytes;
+    std::vector<float> scales;
+};
+
 template <Kind KIND>
 using Sum = std::conditional_t<KIND == Kind::INT8, __m512i, __m512>;
 
@@ -207,7 +229,8 @@ inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const in
 }
 
 template <Kind KIND, int M = TILE>
-inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y, bool add) {
+inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
+                    bool add) {
     if constexpr (M > 1)
         if (rows < M) return tile_of<KIND, M - 1>(rows, w, panel, x, stride, s, y, add);
     tile<KIND>(std::make_index_sequence<M>(), w, panel, x, stride, s, y, add);

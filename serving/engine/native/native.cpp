@@ -35,6 +35,7 @@ API int mlt_supported() {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,avx2")
 
 #include "decoder_step.h"
+#include "encoder.h"
 
 using namespace mlt;
 
@@ -52,23 +53,15 @@ API void mlt_linear_dense(const Linear* linear, float* weight) { unpack(*linear,
 
 // y [T, N] = x [T, K] W^T + b
 API void mlt_linear_multiply(const Linear* linear, int T, const float* x, float* y) {
-    static thread_local std::vector<uint8_t> values;
-    static thread_local std::vector<float> scales;
+    static thread_local Prepared own;
     const Linear& w = *linear;
-    if (w.kind != Kind::F32) values.resize(size_t(T) * w.K * 2), scales.resize(T);
-    uint8_t* bytes = values.data();
-    float* scale = scales.data();
+    Prepared& prepared = own;  // the caller's, in every thread of the region
+    prepared.room(T, w.K);
 #pragma omp parallel
     {
-        if (w.kind != Kind::F32) {
 #pragma omp for schedule(static)
-            for (int t = 0; t < T; t++) {
-                if (w.kind == Kind::INT8) scale[t] = quantize_row(x + size_t(t) * w.K, w.K, bytes + size_t(t) * w.K);
-                else narrow_row(x + size_t(t) * w.K, w.K, (uint16_t*)bytes + size_t(t) * w.K);
-            }
-        }
-        const Rows rows = w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes, scale};
-        multiply(w, rows, T, y, false, omp_get_thread_num(), omp_get_num_threads());
+        for (int t = 0; t < T; t++) prepared.fill(w, x, t);
+        multiply(w, prepared.of(w, x), T, y, false, omp_get_thread_num(), omp_get_num_threads());
     }
 }
 
@@ -86,6 +79,19 @@ API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const floa
 API void mlt_decoder_free(Decoder* decoder) { delete decoder; }
 
 API void mlt_decoder_step(Decoder* decoder, const Step* step) { decoder->step(*step); }
+
+API Encoder* mlt_encoder_new(const EncoderShape* shape, const EncoderLayer* layers) {
+    Encoder* encoder = new Encoder;
+    encoder->shape = *shape;
+    encoder->layers.assign(layers, layers + shape->layers);
+    return encoder;
+}
+
+API void mlt_encoder_free(Encoder* encoder) { delete encoder; }
+
+API void mlt_encoder_run(Encoder* encoder, const int32_t* lengths, int count, float* hidden) {
+    encoder->run(lengths, count, hidden);
+}
 
 }
 

@@ -14,8 +14,10 @@ import transformers as tf
 from engine_runs import run
 from tiny_models import COMMON, greedy, make_model, prompt_of, request_of, save_bundle
 
+from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import linear
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
@@ -207,3 +209,33 @@ def test_models_of_another_form_run_by_their_own_code(tmp_path: Path) -> None:
         core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
         assert isinstance(core._parts.runner.step_forward, ModelForward)
         core.close()
+
+
+# -- the encoder ------------------------------------------------------------------------------------------------------
+
+ENCODER_SIZES: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 700, "initializer_range": 0.3,
+}  # fmt: skip
+ENCODERS = {
+    "bert": lambda: tf.BertModel(tf.BertConfig(**ENCODER_SIZES)),
+    "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**ENCODER_SIZES, pad_token_id=1)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
+    """Hidden states of texts side by side are those of each text alone, by transformers and bitwise by ourselves."""
+    torch.manual_seed(0)
+    model = ENCODERS[name]().eval()
+    model.save_pretrained(tmp_path)
+    bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
+    embedder = load_embedder(bundle, EngineSettings())
+    texts = [[2 + (7 * i + n) % 120 for i in range(n)] for n in (1, 4, 33, 64, 600)]
+    with torch.inference_mode():
+        assert embedder.native is not None
+        together = embedder.hidden(texts).split([len(text) for text in texts])
+        for text, found in zip(texts, together, strict=True):
+            alone = model(input_ids=torch.tensor([text])).last_hidden_state[0]
+            assert torch.allclose(found, alone, atol=2e-4)
+            assert torch.equal(embedder.hidden([text]), found)

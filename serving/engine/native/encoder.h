@@ -1,0 +1,158 @@
+// The layers of a BERT-like encoder over whole sequences side by side, without padding.
+//
+//   hidden ─ q,k,v ─ attend ─ o ─(+)─ norm ─ up ─ gelu ─ down ─(+)─ norm ─ ...
+#pragma once
+
+#include <omp.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace mlt {
+
+constexpr int ENCODER_ROWS = 16;  // queries that one item of attention takes
+
+struct EncoderLayer {
+    const Linear *qkv, *o, *up, *down;
+    const float *norm1, *bias1, *norm2, *bias2;  // [H]
+};
+
+struct EncoderShape {
+    int32_t hidden, heads, head_dim, intermediate, layers;
+    float eps, scaling;
+};
+
+// 0.5 x (1 + erf(x / sqrt 2)); erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7.
+inline __m512 gelu(__m512 x) {
+    const __m512 z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678f));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+    __m512 p = _mm512_set1_ps(1.061405429f);
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+    const __m512 fall = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z)));
+    const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), fall);
+    const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    // 1 + erf is 2 - tail above zero and tail below
+    return _mm512_mul_ps(half, _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_set1_ps(2.0f), tail), negative, tail));
+}
+
+inline void layer_norm(float* x, const float* weight, const float* bias, int n, float eps) {
+    __m512 sum = _mm512_setzero_ps(), square = _mm512_setzero_ps();
+    for (int i = 0; i < n; i += LANES) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x + i));
+    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / n);
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 off = _mm512_sub_ps(_mm512_loadu_ps(x + i), mean);
+        square = _mm512_fmadd_ps(off, off, square);
+    }
+    const __m512 by = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(square) / n + eps));
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 value = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(x + i), mean), by);
+        _mm512_storeu_ps(x + i, _mm512_fmadd_ps(value, _mm512_loadu_ps(weight + i), _mm512_loadu_ps(bias + i)));
+    }
+}
+
+class Encoder {
+  public:
+    EncoderShape shape;
+    std::vector<EncoderLayer> layers;
+
+    // `hidden` [T, H], of sequences of these lengths one after the other, in place.
+    void run(const int32_t* lengths, int count, float* hidden) {
+        plan(lengths, count);
+#pragma omp parallel
+        for (const EncoderLayer& each : layers) layer(each, hidden, omp_get_thread_num(), omp_get_num_threads());
+    }
+
+  private:
+    struct Item { int start, length, row, count, head; };  // rows [row, row + count) of the sequence at `start`
+
+    int T = 0, stride = 0;  // stride: keys of a head, with a block to spare behind the last
+    std::vector<Item> items;
+    std::vector<float> qkv, keys, values, attended, wide;
+    Prepared rows_for;
+
+    void plan(const int32_t* lengths, int count) {
+        T = 0, items.clear();
+        for (int s = 0; s < count; T += lengths[s++])
+            for (int head = 0; head < shape.heads; head++)
+                for (int a = 0; a < lengths[s]; a += ENCODER_ROWS)
+                    items.push_back({T, lengths[s], T + a, std::min(ENCODER_ROWS, lengths[s] - a), head});
+        stride = T + BLOCK;
+        const size_t width = size_t(shape.heads) * shape.head_dim;
+        const auto room = [](std::vector<float>& buffer, size_t size) { if (buffer.size() < size) buffer.resize(size); };
+        room(qkv, T * width * 3), room(attended, T * width), room(wide, size_t(T) * shape.intermediate);
+        room(keys, stride * width), room(values, stride * width);
+        rows_for.room(T, std::max({shape.hidden, int(width), shape.intermediate}));
+    }
+
+    void layer(const EncoderLayer& layer, float* hidden, int thread, int threads) {
+        const int H = shape.hidden, I = shape.intermediate;
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) rows_for.fill(*layer.qkv, hidden, t);
+        multiply(*layer.qkv, rows_for.of(*layer.qkv, hidden), T, qkv.data(), false, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) spread(t);
+#pragma omp for schedule(dynamic, 4)
+        for (size_t i = 0; i < items.size(); i++) attend(items[i]);
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) rows_for.fill(*layer.o, attended.data(), t);
+        multiply(*layer.o, rows_for.of(*layer.o, attended.data()), T, hidden, true, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) {
+            layer_norm(hidden + size_t(t) * H, layer.norm1, layer.bias1, H, shape.eps);
+            rows_for.fill(*layer.up, hidden, t);
+        }
+        multiply(*layer.up, rows_for.of(*layer.up, hidden), T, wide.data(), false, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) {
+            float* x = &wide[size_t(t) * I];
+            for (int i = 0; i < I; i += LANES) _mm512_storeu_ps(x + i, gelu(_mm512_loadu_ps(x + i)));
+            rows_for.fill(*layer.down, wide.data(), t);
+        }
+        multiply(*layer.down, rows_for.of(*layer.down, wide.data()), T, hidden, true, thread, threads);
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int t = 0; t < T; t++) layer_norm(hidden + size_t(t) * H, layer.norm2, layer.bias2, H, shape.eps);
+    }
+
+    // Scales the query in place and puts keys and values where those of a head lie one after the other.
+    void spread(int t) {
+        const int D = shape.head_dim, W = shape.heads * D;
+        float* q = &qkv[size_t(t) * 3 * W];
+        for (int i = 0; i < W; i++) q[i] *= shape.scaling;
+        for (int h = 0; h < shape.heads; h++) {
+            std::memcpy(&keys[(size_t(h) * stride + t) * D], q + W + h * D, D * sizeof(float));
+            std::memcpy(&values[(size_t(h) * stride + t) * D], q + 2 * W + h * D, D * sizeof(float));
+        }
+    }
+
+    void attend(const Item& item) {
+        const int D = shape.head_dim, W = shape.heads * D;
+        const float* q[ENCODER_ROWS];
+        int lo[ENCODER_ROWS], hi[ENCODER_ROWS];
+        for (int i = 0; i < item.count; i++) {
+            q[i] = &qkv[size_t(item.row + i) * 3 * W + item.head * D];
+            lo[i] = 0, hi[i] = item.length;
+        }
+        const size_t first = (size_t(item.head) * stride + item.start) * D;
+        thread_local std::vector<Partial> total(ENCODER_ROWS), part(ENCODER_ROWS);
+        for (int s = 0; s * SEGMENT < item.length; s++) {
+            attend_segment(D, {item.count, q, lo, hi}, &keys[first], &values[first], s, s ? part.data() : total.data());
+            if (s)
+                for (int i = 0; i < item.count; i++) merge(total[i], part[i], D);
+        }
+        for (int i = 0; i < item.count; i++)
+            finish(total[i], D, &attended[size_t(item.row + i) * W + item.head * D]);
+    }
+};
+
+}  // namespace mlt
