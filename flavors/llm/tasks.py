@@ -53,9 +53,9 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
     the mean for an encoder, the last token for a decoder."""
     if "embeddings" not in tasks:
         return None
+    found = _found_spec(model_dir)  # first: a module that cannot be run is refused whatever is given
     if isinstance(given, EmbeddingSpec):
         return given
-    found = _found_spec(model_dir)
     if given is None:
         return found
     try:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.serving.bundle import EmbeddingSpec
 
 
 def reload(bundle):
@@ -154,6 +155,19 @@ def test_decoder_for_embeddings_by_task(tmp_path, llama_dir):
     assert llm.load_bundle(tmp_path / "n").embedding.pooling == "mean"
     with pytest.raises(MlflowException, match="embedding:"):
         llm.save_model(tmp_path / "o", llama_dir, task="embeddings", embedding={"pooling": 3})
+
+
+@pytest.mark.parametrize("given", [None, EmbeddingSpec(pooling="mean")])
+def test_dense_module_is_refused(tmp_path, bert_dir, given):
+    """A sentence-transformers module that would be left out is refused by name, also where the pooling is given."""
+    source = tmp_path / "source"
+    shutil.copytree(bert_dir, source)
+    kinds = ["Transformer", "Pooling", "Dense"]
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in kinds]
+    (source / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(MlflowException, match="modules Transformer, Pooling, Dense are not supported"):
+        llm.save_model(tmp_path / "m", source, embedding=given)
+    assert not (tmp_path / "m").exists()
 
 
 def test_tasks(tmp_path, llama_dir):
