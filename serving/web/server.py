@@ -145,9 +145,12 @@ class Application(BaseApplication):
         from .worker import ServerArbiter
 
         logs.configure(self.spec.settings.log_level)
+        arbiter = os.getpid()
         try:
             ServerArbiter(self).run()
-        except SystemExit as ended:  # how the arbiter returns
+        except SystemExit as ended:  # how the arbiter returns, and a worker: what is below on its stack is not its own
+            if os.getpid() != arbiter:
+                os._exit(ended.code if isinstance(ended.code, int) else 1)
             if ended.code:
                 raise
 
