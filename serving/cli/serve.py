@@ -29,11 +29,20 @@ DEFAULTS = ServerSettings()
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
 @click.option("--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64))
 @click.option("--profile", default="open", show_default=True, type=click.Choice(get_args(ProfileName)))
-@click.option("--database", envvar="MLFLOW_LLM_DATABASE", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db")
+@click.option(
+    "--database", envvar="MLFLOW_LLM_DATABASE", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db"
+)
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
 @click.option("--timeout", default=DEFAULTS.timeout, show_default=True, help="Seconds a request may take.")
 @click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
 @click.option("--max-queued", default=DEFAULTS.max_queued, show_default=True, type=click.IntRange(0))
+@click.option(
+    "--scale-to-zero-after",
+    default=DEFAULTS.scale_to_zero_after,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds without a request after which an engine that may end (scale_to_zero_enabled) does.",
+)
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
 @click.option(
     "--trace-sample",
