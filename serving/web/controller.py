@@ -120,7 +120,8 @@ class Controller:
             serving = now.version if now is not None else None
             if row.pending_version is not None:
                 wanted.add((row.id, row.pending_version))
-            if row.active_version is not None and serving not in (row.active_version, row.pending_version):
+            served = serving is not None and serving in (row.active_version, row.pending_version)
+            if row.active_version is not None and not served:
                 wanted.add((row.id, row.active_version))
         for gone in self._rollouts.keys() - wanted:
             del self._rollouts[gone]
