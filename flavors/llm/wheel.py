@@ -2,6 +2,9 @@
 
 A wheel is a zip of the package's files and its metadata (PEP 427). Both are at hand however the package was installed
 (wheel or editable), so it is written directly: no build tool, no network, the same bytes every time.
+
+The native kernels go along where they were built. They are optional: where they do not fit the processor or the system
+the package runs without them, so the wheel is tagged for any platform all the same.
 """
 
 from __future__ import annotations

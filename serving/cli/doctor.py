@@ -120,7 +120,8 @@ def try_model(uri: str) -> Section:
         return {
             "uri": uri,
             "tasks": ", ".join(info.tasks),
-            "weights": f"{info.dtype} on {info.device}",
+            "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
+            "kernels": info.kernels,
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
             "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
             "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",

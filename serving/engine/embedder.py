@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -151,6 +152,8 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder |
         except PackagingError as error:
             logger.warning("%s is not run natively: %s", type(model).__name__, error)
             embedder.native = None
+    if embedder.native is not None:
+        embedder.info = msgspec.structs.replace(embedder.info, kernels="native")
     return embedder
 
 

@@ -16,6 +16,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
+    ``kernels`` is "native" where a whole step runs in ours, else "torch".
     """
 
     content_hash: str
@@ -28,6 +29,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     device: str = "cpu"
     quantization: str = "none"
+    kernels: str = "torch"
     pid: int = 0
 
 

@@ -60,6 +60,7 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         quantization=settings.quantization,
+        kernels="torch" if loaded.decoder is None else "native",
         pid=os.getpid(),
     )
     scheduler = Scheduler(
