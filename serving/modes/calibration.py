@@ -13,6 +13,9 @@ from ..errors import from_kind
 from ..events import Embedded, Failed, Finished, Tokens
 from ..request import Sampling, Sequence, ValidRequest
 
+SECONDS = 5.0  # about what a calibration may take
+DEADLINE = 120.0  # seconds that a request of it may take at most
+
 
 class Capacity(Struct, frozen=True, kw_only=True):
     """Tokens/s of one replica with its batch full: generated, and of prompts read.
@@ -38,7 +41,9 @@ def calibrate(
     new_tokens: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Capacity:
-    """Run ``callers`` requests at once, after one that warms up, and measure. Blocks for the time of the run.
+    """Run ``callers`` requests at once, after two that warm up, and measure. Blocks for the time of the run.
+
+    On a machine where that would take much longer than ``SECONDS`` the requests are shorter.
 
     Raises the ``ServingError`` that the engine answered with. What others run meanwhile is spare work beside it, and
     takes little; other reserved requests there should be none.
@@ -49,14 +54,21 @@ def calibrate(
     new_tokens = max(1, min(new_tokens, info.max_model_len - prompt_tokens))
     if set(info.tasks) == {"embeddings"}:
         return _calibrate_reading(engine, callers, prompt_tokens, clock)
-    _together(engine, 1, prompt_tokens, new_tokens)
+    _together(engine, 1, prompt_tokens, 1)
+    began = clock()
+    _together(engine, 1, prompt_tokens, min(4, new_tokens))
+    part = min(1.0, SECONDS / 8 / max(clock() - began, 1e-6))
+    prompt_tokens = max(min(8, prompt_tokens), int(prompt_tokens * part))
+    new_tokens = max(min(8, new_tokens), int(new_tokens * part))
     began = clock()
     _together(engine, callers, prompt_tokens, 1)
     prefill = clock() - began
     began = clock()
     generated = _together(engine, callers, prompt_tokens, new_tokens)
-    # the second run reads its prompts too: only what it took longer is decoding
-    decode = max(clock() - began - prefill, 1e-6)
+    # The second run reads its prompts too: only what it took longer is decoding. At least half of it, lest a first run
+    # that something held up makes the engine look faster than it is.
+    whole = clock() - began
+    decode = max(whole - prefill, whole / 2, 1e-6)
     return Capacity(
         decode_tokens_per_second=max(1, int((generated - callers) / decode)),
         prefill_tokens_per_second=max(1, int(callers * prompt_tokens / max(prefill, 1e-6))),
@@ -115,5 +127,6 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
         reserved=True,
+        deadline=time.time() + DEADLINE,
         sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

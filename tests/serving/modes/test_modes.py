@@ -115,7 +115,7 @@ class TimedEngine:
     """An engine whose clock moves 1 ms a prompt token and 10 ms a generated one, so that its speed is known."""
 
     def __init__(self, failure: Failed | None = None) -> None:
-        self.now = 0.0
+        self.now, self.scale = 0.0, 1
         self.info = EngineInfo(
             content_hash="x", tasks=("chat",), vocab_size=50, max_model_len=128, max_num_seqs=4, max_kv_tokens=512
         )
@@ -133,7 +133,8 @@ class TimedEngine:
         (sequence,) = request.sequences
         with self._lock:
             self.prompts.append(sequence.prompt_token_ids)
-            self.now += 0.001 * len(sequence.prompt_token_ids) + 0.01 * (request.sampling.max_tokens - 1)
+            seconds = 0.001 * len(sequence.prompt_token_ids) + 0.01 * (request.sampling.max_tokens - 1)
+            self.now += self.scale * seconds
         for token in range(request.sampling.max_tokens):
             yield Tokens(0, (token,))
         yield Finished(0, "length")
@@ -147,6 +148,16 @@ def test_calibration_measures_reading_and_writing_apart():
     assert capacity.prefill_tokens_per_second in (999, 1000)
     assert len(set(engine.prompts)) > 1
     assert all(0 <= token < 50 for prompt in engine.prompts for token in prompt)
+
+
+def test_calibration_of_a_slow_engine_is_short():
+    """Where a token takes a second, it asks for a few tokens of each caller and still finds the speed."""
+    engine = TimedEngine()
+    engine.scale = 100
+    capacity = calibrate(engine, prompt_tokens=64, new_tokens=32, clock=engine.clock)
+    assert capacity.decode_tokens_per_second == 1
+    assert capacity.prefill_tokens_per_second in (9, 10)
+    assert max(map(len, engine.prompts[2:])) == 8
 
 
 def test_calibration_passes_the_engines_error_on():
