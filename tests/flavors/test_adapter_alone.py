@@ -47,6 +47,22 @@ def test_serves_as_if_whole(base, adapter_dir):
     assert manifest["default_adapter"] == "formal"
 
 
+def test_answers_as_if_whole(base, llama_dir, adapter_dir):
+    """The adapter alone answers token for token what base and adapter answer that were logged together."""
+    log_alone(adapter_dir, base=base)
+    llm.log_model(llama_dir, name="whole", registered_model_name="whole", adapters={"formal": adapter_dir})
+    body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    texts = {}
+    for uri in ("models:/assistant/2", "models:/whole/1"):
+        model = mlflow.pyfunc.load_model(uri, model_config={"in_process": True})
+        for adapter in (None, "formal"):
+            texts[uri, adapter] = model.predict(body | {"adapter": adapter})["choices"][0]["text"]
+        model._model_impl.close()
+    assert texts["models:/assistant/2", "formal"] == texts["models:/whole/1", "formal"]
+    assert texts["models:/assistant/2", None] == texts["models:/whole/1", None]
+    assert texts["models:/assistant/2", "formal"] != texts["models:/assistant/2", None]
+
+
 def test_alias_is_pinned(base, adapter_dir):
     """An alias or "latest" is stored as the version it names when the adapter is logged."""
     MlflowClient().set_registered_model_alias("assistant", "best", 1)

@@ -70,6 +70,44 @@ def test_rows_keep_their_order_and_their_answers(model):
     assert [reply["choices"][0]["text"] for reply in replies[:3]] == alone
 
 
+def test_rows_run_in_one_batch(person):
+    """Thirty-two rows run together: many tokens a step."""
+    rows = [{"prompt": f"{i}, {i + 1},", "max_tokens": 16, "ignore_eos": True} for i in range(32)]
+    person.complete("a", max_tokens=1)
+    before = person._session.engine.health()
+    requests = [person._session.valid(row) for row in rows]
+    assert sum(reply.usage.completion_tokens for reply in person._session.replies(requests)) == 32 * 16
+    person.complete("a", max_tokens=1)
+    after = person._session.engine.health()
+    assert after.generated_tokens - before.generated_tokens >= 8 * (after.steps - before.steps) > 0
+
+
+FIELDS = {
+    "n": ({"n": 2, "seed": 3, "temperature": 1.0}, lambda r: [c["index"] for c in r["choices"]] == [0, 1]),
+    "stop": ({"stop": " six"}, lambda r: r["choices"][0]["text"] == " five,"),
+    "stop list": ({"stop": ["zzz", "six"]}, lambda r: r["choices"][0]["finish_reason"] == "stop"),
+    "logprobs": ({"logprobs": 2}, lambda r: len(r["choices"][0]["logprobs"]["top_logprobs"][0]) >= 2),
+    "echo": ({"echo": True}, lambda r: r["choices"][0]["text"].startswith("one, two, three, four,")),
+    "suffix": ({"suffix": " END"}, lambda r: r["choices"][0]["text"].endswith(" END")),
+    "use_raw_prompt": ({"use_raw_prompt": False}, lambda r: r["usage"]["prompt_tokens"] > 20),
+    "top_k": ({"top_k": 1, "temperature": 2}, lambda r: " five, six" in r["choices"][0]["text"]),
+    "top_p": ({"top_p": 1e-9, "temperature": 2}, lambda r: " five, six" in r["choices"][0]["text"]),
+    "frequency_penalty": ({"frequency_penalty": 2.0}, lambda r: r["choices"][0]["text"].count(",") < 4),
+    "error_behavior": ({"prompt": "a " * 9000, "error_behavior": "truncate"}, lambda r: len(r["choices"]) == 1),
+    "null": (dict.fromkeys(("n", "stop", "top_k", "logprobs", "echo")), lambda r: len(r["choices"]) == 1),
+}
+
+
+def test_every_field_has_its_effect(model):
+    """Each field of the document does what it says, all in one batch of rows that differ in what they carry."""
+    plain = {"prompt": "one, two, three, four,", "max_tokens": 12, "temperature": 0}
+    replies = model.predict([plain | body for body, _ in FIELDS.values()])
+    for (name, (_, holds)), reply in zip(FIELDS.items(), replies, strict=True):
+        assert holds(reply), (name, reply)
+    twice = model.predict([plain | {"temperature": 1.5, "seed": 11}] * 2)
+    assert twice[0]["choices"] == twice[1]["choices"]
+
+
 def test_params_are_for_all_rows(model):
     """``params`` holds for every row that does not say otherwise itself, streamed or whole."""
     frame = pd.DataFrame({"prompt": ["One, two,", "A, B,", "x y"], "max_tokens": [None, None, 2]})
@@ -153,7 +191,10 @@ def test_chat_complete_and_their_streams(person):
     assert str(answer) == "".join(pieces) == stream.text
     assert stream.usage.completion_tokens == answer.usage.completion_tokens
     assert stream.finish_reason == answer.finish_reason == "stop"
+    with person.complete("One, two,", stream=True, max_tokens=3, temperature=0) as counting:
+        counted = "".join(counting)
     several = person.complete(["One, two,", "A, B,"], max_tokens=3, temperature=0)
+    assert counted == several.texts[0]
     assert len(several.texts) == 2
     assert several.usage.completion_tokens == 6
     assert "pirate" in repr(person)
@@ -176,9 +217,11 @@ def test_embeddings_have_shape_and_meaning(embedder):
         mixed = ["A cat sleeps. " * 20, "A cat.", "Interest rates rose."] * 30
         streamed = list(model.embed(mixed, stream=True))
         whole = model.embed(mixed)
+        instructed = model.embed("A cat sleeps.", instruction="Represent the weather: ")
     assert vectors.shape == (3, 384)
     assert vectors.dtype == np.float32
     assert single.shape == (384,)
+    assert instructed @ single < 0.99
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2] + 0.2
     np.testing.assert_allclose(np.stack(streamed), whole, atol=1e-5)  # in the order of the texts

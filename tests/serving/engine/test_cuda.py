@@ -1,0 +1,46 @@
+"""The engine on CUDA, where there is a device: the same code, the same tokens and vectors as on the processor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import run
+from tiny_models import greedy, prompt_of, request_of
+from transformers import BertConfig, BertModel
+
+from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.embedder import load_embedder
+from mlflow_llm.serving.settings import EngineSettings
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_CUDA = {"device": "cuda", "dtype": "float32", "kv_cache_memory": 1 << 26}
+
+
+def test_tokens_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """Prompts of many lengths in one batch, in chunks, give generate()'s greedy tokens."""
+    core = EngineCore(tiny_bundle, EngineSettings(max_num_seqs=4, max_num_batched_tokens=16, **ON_CUDA))
+    prompts = [prompt_of(size, size) for size in (3, 20, 40, 9, 31)]
+    outcomes = run(core, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
+    for i, prompt in enumerate(prompts):
+        assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 12)
+    core.check_integrity()
+    core.close()
+
+
+def test_vectors_are_those_of_the_processor(tmp_path: Any) -> None:
+    """An encoder gives the same vectors on the device as on the processor."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    BertModel(config).save_pretrained(tmp_path)
+    bundle = Bundle(
+        content_hash="tiny", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="", embedding=EmbeddingSpec()
+    )
+    texts = [(5, 6, 7), (9,), tuple(range(3, 33)), (4, 4, 5)]
+    found = [load_embedder(bundle, EngineSettings(device=d, dtype="float32")).embed(texts) for d in ("cuda", "cpu")]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
