@@ -1,11 +1,12 @@
-"""What the server costs around its engine: alone, end to end, and until it is ready.
+"""What the server costs around its engine: alone, or with `--model` end to end; and the time until it is ready.
 
 Alone: one worker, with an engine that answers at once (`serving/engine/instant.py`), beside a bare Flask application
-that streams prepared events from the same gunicorn/gevent worker. End to end (with `--model`, a saved MLflow model):
-tokens/s of the server's streams beside the same requests put into the engine inside one process. The callers run on
-the same cores.
+that streams prepared events from the same gunicorn/gevent worker. End to end (`--model` is a saved MLflow model):
+tokens/s of the server's streams beside the same requests put into the engine inside one process. The callers run on the
+same cores.
 
-    python benchmarks/gateway.py [--model DIR]
+    python benchmarks/gateway.py
+    python benchmarks/gateway.py --model DIR
 """
 
 from __future__ import annotations
@@ -202,16 +203,17 @@ def main() -> None:
     if args.in_process:
         in_process(args)
         return
+    if args.model:
+        rows = end_to_end(args)
+        publish("gateway_end_to_end", rows, load=f"100 prompt + {args.new} new tokens, greedy, {args.rounds} rounds")
+        return
     with tempfile.TemporaryDirectory(prefix="mlb-") as folder:
         root = Path(folder)
         bare = alone("bare Flask, gevent", BareServer(args.new, 0), BareServer(args.new, PACE), args)
         ours = alone("mlflow-llm", instant_server(root / "a", 0), instant_server(root / "p", PACE), args)
     added = (1 / ours["32 streams: events/s"] - 1 / bare["32 streams: events/s"]) * 1e6
     publish("gateway", [bare, ours], load="one worker; callers on the same cores", added_us_per_streamed_token=added)
-    print(f"added per streamed token: {added:.0f} µs of the worker's core")
-    if args.model:
-        rows = end_to_end(args)
-        publish("gateway_end_to_end", rows, load=f"100 prompt + {args.new} new tokens, greedy, {args.rounds} rounds")
+    print(f"added per streamed token: {added:.0f} µs")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
 from mlflow.gateway.config import ConfigModel
+from mlflow.gateway.providers import openai_compatible
 from mlflow.gateway.providers.openai_compatible import OpenAICompatibleProvider
+from mlflow.gateway.schemas import completions
 
 
 class LlmConfig(ConfigModel):
@@ -14,8 +19,26 @@ class LlmConfig(ConfigModel):
 
 
 class LlmProvider(OpenAICompatibleProvider):
-    """Entry point ``llm`` of ``mlflow.gateway.providers``."""
+    """Entry point ``llm`` of ``mlflow.gateway.providers``: chat and embeddings are the base's, completions ours."""
 
     DISPLAY_NAME = "mlflow-llm"
     CONFIG_TYPE = LlmConfig
     DEFAULT_API_BASE = "http://127.0.0.1:8000/v1"
+
+    async def _completions(self, payload: completions.RequestPayload) -> completions.ResponsePayload:
+        call = self._completions_call(payload)
+        return completions.ResponsePayload.model_validate(await openai_compatible.send_request(**call))
+
+    async def _completions_stream(
+        self, payload: completions.RequestPayload
+    ) -> AsyncIterator[completions.StreamResponsePayload]:
+        call = self._completions_call(payload, stream_options={"include_usage": True})
+        async for chunk in openai_compatible.stream_sse_data(openai_compatible.send_stream_request(**call)):
+            yield completions.StreamResponsePayload.model_validate(chunk | {"object": "text_completion_chunk"})
+
+    def _completions_call(self, payload: completions.RequestPayload, **more: Any) -> dict[str, Any]:
+        """What the base's methods send, for the route ``completions``. The configured model wins over none at all."""
+        asked = payload.model_dump(exclude_none=True)
+        self.check_for_model_field(asked)
+        body = {"model": self.config.model.name, **more, **asked}
+        return {"headers": self.headers, "base_url": self._api_base, "path": "completions", "payload": body}

@@ -26,6 +26,8 @@ from .tracing import MAX_QUEUED, SOCKET, SpanRecord
 
 OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 DRAIN_SECONDS = 5.0
+RETRY_SECONDS = 10.0
+MAX_RETRY_SECONDS = 300.0
 BATCH = 32
 
 
@@ -119,14 +121,26 @@ class Exporter:
                 logs.event("traces not exported", level=40, lost=len(records), error=told)
 
 
+def _await_sinks(experiment: str) -> list[Sink] | None:
+    """The sinks, tried again until they can be had (a tracking server may come later than we); None where standard
+    input closes first. Meanwhile records wait in the workers, and those beyond their queues are dropped."""
+    pause = RETRY_SECONDS
+    while True:
+        try:
+            return sinks(experiment)
+        except Exception as error:
+            told = f"{type(error).__name__}: {str(error)[:300]}"
+            logs.event("traces cannot be exported", level=40, error=told, again_after=pause)
+        if select.select([sys.stdin], [], [], pause)[0]:
+            return None
+        pause = min(pause * 2, MAX_RETRY_SECONDS)
+
+
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
     logs.configure()
-    try:
-        targets = sinks(argv[1])
-    except Exception as error:
-        logs.event("traces cannot be exported", level=40, error=f"{type(error).__name__}: {str(error)[:300]}")
-        select.select([sys.stdin], [], [])  # the server goes on without traces; ended now, we would be a zombie
+    targets = _await_sinks(argv[1])
+    if targets is None:
         return 1
     logs.event("exporting traces", to=[type(target).__name__.removesuffix("Sink").lower() for target in targets])
     Exporter(Path(argv[0]), targets).run()
