@@ -1,0 +1,135 @@
+"""A server with real weights whose engine is killed or hangs: no caller can tell by the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlflow_llm.flavors import llm
+
+SAYS: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
+LENGTH = {"model": "assistant", "max_tokens": 48, "ignore_eos": True}
+SAMPLED = {"temperature": 1.0, "seed": 11}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", LENGTH | SAYS | {"temperature": 0} | STREAM),
+    ("chat/completions", LENGTH | SAYS | SAMPLED | STREAM),
+    ("chat/completions", LENGTH | SAYS | SAMPLED | {"n": 2}),
+    ("completions", LENGTH | {"prompt": "The quick brown fox", "temperature": 0}),
+    ("completions", LENGTH | {"prompt": ["Once", "Twice"], **SAMPLED} | STREAM),
+]
+
+
+class Server:
+    """``mlflow-llm serve`` on a port of its own, its engine found in ``runtime``."""
+
+    def __init__(self, port: int, runtime: Path) -> None:
+        self.url, self.runtime = f"http://127.0.0.1:{port}", runtime
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """What may be compared of an answer: texts and ends by choice, and the tokens of prompt and completion."""
+        request = urllib.request.Request(
+            f"{self.url}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=240) as answer:
+            data = answer.read().decode()
+        if not body.get("stream"):
+            return joined([json.loads(data)])
+        *events, done = [line.removeprefix("data: ") for line in data.split("\n\n") if line]
+        assert done == "[DONE]", events[-1]
+        return joined([json.loads(event) for event in events])
+
+    def health(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
+            return dict(json.load(answer)["endpoints"]["assistant"])
+
+    def engine_pid(self) -> int:
+        (found,) = {int(json.loads(path.read_text())["pid"]) for path in self.runtime.glob("*/*/status.json")}
+        return found
+
+
+def joined(parts: list[dict[str, Any]]) -> tuple[dict[int, str], dict[int, str], tuple[int, int]]:
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for part in parts:
+        for choice in part["choices"]:
+            said = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            texts[choice["index"]] = texts.get(choice["index"], "") + (said.get("content") or "")
+            if choice["finish_reason"]:
+                ends[choice["index"]] = choice["finish_reason"]
+    usage = next(part["usage"] for part in parts if part.get("usage"))
+    return texts, ends, (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Server]:
+    model = tmp_path_factory.mktemp("recovery") / "chat"
+    llm.save_model(model, smollm2_dir, link_files=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    # a short path: Unix sockets' names are limited to about 100 bytes
+    with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
+        command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", f"{model}=assistant"]
+        command += ["--port", str(port), "--workers", "1", "-C", "max_model_len=512", "-C", "stall_timeout=12"]
+        log = Path(runtime, "log")
+        with open(log, "wb") as sink:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=os.environ | {"XDG_RUNTIME_DIR": runtime},
+            )
+        try:
+            until = time.monotonic() + 240
+            while True:
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < until, log.read_text()[-3000:]
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                    break
+                time.sleep(0.1)
+            yield Server(port, Path(runtime))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            until = time.monotonic() + 60
+            while list(Path(runtime).glob("*/*/spec.json")) and time.monotonic() < until:
+                time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Any]:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda request: server.post(*request), REQUESTS))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_caller_can_tell(server: Server, undisturbed: list[Any], fault: signal.Signals) -> None:
+    """Chat and completions, greedy and sampled, streamed and whole, one and two choices, under way when the engine is
+    killed or stopped: texts, ends and counts are those of an undisturbed run."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        before = server.health()["steps"]
+        answers = [pool.submit(server.post, *request) for request in REQUESTS]
+        until = time.monotonic() + 120
+        while server.health()["steps"] < before + 8 and time.monotonic() < until:
+            time.sleep(0.02)
+        pid = server.engine_pid()
+        os.kill(pid, fault)
+        found = [answer.result() for answer in answers]
+    assert server.engine_pid() != pid
+    assert found == undisturbed
