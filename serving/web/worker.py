@@ -35,6 +35,10 @@ class DrainingWorker(GeventWorker):
         served: Server = self.wsgi.extensions["mlflow_llm"]
         return served
 
+    def notify(self) -> None:
+        # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
+        AsyncWorker.notify(self)
+
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         # instead of the parent's setblocking(1): a peer that neither sends nor takes a byte loses its connection
         client.settimeout(self.server.settings.io_timeout)

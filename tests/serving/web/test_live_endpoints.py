@@ -9,7 +9,7 @@ import signal
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,15 +57,20 @@ def live(versions: dict[str, Bundle], database: str) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def endpoints(versions: dict[str, Bundle], database: str) -> Iterator[Endpoints]:
     """The server's store, with models that no registry knows."""
+    store = Store(database)
+    yield Endpoints(store, locate=locator(versions))
+    store.close()
+
+
+def locator(versions: dict[str, Bundle]) -> Callable[[tuple], tuple[Source, ...]]:
+    """Finds the models of ``versions``, which no registry knows."""
 
     def locate(entities: tuple) -> tuple[Source, ...]:
         return tuple(
             Source(uri=e.uri, bundle=versions[e.entity_version], engine=ENGINE, core=INSTANT_CORE) for e in entities
         )
 
-    store = Store(database)
-    yield Endpoints(store, locate=locate)
-    store.close()
+    return locate
 
 
 def config(*shares: tuple[str, int]) -> dict:
@@ -86,6 +91,12 @@ def settled(server: Running, name: str = "assistant", seconds: float = 60) -> di
     state = lambda: get(server, f"/api/2.0/serving-endpoints/{name}")["state"]  # noqa: E731
     until(lambda: state()["config_update"] != "IN_PROGRESS", seconds)
     return state()
+
+
+def serve(server: Running, endpoints: Endpoints, *shares: tuple[str, int]) -> None:
+    """Have ``assistant`` serve these versions, and wait for it."""
+    endpoints.update_config("assistant", config(*shares))
+    assert settled(server) == {"ready": "READY", "config_update": "NOT_UPDATING"}
 
 
 def served_by(server: Running, model: str = "assistant", headers: dict[str, str] | None = None) -> str:
@@ -145,35 +156,34 @@ class Callers:
 
 def test_an_update_drops_no_request(live: Running, endpoints: Endpoints) -> None:
     """Under load the new version warms, then gets the traffic, then the old engine ends; every reply is whole."""
+    serve(live, endpoints, ("1", 100))
     with Callers(live, 6) as callers:
-        endpoints.update_config("assistant", config(("2", 100)))
-        assert settled(live) == {"ready": "READY", "config_update": "NOT_UPDATING"}
+        serve(live, endpoints, ("2", 100))
         before = len(callers.replies)
         until(lambda: len(callers.replies) > before + 12)
         until(lambda: len(engines(live)) == 1)
     assert callers.failures == []
-    assert set(callers.replies[:3]) != {"v2"}
+    assert callers.replies[0] == "v1"
     assert set(callers.replies[-3:]) == {"v2"}
     assert served_by(live) == "v2"
 
 
 def test_a_failed_update_falls_back(live: Running, endpoints: Endpoints) -> None:
     """A version that does not load leaves the old one serving, with the reason in the state."""
-    before = served_by(live)
+    serve(live, endpoints, ("1", 100))
     with Callers(live, 2) as callers:
         endpoints.update_config("assistant", config(("broken", 100)))
         state = settled(live)
     assert (state["ready"], state["config_update"]) == ("READY", "UPDATE_FAILED")
     assert "instant.json" in state["message"]
     assert callers.failures == []
-    assert {served_by(live) for _ in range(4)} == {before}
+    assert {served_by(live) for _ in range(4)} == {"v1"}
     until(lambda: len(engines(live)) == 1)
 
 
 def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: Endpoints) -> None:
     """Over two entities by percentage; with a sticky key always the same one; an entity by its own name is itself."""
-    endpoints.update_config("assistant", config(("2", 70), ("3", 30)))
-    assert settled(live)["config_update"] == "NOT_UPDATING"
+    serve(live, endpoints, ("2", 70), ("3", 30))
     shares = Counter(served_by(live) for _ in range(100))
     assert abs(shares["v2"] - 70) <= 6  # two workers, each within a few requests of its percentage
     assert shares["v2"] + shares["v3"] == 100
@@ -212,31 +222,36 @@ def keepers(server: Running) -> list[psutil.Process]:
 
 
 def test_a_killed_keeper_is_missed_by_nobody(live: Running, endpoints: Endpoints) -> None:
-    """Requests go on, engines stay the same processes, and an update afterwards works."""
-    before = set(engines(live))
+    """Requests go on with the same engine, the keeper is started again, and an update afterwards works."""
+    serve(live, endpoints, ("2", 100))
+    until(lambda: len(engines(live)) == 1)
+    before = engines(live)
     (keeper,) = keepers(live)
     with Callers(live, 2) as callers:
         os.kill(keeper.pid, signal.SIGKILL)
         until(lambda: [p.pid for p in keepers(live)] not in ([], [keeper.pid]), 30)
-        endpoints.update_config("assistant", config(("2", 100)))
-        assert settled(live)["config_update"] == "NOT_UPDATING"
+        assert (served_by(live), engines(live)) == ("v2", before)
+        serve(live, endpoints, ("3", 100))
     assert callers.failures == []
-    assert served_by(live) == "v2"
+    assert served_by(live) == "v3"
     until(lambda: len(engines(live)) == 1)
-    assert set(engines(live)) <= before
 
 
-def test_endpoints_outlive_their_server(live: Running, endpoints: Endpoints, versions: dict, database: str) -> None:
+def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: Path) -> None:
     """A server that is started again serves what the store has, beside what its command line says."""
-    endpoints.create({"name": "kept", "config": config(("3", 100)), "tags": [{"key": "team", "value": "a"}]})
-    assert settled(live, "kept")["ready"] == "READY"
-    live.terminate()
-    live.process.wait(60)
-    state = str(Path(database.removeprefix("sqlite:///")).parent)
-    with running(versions["1"], engine=ENGINE, database=database, state_dir=state) as again:
-        assert (served_by(again, "kept"), served_by(again, "assistant")) == ("v3", "model-1")
-        kept = get(again, "/api/2.0/serving-endpoints/kept")
-        assert (kept["state"]["ready"], kept["tags"]) == ("READY", [{"key": "team", "value": "a"}])
+    options = {"engine": ENGINE, "database": f"sqlite:///{tmp_path / 'serving.db'}", "state_dir": str(tmp_path)}
+    with running(versions["1"], **options) as server:
+        store = Store(options["database"])
+        endpoints = Endpoints(store, locate=locator(versions))
+        tags = [{"key": "team", "value": "a"}]
+        endpoints.create({"name": "kept", "config": config(("3", 100)), "tags": tags})
+        assert settled(server, "kept")["ready"] == "READY"
+        serve(server, endpoints, ("2", 100))
+        store.close()
+    with running(versions["1"], **options) as server:
+        assert (served_by(server, "kept"), served_by(server, "assistant")) == ("v3", "model-1")
+        kept = get(server, "/api/2.0/serving-endpoints/kept")
+        assert (kept["state"]["ready"], kept["tags"]) == ("READY", tags)
 
 
 def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
