@@ -63,6 +63,10 @@ def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool
             messages.pop()
             failed = True
             continue
+        except KeyboardInterrupt:  # before anything came
+            click.echo("[stopped]")
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": text})
     if failed and not sys.stdin.isatty():
         raise SystemExit(1)

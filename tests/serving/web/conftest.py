@@ -32,8 +32,9 @@ def instant_text(instant_bundle: Bundle) -> TextModel:
 
 @pytest.fixture(scope="session")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A real server that nobody harms: two workers, 2 ms a step."""
-    with running(write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002), workers=2) as server:
+    """A real server that nobody harms: two workers, 2 ms a step, replies in printable ASCII that never end early."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002, vocab_size=94)
+    with running(bundle, workers=2) as server:
         yield server
 
 
