@@ -200,6 +200,23 @@ def test_an_admission_whose_answer_was_lost_is_undone(store, ledger, reserve_of,
     check_integrity(store)
 
 
+def test_a_row_that_nothing_holds_is_closed(store, ledger, reserve_of, clock):
+    """An admission that ended inside its transaction: its row is closed after a while, and may still become exact."""
+    kept, lost = ledger.reserve(reserve_of("kept")), ledger.reserve(reserve_of("lost"))
+    del ledger._open["lost"]
+    clock.now += 29
+    ledger.maintain()
+    assert rows_of(store)["lost"].status == "open"
+    clock.now += 2
+    ledger.maintain()
+    rows = rows_of(store)
+    assert (rows["lost"].status, rows["lost"].cost, rows["kept"].status) == ("recovered", 0, "open")
+    lost.settle(completion=3)
+    kept.settle()
+    assert (rows_of(store)["lost"].status, rows_of(store)["lost"].completion_tokens) == ("ok", 3)
+    check_integrity(store)
+
+
 def test_a_forked_child_has_an_owner_of_its_own(store, ledger, reserve_of):
     """After a fork the child neither settles the parent's leases nor holds its lock."""
     lease = ledger.reserve(reserve_of("parent"))

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import sqlalchemy as sa
 from counting_core import Truth
 from instant_model import write_instant_model
 from mixed_load import Load, Record
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(900)  # the load is the same on a machine that 
 
 REQUESTS = max(5000, int(os.environ.get("MLFLOW_LLM_EXACTNESS_REQUESTS", "0")))
 SEED = int(os.environ.get("MLFLOW_LLM_EXACTNESS_SEED", "0")) or random.randrange(1, 10**6)
+DATABASE = os.environ.get("MLFLOW_LLM_EXACTNESS_DATABASE")  # an empty one, e.g. PostgreSQL's; SQLite's is made anew
 CLIENTS, WORKERS = 16, 3
 PRICE = Price(input=3_000_000, cached=300_000, output=15_000_000)
 TIGHT = {  # tenant: (kind, limit), each small enough to refuse some of what its tenant asks for
@@ -46,8 +47,8 @@ REFUSED = {"bad field": 400, "n": 400, "bad key": 401, "too long": 400}
 class Chaos:
     """Kills workers and engines, and locks the store, as long as the load runs."""
 
-    def __init__(self, server: Running, database: str, seed: int) -> None:
-        self._server, self._database, self._draw = server, database, random.Random(seed)
+    def __init__(self, server: Running, store: Store, seed: int) -> None:
+        self._server, self._store, self._draw = server, store, random.Random(seed)
         self.killed_engines: set[int] = set()
         self.deeds: Counter[str] = Counter()
 
@@ -80,11 +81,12 @@ class Chaos:
 
     def lock_store(self) -> None:
         """Nobody can write for some seconds: longer than an admission waits."""
-        connection = sqlite3.connect(self._database, isolation_level=None, timeout=10)
-        connection.execute("BEGIN EXCLUSIVE")
-        time.sleep(self._draw.uniform(2.5, 4.0))
-        connection.execute("ROLLBACK")
-        connection.close()
+
+        def hold(connection: sa.Connection) -> None:
+            self._store.lock_ledger(connection)
+            time.sleep(self._draw.uniform(2.5, 4.0))
+
+        self._store.write(hold, timeout=30)
         self.deeds["store away"] += 1
 
 
@@ -101,7 +103,7 @@ class Outcome:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     """Everything that clients, engines and ledger say of one such load."""
     root = tmp_path_factory.mktemp("exact")
-    database = str(root / "ledger.db")
+    database = DATABASE or f"sqlite:///{root}/ledger.db"
     store = Store(database)
     bundle = write_instant_model(root, step_delay=0.002)
     secrets = _tenants(store)
@@ -112,7 +114,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         return tenant, secrets[tenant]
 
     print(f"seed {SEED}")
-    settings = {"workers": WORKERS, "database": f"sqlite:///{database}", "require_keys": True}
+    settings = {"workers": WORKERS, "database": database, "require_keys": True}
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(
             "PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -131,7 +133,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         state = str(root / "state")
         with running(bundle, core=core, engine=engine, more=(reserved,), state_dir=state, **settings) as server:
             load = Load(server.port, REQUESTS, CLIENTS, tenant_of, SEED)
-            chaos = Chaos(server, database, SEED)
+            chaos = Chaos(server, store, SEED)
             load.start()
             chaos.run(load)
             load.join()
