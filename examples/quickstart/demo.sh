@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLI
 export TQDM_DISABLE=1 PYTHONWARNINGS=ignore
 venv=.venv-demo
 stamp="$venv/installed"
-if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name setup.cfg \) -print -quit)" ]; then
+if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name setup.cfg \) -print -quit)" ]; then
     echo "== installing into $venv (a few minutes the first time)"
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
     # torch first and pinned: the project leaves the build open, so that whoever has the CPU or a CUDA build keeps it.
