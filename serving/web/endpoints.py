@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..engine.interface import Engine
 from ..errors import NotFound
+from ..metering.keys import ANONYMOUS
 from ..modes import Mode
 from ..modes.traffic import TrafficSplit
 from ..request import Task
@@ -51,7 +52,7 @@ class Routed:
     def choose(self, sticky_key: str | None, caller: str | None) -> Endpoint:
         if self.split is None:
             return self.first
-        if sticky_key is None and self.sticky:
+        if sticky_key is None and self.sticky and caller != ANONYMOUS.key_id:
             sticky_key = caller
         return self.entities[self.split.choose(sticky_key)]
 
