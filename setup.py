@@ -9,7 +9,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "serving/engine/native"
-HEADERS = ("simd.h", "linear.h", "attention.h", "decoder.h", "decoder_step.h", "encoder.h")
+HEADERS = ("simd.h", "linear.h", "attention.h", "decoder.h", "decoder_step.h", "encoder.h", "sampler.h")
 
 
 class BuildKernels(build_ext):

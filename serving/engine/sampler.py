@@ -5,7 +5,7 @@ arrives at a time drawn from the exponential distribution with its probability a
 Gumbel-max trick). The times come from (seed, position, t). Logits differ in their last bits with what else is in the
 batch; in a race that matters only where two tokens arrive together, while cumulated probabilities would move every
 unlikely token behind the first difference. Which algorithm a row takes depends on its own parameters alone, so a
-sequence samples the same alone and in a batch.
+sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h draws the same winners.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from ..events import TokenLogprob
 from ..request import Sampling
+from .native import sampler as native
 from .randomness import exponentials
 from .sequence import SequenceState
 
@@ -115,8 +116,10 @@ def _draw(kind: str, logits: Any, sequences: Sequence[SequenceState]) -> list[in
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy
     parameters = [s.sampling for s in sequences]
-    times = exponentials([s.seed for s in sequences], [s.num_tokens for s in sequences], logits.shape[-1])
-    times = times.to(logits.device)
+    seeds, positions = [s.seed for s in sequences], [s.num_tokens for s in sequences]
+    if kind != "typical" and native.can_draw(logits):
+        return native.draw(logits, parameters, seeds, positions)
+    times = exponentials(seeds, positions, logits.shape[-1]).to(logits.device)
     logits = logits / _column(parameters, "temperature", logits)
     if kind == "whole":
         probabilities = _min_p(torch.softmax(logits, -1), parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +49,15 @@ class EncoderShape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
         ("layers", c_int32), ("eps", c_float), ("scaling", c_float),
+    )  # fmt: skip
+
+
+class Draw(ctypes.Structure):
+    """How a row of logits is sampled; ``top_k`` 0: all."""
+
+    _fields_ = (
+        ("temperature", c_float), ("top_p", c_float), ("min_p", c_float), ("top_k", c_int32),
+        ("seed", c_uint64), ("position", c_uint64),
     )  # fmt: skip
 
 
@@ -99,6 +108,8 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
     declare("mlt_decoder_step", None, c_void_p, POINTER(Step))
+    declare("mlt_sample", None, c_void_p, c_int32, c_int32, c_void_p, c_void_p)
+    declare("mlt_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
     declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderLayer))
     declare("mlt_encoder_free", None, c_void_p)
     declare("mlt_encoder_run", None, c_void_p, c_void_p, c_int32, c_void_p)

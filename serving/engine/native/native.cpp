@@ -36,6 +36,7 @@ API int mlt_supported() {
 
 #include "decoder_step.h"
 #include "encoder.h"
+#include "sampler.h"
 
 using namespace mlt;
 
@@ -79,6 +80,26 @@ API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const floa
 API void mlt_decoder_free(Decoder* decoder) { delete decoder; }
 
 API void mlt_decoder_step(Decoder* decoder, const Step* step) { decoder->step(*step); }
+
+// A token for each row [rows, size] of logits.
+API void mlt_sample(const float* logits, int rows, int size, const Draw* draws, int32_t* tokens) {
+#pragma omp parallel
+    {
+        thread_local Sampler sampler;
+#pragma omp for schedule(dynamic, 1)
+        for (int row = 0; row < rows; row++)
+            tokens[row] = sampler.token(logits + size_t(row) * size, size, draws[row]);
+    }
+}
+
+API void mlt_exponentials(uint64_t seed, uint64_t position, int size, float* times) {
+    const Philox random{seed, position};
+    uint32_t bits[8];
+    for (int t = 0; t < size; t++) {
+        if (t % 8 == 0) random.block(t / 8, bits);
+        times[t] = exponential(bits[t % 8]);
+    }
+}
 
 API Encoder* mlt_encoder_new(const EncoderShape* shape, const EncoderLayer* layers) {
     Encoder* encoder = new Encoder;

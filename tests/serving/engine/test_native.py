@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,14 @@ from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import has_bf16, library
+from mlflow_llm.serving.engine.native.sampler import draw as native_draw
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from mlflow_llm.serving.engine.quantization import Int8Weight
+from mlflow_llm.serving.engine.randomness import exponentials
 from mlflow_llm.serving.engine.runner import ModelForward
+from mlflow_llm.serving.engine.sampler import _draw
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+from mlflow_llm.serving.request import Sampling
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
@@ -241,3 +246,46 @@ def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
             alone = model(input_ids=torch.tensor([text])).last_hidden_state[0]
             assert torch.allclose(found, alone, atol=2e-4)
             assert torch.equal(embedder.hidden([text]), found)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_those_of_numpys_generator() -> None:
+    """Times are numpy's Philox bits put through the same logarithm, to the last bits."""
+    for seed, position in ((1, 0), (2**63 + 5, 77), (123456789, 4000)):
+        times = torch.empty(1001)
+        found = library()
+        assert found is not None
+        found.mlt_exponentials(seed, position, 1001, times.data_ptr())
+        assert torch.allclose(times, exponentials([seed], [position], 1001)[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"temperature": 0.3},
+        {"min_p": 0.05},
+        {"top_k": 1},
+        {"top_k": 7, "top_p": 0.8},
+        {"top_k": 5000},
+        {"top_p": 0.9},
+        {"top_p": 0.001},
+        {"top_p": 0.9999, "temperature": 2.0, "min_p": 0.001},
+    ],
+)
+@pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
+def test_draws_are_those_of_torch(parameters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native race has the winners of the one written with torch, whatever is cut off before it."""
+    logits = torch.from_numpy(np.random.default_rng(3).normal(0, spread, (200, 997)).astype(np.float32))
+    logits[:, 5] = float("-inf")
+    sampling = [Sampling(**{"temperature": 1.0, "max_tokens": 9, **parameters})] * len(logits)
+    seeds, positions = list(range(len(logits))), [17 * i for i in range(len(logits))]
+    drawn = native_draw(logits, sampling, seeds, positions)
+    sequences: Any = [
+        SimpleNamespace(sampling=p, seed=s, num_tokens=n) for p, s, n in zip(sampling, seeds, positions, strict=True)
+    ]
+    monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
+    kind = "truncated" if {"top_k", "top_p"} & set(parameters) else "whole"
+    assert drawn == _draw(kind, logits.clone(), sequences)

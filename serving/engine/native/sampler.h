@@ -1,0 +1,172 @@
+// A token from a row of logits: the native form of sampler.py's race, row by row.
+//
+// Token t arrives at an exponential time drawn from (seed, position, t) alone; time over weight decides. Only the
+// tokens that are still in after top_k, top_p and min_p have their times drawn.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "simd.h"
+
+namespace mlt {
+
+struct Draw {
+    float temperature, top_p, min_p;
+    int32_t top_k;  // 0: all
+    uint64_t seed, position;
+};
+
+// Philox 4x64-10 (Salmon et al. 2011) as numpy runs it: keyed by seed and position, block b from counter b + 1.
+struct Philox {
+    uint64_t seed, position;
+
+    // The 32 random bits of tokens [8 b, 8 b + 8).
+    void block(uint64_t b, uint32_t* bits) const {
+        uint64_t x[4] = {b + 1, 0, 0, 0}, k0 = seed, k1 = position;
+        for (int round = 0; round < 10; round++) {
+            const unsigned __int128 left = (unsigned __int128)0xD2E7470EE14C6C93ULL * x[0];
+            const unsigned __int128 right = (unsigned __int128)0xCA5A826395121157ULL * x[2];
+            const uint64_t next[4] = {uint64_t(right >> 64) ^ x[1] ^ k0, uint64_t(right),
+                                      uint64_t(left >> 64) ^ x[3] ^ k1, uint64_t(left)};
+            for (int i = 0; i < 4; i++) x[i] = next[i];
+            k0 += 0x9E3779B97F4A7C15ULL, k1 += 0xBB67AE8584CAA73BULL;
+        }
+        for (int i = 0; i < 4; i++) bits[2 * i] = uint32_t(x[i]), bits[2 * i + 1] = uint32_t(x[i] >> 32);
+    }
+};
+
+// Above zero, and with float32's relative precision near it, where races are won.
+inline float exponential(uint32_t bits) {
+    const float uniform = (float(bits) + 0.5f) * 2.3283064365386963e-10f;
+    return -std::log1p(-std::min(uniform, 1.0f - 5.9604645e-8f));
+}
+
+class Sampler {
+  public:
+    int32_t token(const float* logits, int size, const Draw& draw) {
+        scaled.resize(round_up(size, LANES));
+        scale(logits, size, draw.temperature);
+        const Philox random{draw.seed, draw.position};
+        return draw.top_k > 0 || draw.top_p < 1.0f ? truncated(size, draw, random) : whole(size, draw, random);
+    }
+
+  private:
+    struct Candidate { float value; int32_t token; };
+
+    std::vector<float> scaled;  // logits over temperature, less the largest
+    std::vector<Candidate> candidates;
+    double total = 0.0;         // of exp(scaled)
+
+    void scale(const float* logits, int size, float temperature) {
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        const __m512 by = _mm512_set1_ps(temperature);
+        for (int i = 0; i < size; i += LANES) {
+            const __mmask16 inside = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
+            const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), inside, logits + i);
+            const __m512 value = _mm512_div_ps(x, by);
+            _mm512_storeu_ps(&scaled[i], value);
+            most = _mm512_max_ps(most, value);
+        }
+        const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+        for (int i = 0; i < size; i += LANES) {
+            const __m512 value = _mm512_sub_ps(_mm512_loadu_ps(&scaled[i]), largest);
+            _mm512_storeu_ps(&scaled[i], value);
+            const __m512 weight = exp16(value);
+            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(weight)));
+            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(weight, 1)));
+        }
+        total = _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    }
+
+    // A time -log(1 - u) is at least u: only where weight over u beats the best so far is the logarithm taken.
+    int32_t whole(int size, const Draw& draw, const Philox& random) const {
+        int32_t winner = 0;
+        float best = 0.0f;
+        alignas(64) uint32_t bits[LANES];
+        alignas(64) float weights[LANES];
+        const __m512 floor = _mm512_set1_ps(std::max(draw.min_p, 1e-38f));
+        for (int first = 0; first < size; first += LANES) {
+            random.block(first / 8, bits), random.block(first / 8 + 1, bits + 8);
+            const __m512 weight = exp16(_mm512_loadu_ps(&scaled[first]));
+            const __m512 uniform = _mm512_mul_ps(
+                _mm512_add_ps(_mm512_cvtepu32_ps(_mm512_load_si512(bits)), _mm512_set1_ps(0.5f)),
+                _mm512_set1_ps(2.3283064365386963e-10f));
+            __mmask16 in = _mm512_cmp_ps_mask(weight, floor, _CMP_GE_OQ);
+            in &= _mm512_cmp_ps_mask(weight, _mm512_mul_ps(uniform, _mm512_set1_ps(best * 0.999999f)), _CMP_GE_OQ);
+            if (size - first < LANES) in &= (1u << (size - first)) - 1;
+            if (!in) continue;
+            _mm512_store_ps(weights, weight);
+            for (; in; in &= in - 1) {
+                const int i = __builtin_ctz(in);
+                const float speed = weights[i] / exponential(bits[i]);
+                if (speed > best) best = speed, winner = first + i;
+            }
+        }
+        return winner;
+    }
+
+    // Whether the tokens that far below the largest are as many as top_k, or as likely as top_p, may leave in.
+    bool is_enough(int size, const Draw& draw, float depth) const {
+        const __m512 least = _mm512_set1_ps(-depth);
+        __m512 mass = _mm512_setzero_ps();
+        int count = 0;
+        for (int i = 0; i < size; i += LANES) {
+            const __m512 value = _mm512_loadu_ps(&scaled[i]);
+            const __mmask16 in = _mm512_cmp_ps_mask(value, least, _CMP_GE_OQ);
+            if (!in) continue;
+            count += __builtin_popcount(in);
+            mass = _mm512_mask_add_ps(mass, in, mass, exp16(value));
+        }
+        if (draw.top_k > 0) return count >= std::min(draw.top_k, size);
+        return _mm512_reduce_add_ps(mass) >= double(draw.top_p) * total * 1.00001;  // these sums are rounded
+    }
+
+    // The best tokens, most likely first, at least as many as top_k and top_p leave in.
+    void collect(int size, const Draw& draw) {
+        float depth = 4.0f;  // how far below the largest
+        while (depth < 200.0f && !is_enough(size, draw, depth)) depth *= 1.5f;
+        const __m512 least = _mm512_set1_ps(depth < 200.0f ? -depth : -INFINITY);
+        candidates.clear();
+        for (int i = 0; i < size; i += LANES) {
+            __mmask16 in = _mm512_cmp_ps_mask(_mm512_loadu_ps(&scaled[i]), least, _CMP_GE_OQ);
+            if (size - i < LANES) in &= (1u << (size - i)) - 1;
+            for (; in; in &= in - 1) {
+                const int t = i + __builtin_ctz(in);
+                candidates.push_back({scaled[t], t});
+            }
+        }
+        const auto before = [](const Candidate& a, const Candidate& b) {
+            return a.value != b.value ? a.value > b.value : a.token < b.token;
+        };
+        if (draw.top_k > 0 && size_t(draw.top_k) < candidates.size()) {
+            std::nth_element(candidates.begin(), candidates.begin() + draw.top_k, candidates.end(), before);
+            candidates.resize(draw.top_k);
+        }
+        std::sort(candidates.begin(), candidates.end(), before);
+    }
+
+    int32_t truncated(int size, const Draw& draw, const Philox& random) {
+        collect(size, draw);
+        double sum = total;  // what top_p is a part of: all tokens, or those that top_k left in
+        if (draw.top_k > 0) {
+            sum = 0.0;
+            for (const Candidate& c : candidates) sum += std::exp(double(c.value));
+        }
+        int32_t winner = candidates[0].token;
+        double passed = 0.0, best = 0.0;
+        uint32_t bits[8];
+        for (const Candidate& c : candidates) {
+            const double weight = std::exp(double(c.value));  // the first has 1
+            if (passed > 0.0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
+            passed += weight;
+            random.block(c.token / 8, bits);
+            const double speed = weight / exponential(bits[c.token % 8]);
+            if (speed > best) best = speed, winner = c.token;
+        }
+        return winner;
+    }
+};
+
+}  // namespace mlt
