@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from array import array
 from pathlib import Path
 
 import msgspec
@@ -22,9 +21,8 @@ from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingE
 from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
 from ..request import Sampling, ValidRequest
 from ..settings import EngineSettings
+from .instant_sequence import InstantSequence, mix
 from .interface import AdapterInfo, EngineInfo, Health
-
-MASK = (1 << 64) - 1
 
 
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,51 +38,12 @@ class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stall_token_id: int | None = None
 
 
-def mix(state: int, value: int) -> int:
-    """One round of splitmix64 over ``state`` and ``value``: uint64 in, uint64 out."""
-    z = (state ^ (value * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15 & MASK
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-    return z ^ (z >> 31)
-
-
-def _digest(token_ids: tuple[int, ...]) -> int:
-    """64 bits of a whole prompt, at C's speed: one of a million tokens must not stop the loop."""
-    return int.from_bytes(hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest())
-
-
-class _Sequence:
-    __slots__ = ("done", "index", "num_generated", "num_tokens", "started_at", "state")
-
-    def __init__(self, request: ValidRequest, index: int) -> None:
-        source = request.sequences[index]
-        self.index = index
-        self.done = False
-        self.started_at = 0.0
-        self.num_generated = len(source.resumed_token_ids)
-        self.num_tokens = len(source.prompt_token_ids) + self.num_generated
-        greedy = request.sampling is None or request.sampling.temperature == 0
-        self.state = mix(0 if greedy else source.seed + 1, len(request.adapter or ""))
-        for character in request.adapter or "":
-            self.state = mix(self.state, ord(character))
-        self.state = mix(self.state, _digest(source.prompt_token_ids))
-        for token_id in source.resumed_token_ids:
-            self.state = mix(self.state, token_id)
-
-    def next(self, vocab_size: int) -> int:
-        token_id = self.state % vocab_size
-        self.state = mix(self.state, token_id)
-        self.num_generated += 1
-        self.num_tokens += 1
-        return token_id
-
-
 class _Running:
     __slots__ = ("client", "queued_at", "request", "sequences", "stop_ids")
 
     def __init__(self, request: ValidRequest, client: str) -> None:
         self.request, self.client, self.queued_at = request, client, time.monotonic()
-        self.sequences = [_Sequence(request, index) for index in range(len(request.sequences))]
+        self.sequences = [InstantSequence(request, index) for index in range(len(request.sequences))]
         self.stop_ids = frozenset(request.sampling.stop_token_ids) if request.sampling else frozenset()
 
 
@@ -203,14 +162,14 @@ class InstantCore:
                 self._end(running, sequence, reason)
 
     def _ended(
-        self, running: _Running, sequence: _Sequence, sampling: Sampling, last: int | None
+        self, running: _Running, sequence: InstantSequence, sampling: Sampling, last: int | None
     ) -> FinishReason | None:
         if last is not None and last in running.stop_ids and sequence.num_generated >= sampling.min_tokens:
             return "stop"
         full = sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self.info.max_model_len
         return "length" if full else None
 
-    def _end(self, running: _Running, sequence: _Sequence, reason: FinishReason) -> None:
+    def _end(self, running: _Running, sequence: InstantSequence, reason: FinishReason) -> None:
         sequence.done = True
         waited = max(sequence.started_at - running.queued_at, 0.0) if sequence.started_at else 0.0
         event = Finished(sequence.index, reason, 0, sequence.num_generated, waited)
@@ -220,7 +179,7 @@ class InstantCore:
         if all(sequence.done for sequence in running.sequences):
             self._running.pop(running.request.request_id, None)
 
-    def _score(self, running: _Running, sequence: _Sequence) -> None:
+    def _score(self, running: _Running, sequence: InstantSequence) -> None:
         sampling = running.request.sampling
         if sampling is None or sampling.prompt_logprobs is None:
             return
