@@ -74,13 +74,11 @@ for adapter in (None, *assistant.adapters):
     print(f"{adapter or 'base':>6}: {answer}   ({answer.usage.total_tokens} tokens, {answer.finish_reason})")""",
     """## A table of prompts
 
-One row a request; all rows run in one batch, with a progress bar for many.""",
+One row a request; all rows run in one batch, with a progress bar for many. `params` are fields for the rows that do
+not have them.""",
     """countries = ["Italy", "Norway", "Peru", "Kenya", "Poland", "Cuba", "India", "Chile", "Turkey", "Canada"]
 table = pd.DataFrame({"messages": [[{"role": "user", "content": f"What is the capital of {c}?"}] for c in countries]})
-table["adapter"] = "json"
-table["temperature"] = 0.0
-table["max_tokens"] = 32
-replies = model.predict(table)
+replies = model.predict(table, params={"adapter": "json", "temperature": 0, "max_tokens": 32})
 answers = [reply["choices"][0]["message"]["content"] for reply in replies]
 pd.DataFrame({"country": countries, "answer": answers, "tokens": [r["usage"]["total_tokens"] for r in replies]})""",
     """## Embeddings
