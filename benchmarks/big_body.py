@@ -8,16 +8,15 @@ processes of their own. ``python benchmarks/big_body.py TOKENIZER_DIR`` (a Huggi
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
-import http.client
 import itertools
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -39,6 +38,13 @@ CORE = "mlflow_llm.serving.engine.instant:InstantCore"
 SIZE = 4 * 10**6
 WORDS = "the quick brown fox jumps over the lazy dog, and then it sleeps until noon. "
 QUIET, GAP = 2.0, 0.3
+STREAM = {
+    "model": "streams",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 8000,
+    "ignore_eos": True,
+    "stream": True,
+}
 
 
 def bodies(special: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -49,11 +55,11 @@ def bodies(special: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return {
         "chat, refused as too long": (chat, {"model": "small", "messages": [{"role": "user", "content": text}]}),
         "chat, taken": (chat, big | {"messages": [{"role": "user", "content": text}]}),
-        "chat of 20,000 messages, taken": (chat, big | {"messages": _turns(text, 20_000)}),
+        "chat of 2,000 messages, taken": (chat, big | {"messages": _turns(text, 2000)}),
         "chat with special tokens in it": (chat, big | {"messages": [{"role": "user", "content": special + text}]}),
         "completion, truncated": (
-            completions,
-            {"model": "small", "prompt": text, "max_tokens": 1, "error_behavior": "truncate", "use_raw_prompt": True},
+            "/serving-endpoints/small/invocations",
+            {"prompt": text, "max_tokens": 1, "error_behavior": "truncate", "use_raw_prompt": True},
         ),
         "completion of token ids, taken": (completions, big | {"prompt": [i % 9000 + 1000 for i in range(SIZE // 6)]}),
         "embeddings of 2,000 texts": (embeddings, {"model": "big", "input": _split(text, 2000)}),
@@ -70,51 +76,48 @@ def _turns(text: str, count: int) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": part} for i, part in enumerate(_split(text, count - 1))]
 
 
-def bundle(root: Path, tokenizer: Path, context: int, step: float) -> Bundle:
-    root.mkdir()
+def instant_bundle(tokenizer: Path, context: int, step: float) -> Bundle:
+    """An engine of ``step`` seconds a step; its "weights" stay in a folder of their own until the process ends."""
+    root = Path(tempfile.mkdtemp(prefix="mll-model-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     model = {"vocab_size": 32000, "max_model_len": context, "step_delay": step}
     (root / "instant.json").write_text(json.dumps(model))
-    return Bundle(
-        content_hash=f"{context}",
-        tasks=("chat", "completions", "embeddings"),
-        model_dir=str(root),
-        tokenizer_dir=str(tokenizer),
-    )
+    tasks = ("chat", "completions", "embeddings")
+    return Bundle(content_hash=f"{context}-{step}", tasks=tasks, model_dir=str(root), tokenizer_dir=str(tokenizer))
+
+
+def real_bundle(model: Path) -> Bundle:
+    tasks = ("chat", "completions")
+    return Bundle(content_hash=model.name, tasks=tasks, model_dir=str(model), tokenizer_dir=str(model))
 
 
 @contextlib.contextmanager
-def server(tokenizer: Path, step: float) -> Iterator[int]:
-    """The port of a server with endpoints ``streams`` (steps of ``step`` seconds), ``small`` and ``big`` (context)."""
+def running(endpoints: dict[str, tuple[Bundle, str | None]]) -> Iterator[tuple[int, Path]]:
+    """Port and engines' directory of a server with one worker; ``endpoints`` are bundles and engine classes by name."""
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
-        root = Path(runtime)
-        engines = {"streams": (8192, step), "small": (8192, 0.0), "big": (2**22, 0.0)}
+    with tempfile.TemporaryDirectory(prefix="mll-") as place:
+        runtime = Path(place, "r")
         spec = ServeSpec(
             endpoints=tuple(
-                EndpointSpec(
-                    name=name,
-                    entity=name,
-                    bundle=bundle(root / name, tokenizer, context, delay),
-                    core=CORE,
-                    engine=EngineSettings(idle_timeout=0.3),
-                )
-                for name, (context, delay) in engines.items()
+                EndpointSpec(name=name, entity=name, bundle=bundle, core=core, engine=EngineSettings(idle_timeout=0.3))
+                for name, (bundle, core) in endpoints.items()
             ),
             settings=ServerSettings(port=port, workers=1),
-            runtime_dir=str(root / "r"),
+            runtime_dir=str(runtime),
         )
-        path = root / "spec.json"
+        path = Path(place, "spec.json")
         path.write_bytes(msgspec.json.encode(spec))
         command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--spec", str(path)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             while not _ready(port):
                 time.sleep(0.2)
-            yield port
+            yield port, runtime
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
-            time.sleep(1.5)  # the engines end behind their last client
+            while any(runtime.glob("*/spec.json")):  # the engines end behind their last client
+                time.sleep(0.1)
 
 
 def _ready(port: int) -> bool:
@@ -123,73 +126,30 @@ def _ready(port: int) -> bool:
     return False
 
 
-def read_streams(port: int, count: int, seconds: float) -> None:
-    """Run as a process: read ``count`` streams until SIGTERM and print the arrival times of their chunks as JSON."""
-    times: list[list[float]] = [[] for _ in range(count)]
-    body = {
-        "model": "streams",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 8000,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: over.set())
-
-    def read(arrivals: list[float]) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        while not over.is_set() and (line := answer.readline()):
-            if len(line) > 2:
-                arrivals.append(time.monotonic())
-        connection.close()
-
-    readers = [threading.Thread(target=read, args=(arrivals,)) for arrivals in times]
-    for reader in readers:
-        reader.start()
-    over.wait(seconds)
-    over.set()
-    for reader in readers:
-        reader.join()
-    print(json.dumps(times))
-
-
-def send(port: int, path: str, file: str) -> None:
-    """Run as a process: send the body in ``file`` and print status, start and end as JSON."""
-    data = Path(file).read_bytes()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    start = time.monotonic()
-    connection.request("POST", path, data, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    answer.read()
-    print(json.dumps([answer.status, start, time.monotonic()]))
-
-
 def measure(port: int, kind: str, path: str, body: dict[str, Any], streams: int, repeat: int) -> dict[str, Any]:
     """Gaps between tokens, in ms: before the first body, and from each body's start until its answer."""
-    me = [sys.executable, __file__]
-    data = json.dumps(body)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(data)
-        file.flush()
-        seconds = QUIET + 60.0
-        reader = subprocess.Popen([*me, "--streams", str(port), str(streams), str(seconds)], stdout=subprocess.PIPE)
+    client = [sys.executable, str(Path(__file__).with_name("arrivals.py"))]
+    with tempfile.TemporaryDirectory() as place:
+        big, stream = Path(place, "big.json"), Path(place, "stream.json")
+        big.write_text(json.dumps(body))
+        stream.write_text(json.dumps(STREAM))
+        reader = subprocess.Popen([*client, "read", str(port), str(streams), str(stream)], stdout=subprocess.PIPE)
         time.sleep(QUIET + 1.0)
         quiet_until = time.monotonic()
         sent = []
         for _ in range(repeat):
-            done = subprocess.run([*me, "--send", str(port), path, file.name], stdout=subprocess.PIPE, check=True)
+            done = subprocess.run([*client, "send", str(port), path, str(big)], stdout=subprocess.PIPE, check=True)
             sent.append(json.loads(done.stdout))
             time.sleep(GAP)
         reader.send_signal(signal.SIGTERM)
         out, _ = reader.communicate(timeout=90)
+        size = big.stat().st_size
     times = json.loads(out)
     without = _gaps(times, [(quiet_until - QUIET, quiet_until)])
     with_body = _gaps(times, [(start, end) for _, start, end in sent])
     return {
         "body": kind,
-        "MB": len(data) / 1e6,
+        "MB": size / 1e6,
         "status": sent[0][0],
         "its own time, ms": 1e3 * float(np.median([end - start for _, start, end in sent])),
         "gap p50, ms": _at(without, 50),
@@ -224,7 +184,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     arguments = parser.parse_args()
     special = AutoTokenizer.from_pretrained(arguments.tokenizer).eos_token
-    with server(arguments.tokenizer, arguments.step_ms / 1e3) as port:
+    engines = {
+        "streams": instant_bundle(arguments.tokenizer, 8192, arguments.step_ms / 1e3),
+        "small": instant_bundle(arguments.tokenizer, 8192, 0.0),
+        "big": instant_bundle(arguments.tokenizer, 2**22, 0.0),
+    }
+    with running({name: (bundle, CORE) for name, bundle in engines.items()}) as (port, _):
         rows = [
             measure(port, kind, path, body, arguments.callers, arguments.repeat)
             for kind, (path, body) in bodies(special).items()
@@ -234,10 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--streams"]:
-        read_streams(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
-    elif sys.argv[1:2] == ["--send"]:
-        send(int(sys.argv[2]), sys.argv[3], sys.argv[4])
-    else:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        main()
+    main()
