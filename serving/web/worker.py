@@ -19,12 +19,14 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from ..errors import ShuttingDown
 from . import logs
+from .gate import DRAIN_RETRY_AFTER
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
     from .invoke import Server
 
 TICK = 0.1
 FLUSH_SECONDS = 2.0
+CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
 
 class DrainingWorker(GeventWorker):
@@ -95,7 +97,7 @@ class DrainingWorker(GeventWorker):
         running = self.server.running
         logs.event("draining", running=len(running))
         self._wait(self.server.settings.drain_timeout)
-        if left := running.interrupt_all(ShuttingDown("the server stopped before the reply was complete")):
+        if left := running.interrupt_all(CUT_SHORT):
             logs.event("drain over", interrupted=left)
             self._wait(FLUSH_SECONDS)
         gevent.sleep(TICK)  # answers just computed still have to be written

@@ -135,16 +135,21 @@ def test_metrics_of_all_processes(slow: Running) -> None:
 
 
 def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
-    """After SIGTERM new requests get a 503; a stream over the limit ends with an error event; no process is left."""
+    """After SIGTERM new requests get a 503; over the limit a stream ends with an error event and a whole reply is a
+    503; no process is left."""
     with running(write_instant_model(tmp_path, step_delay=0.01), drain_timeout=4.0) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
-        with asking(server, BODY | {"stream": True, "max_tokens": 4000}) as answer:
+        with ThreadPoolExecutor(1) as pool, asking(server, BODY | {"stream": True, "max_tokens": 4000}) as answer:
             answer.readline()
+            whole = pool.submit(ask, server, BODY | {"max_tokens": 4000})
+            until(lambda: health(server)["running"] == 2)
             server.terminate()
             until(lambda: draining(server))
             with asking(server, BODY) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
             rest = answer.read().decode()
+            status, text = whole.result()
+            assert (status, json.loads(text)["error"]["code"]) == (503, "shutting_down")
         lines = [line.removeprefix("data: ") for line in rest.strip().split("\n\n")]
         assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
         assert lines[-1] == "[DONE]"
