@@ -42,6 +42,16 @@ find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
 pip wheel --quiet --no-deps --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)
 
+# PostgreSQL's server is Debian's package; where it cannot be had, its tests are skipped and say so.
+postgres_there() { command -v initdb || ls /usr/lib/postgresql/*/bin/initdb; }
+if ! postgres_there > /dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    say "PostgreSQL"
+    {
+        timeout 120 apt-get -qq update
+        DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends postgresql
+    } > "$scratch/apt.log" 2>&1 || tail -n 1 "$scratch/apt.log"
+fi
+
 # Installing dependencies is skipped while what asks for them is unchanged.
 asked=$(cat setup.cfg tests/requirements.txt | sha256sum)
 if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then

@@ -51,7 +51,8 @@ def insert_endpoint(
     row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "message": ""}
     row |= {"ready": "NOT_READY", "config_update": "IN_PROGRESS"}
     new = store.insert(endpoints).values(**row, created_ms=now_ms, updated_ms=now_ms, pending_version=1, last_version=1)
-    if connection.execute(new.on_conflict_do_nothing()).rowcount != 1:
+    counted = {"preserve_rowcount": True}  # psycopg's is -1 for an INSERT otherwise
+    if connection.execute(new.on_conflict_do_nothing(), execution_options=counted).rowcount != 1:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
     _add_config(connection, name, 1, config, now_ms)
 
