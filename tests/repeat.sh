@@ -9,7 +9,6 @@ round=1
 while [ "$round" -le "$times" ]; do
     echo "round $round of $times"
     "${PYTHON:-python}" -m pytest -q -x \
-        tests/serving/transport/test_lives.py \
         tests/serving/transport/test_recovery.py \
         tests/serving/transport/test_slow_readers.py \
         tests/serving/transport/test_hosts.py \
