@@ -103,6 +103,7 @@ def test_environment_of_the_model(tiny, tmp_path, env_manager):
         )
     (tmp_path / "bin").mkdir()
     write_pyenv(tmp_path / "bin" / "pyenv")
-    told = models_predict(tiny, TINY, tmp_path, env_manager, UV_FIND_LINKS=links)
+    found = {"UV_FIND_LINKS": links} if links else {}
+    told = models_predict(tiny, TINY, tmp_path, env_manager, **found)
     assert isinstance(told, dict), told[1][-3000:]
     assert told["usage"]["completion_tokens"] == 3
