@@ -25,8 +25,8 @@ TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), 
 
 
 @pytest.fixture
-def store(tmp_path):
-    opened = Store(str(tmp_path / "metering.db"))
+def store(store_url):
+    opened = Store(store_url)
     yield opened
     opened.close()
 
