@@ -38,7 +38,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
     """``make(keys=…, mode=…, **server_settings)``: a server with one endpoint, ``assistant``."""
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlflow
 import pytest
@@ -153,32 +153,6 @@ def exporting(directory: Path, **environment: str) -> Iterator[None]:
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
-
-
-@pytest.fixture
-def traced(make: Callable[..., Server], store: str, collector: tuple[str, list[Any]]) -> Iterator[Traced]:
-    with tempfile.TemporaryDirectory(prefix="mlt-") as root:
-        yield Traced(make(), Path(root), {"MLFLOW_TRACKING_URI": store, "OTEL_EXPORTER_OTLP_ENDPOINT": collector[0]})
-
-
-class Traced:
-    """``with traced.client(…) as client``: what it asks is in both places when the block is over."""
-
-    def __init__(self, server: Server, directory: Path, environment: dict[str, str]) -> None:
-        self.server, self.directory, self.environment = server, directory, environment
-
-    @contextlib.contextmanager
-    def client(self, sample: float = 1.0, content: bool = False) -> Iterator[FlaskClient]:
-        outbox = Outbox(self.directory)
-        self.server.tracer = Tracer(sample, content=content, send=outbox)
-        with exporting(self.directory, **self.environment):
-            yield create_app(self.server).test_client()
-            outbox.close()
-
-
 def traces(store: str) -> dict[str, Any]:
     """MLflow's traces by the request's id."""
     client = mlflow.MlflowClient(store)
@@ -206,62 +180,106 @@ def usage_of(answer: Any) -> dict[str, int]:
     }
 
 
-def test_traces_in_mlflow_and_at_a_collector(traced: Traced, store: str, collector: tuple[str, list[Any]]) -> None:
-    """Every sampled request is a trace with the usage its caller was told, whole and streamed, chat and embeddings, an
-    adapter's and a refused one; a caller's trace is continued; without content no prompt and no reply is in it."""
-    with traced.client() as client:
+class Exported(NamedTuple):
+    """``told`` is the usage each caller was told, ``replies`` the texts of the request whose content is traced;
+    ``found`` are MLflow's traces and ``sent`` the collector's spans, by the request's id."""
 
-        def ask(name: str, path: str, body: dict[str, Any], **headers: str) -> Any:
-            return client.post(path, json=body, headers={"X-Request-Id": name, **headers})
-
-        told = {
-            "whole": usage_of(ask("whole", "/v1/chat/completions", CHAT).json),
-            "adapter": usage_of(ask("adapter", "/v1/chat/completions", CHAT | {"model": "assistant:pirate"}).json),
-            "vectors": usage_of(ask("vectors", "/v1/embeddings", {"model": "assistant", "input": ["a", "bc"]}).json),
-            "joined": usage_of(ask("joined", "/v1/chat/completions", CHAT, traceparent=HEADER).json),
-        }
-        body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-        events = ask("stream", "/v1/chat/completions", body).text.split("\n\n")
-        told["stream"] = usage_of(json.loads(events[-3].removeprefix("data: ")))
-        too_long = CHAT | {"messages": [{"role": "user", "content": "x" * 9000}]}
-        assert ask("refused", "/v1/chat/completions", too_long).status_code == 400
-        assert ask("unsampled", "/v1/chat/completions", CHAT, traceparent=HEADER[:-2] + "00").status_code == 200
-    found, sent = traces(store), spans(collector[1])
-    assert set(found) == set(sent) == {*told, "refused"}
-    for name, usage in told.items():
-        (span,) = found[name].data.spans
-        assert span.get_attribute("mlflow.chat.tokenUsage") == usage
-        assert found[name].info.token_usage == usage
-        attributes = sent[name][1]
-        assert attributes["gen_ai.usage.input_tokens"].int_value == usage["input_tokens"]
-        assert attributes["gen_ai.usage.output_tokens"].int_value == usage["output_tokens"]
-        assert span.inputs is None
-        assert span.outputs is None
-    assert found["whole"].info.state == "OK"
-    assert found["refused"].info.state == "ERROR"
-    assert found["refused"].data.spans[0].get_attribute("mlflow.chat.tokenUsage") is None
-    assert found["adapter"].data.spans[0].model_name == "assistant:pirate"
-    assert found["vectors"].data.spans[0].span_type == "EMBEDDING"
-    assert found["joined"].info.trace_id == f"tr-{TRACE}"
-    assert found["joined"].data.spans[0].parent_id == PARENT
-    assert (sent["joined"][0].trace_id.hex(), sent["joined"][0].parent_span_id.hex()) == (TRACE, PARENT)
-    assert [event.name for event in sent["stream"][0].events] == ["gen_ai.first_token"]
+    told: dict[str, dict[str, int]]
+    body: dict[str, Any]
+    replies: list[str]
+    found: dict[str, Any]
+    sent: dict[str, Any]
 
 
-def test_traces_with_content(traced: Traced, store: str) -> None:
-    """Where content is asked for, prompt and reply are in the trace, in the form MLflow shows as a conversation."""
-    with traced.client(content=True) as client:
-        body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
-        text = client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "content"}).text
+@pytest.fixture(scope="module")
+def exported(
+    make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory, collector: tuple[str, list[Any]]
+) -> Exported:
+    """Requests of every kind, traced by one exporter to a database and to a collector."""
+    store = f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
+    server = make()
+    with tempfile.TemporaryDirectory(prefix="mlt-") as root:
+        outbox = Outbox(Path(root))
+        with exporting(Path(root), MLFLOW_TRACKING_URI=store, OTEL_EXPORTER_OTLP_ENDPOINT=collector[0]):
+            server.tracer = Tracer(1.0, send=outbox)
+            told = ask_all(create_app(server).test_client())
+            server.tracer = Tracer(1.0, content=True, send=outbox)
+            body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
+            replies = ask_streamed(create_app(server).test_client(), body)
+            outbox.close()
+    return Exported(told, body, replies, traces(store), spans(collector[1]))
+
+
+def ask_all(client: FlaskClient) -> dict[str, dict[str, int]]:
+    """Ask whole and streamed, chat and embeddings, an adapter, in a caller's trace, refused and unsampled."""
+
+    def ask(name: str, path: str, body: dict[str, Any], **headers: str) -> Any:
+        return client.post(path, json=body, headers={"X-Request-Id": name, **headers})
+
+    told = {
+        "whole": usage_of(ask("whole", "/v1/chat/completions", CHAT).json),
+        "adapter": usage_of(ask("adapter", "/v1/chat/completions", CHAT | {"model": "assistant:pirate"}).json),
+        "vectors": usage_of(ask("vectors", "/v1/embeddings", {"model": "assistant", "input": ["a", "bc"]}).json),
+        "joined": usage_of(ask("joined", "/v1/chat/completions", CHAT, traceparent=HEADER).json),
+    }
+    body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    events = ask("stream", "/v1/chat/completions", body).text.split("\n\n")
+    told["stream"] = usage_of(json.loads(events[-3].removeprefix("data: ")))
+    too_long = CHAT | {"messages": [{"role": "user", "content": "x" * 9000}]}
+    assert ask("refused", "/v1/chat/completions", too_long).status_code == 400
+    assert ask("unsampled", "/v1/chat/completions", CHAT, traceparent=HEADER[:-2] + "00").status_code == 200
+    return told
+
+
+def ask_streamed(client: FlaskClient, body: dict[str, Any]) -> list[str]:
+    text = client.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "content"}).text
     replies = ["", ""]
     for event in text.split("\n\n")[:-2]:
         for choice in json.loads(event.removeprefix("data: "))["choices"]:
             replies[choice["index"]] += choice["delta"].get("content") or ""
-    trace = traces(store)["content"]
+    return replies
+
+
+def test_usage_in_mlflow_and_at_a_collector(exported: Exported) -> None:
+    """Every sampled request is a trace with the usage its caller was told, in both places; an unsampled one is none."""
+    assert set(exported.found) == set(exported.sent) == {*exported.told, "refused", "content"}
+    for name, usage in exported.told.items():
+        (span,) = exported.found[name].data.spans
+        assert span.get_attribute("mlflow.chat.tokenUsage") == usage
+        assert exported.found[name].info.token_usage == usage
+        attributes = exported.sent[name][1]
+        assert attributes["gen_ai.usage.input_tokens"].int_value == usage["input_tokens"]
+        assert attributes["gen_ai.usage.output_tokens"].int_value == usage["output_tokens"]
+
+
+def test_what_a_trace_tells(exported: Exported) -> None:
+    """State, kind and model are the request's; a refused one is an error; a stream has its first token."""
+    found, sent = exported.found, exported.sent
+    assert (found["whole"].info.state, found["refused"].info.state) == ("OK", "ERROR")
+    assert found["refused"].data.spans[0].get_attribute("mlflow.chat.tokenUsage") is None
+    assert found["adapter"].data.spans[0].model_name == "assistant:pirate"
+    assert found["vectors"].data.spans[0].span_type == "EMBEDDING"
+    assert [event.name for event in sent["stream"][0].events] == ["gen_ai.first_token"]
+
+
+def test_a_callers_trace_goes_on(exported: Exported) -> None:
+    """With a traceparent the span has the caller's trace and its span as parent, in both places."""
+    assert exported.found["joined"].info.trace_id == f"tr-{TRACE}"
+    assert exported.found["joined"].data.spans[0].parent_id == PARENT
+    span = exported.sent["joined"][0]
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+
+
+def test_content_only_where_asked_for(exported: Exported) -> None:
+    """Prompt and reply are in a trace only where content is traced, in the form MLflow shows as a conversation."""
+    for name in exported.told:
+        (span,) = exported.found[name].data.spans
+        assert (span.inputs, span.outputs) == (None, None)
+    trace = exported.found["content"]
     (span,) = trace.data.spans
-    assert span.inputs == body
-    assert [choice["message"]["content"] for choice in span.outputs["choices"]] == replies
-    assert trace.info.response_preview == "\n".join(replies)
+    assert span.inputs == exported.body
+    assert [choice["message"]["content"] for choice in span.outputs["choices"]] == exported.replies
+    assert trace.info.response_preview == "\n".join(exported.replies)
 
 
 def test_an_exporter_without_a_store_says_so(tmp_path: Path) -> None:
