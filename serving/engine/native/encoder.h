@@ -5,9 +5,9 @@
 
 #include <omp.h>
 
+#include <cmath>
 #include <vector>
 
-#include "attention.h"
 #include "linear.h"
 
 namespace mlt {
@@ -70,24 +70,29 @@ class Encoder {
     }
 
   private:
-    struct Item { int start, length, row, count, head; };  // rows [row, row + count) of the sequence at `start`
+    struct Item { int first, length, row, count, head; };  // queries [row, row + count) of keys [first, first + length)
 
-    int T = 0, stride = 0;  // stride: keys of a head, with a block to spare behind the last
+    int T = 0, padded = 0;  // tokens; places of keys: every sequence begins at a multiple of LANES
+    std::vector<int> places;  // by token
     std::vector<Item> items;
     std::vector<float> qkv, keys, values, attended, wide;
     Prepared rows_for;
 
     void plan(const int32_t* lengths, int count) {
-        T = 0, items.clear();
-        for (int s = 0; s < count; T += lengths[s++])
+        T = padded = 0;
+        items.clear(), places.clear();
+        for (int s = 0; s < count; padded += round_up(lengths[s], LANES), T += lengths[s++]) {
+            for (int i = 0; i < lengths[s]; i++) places.push_back(padded + i);
             for (int head = 0; head < shape.heads; head++)
                 for (int a = 0; a < lengths[s]; a += ENCODER_ROWS)
-                    items.push_back({T, lengths[s], T + a, std::min(ENCODER_ROWS, lengths[s] - a), head});
-        stride = T + BLOCK;
+                    items.push_back({padded, lengths[s], T + a, std::min(ENCODER_ROWS, lengths[s] - a), head});
+        }
         const size_t width = size_t(shape.heads) * shape.head_dim;
-        const auto room = [](std::vector<float>& buffer, size_t size) { if (buffer.size() < size) buffer.resize(size); };
+        const auto room = [](std::vector<float>& buffer, size_t size) {
+            if (buffer.size() < size) buffer.resize(size);
+        };
         room(qkv, T * width * 3), room(attended, T * width), room(wide, size_t(T) * shape.intermediate);
-        room(keys, stride * width), room(values, stride * width);
+        room(keys, padded * width), room(values, padded * width);
         rows_for.room(T, std::max({shape.hidden, int(width), shape.intermediate}));
     }
 
@@ -124,34 +129,83 @@ class Encoder {
         for (int t = 0; t < T; t++) layer_norm(hidden + size_t(t) * H, layer.norm2, layer.bias2, H, shape.eps);
     }
 
-    // Scales the query in place and puts keys and values where those of a head lie one after the other.
+    // Keys go to [head][place / LANES][D][LANES], so that a vector holds one dimension of as many keys; values to
+    // [head][place][D].
     void spread(int t) {
-        const int D = shape.head_dim, W = shape.heads * D;
+        const int D = shape.head_dim, W = shape.heads * D, place = places[t];
         float* q = &qkv[size_t(t) * 3 * W];
         for (int i = 0; i < W; i++) q[i] *= shape.scaling;
         for (int h = 0; h < shape.heads; h++) {
-            std::memcpy(&keys[(size_t(h) * stride + t) * D], q + W + h * D, D * sizeof(float));
-            std::memcpy(&values[(size_t(h) * stride + t) * D], q + 2 * W + h * D, D * sizeof(float));
+            float* key = &keys[(size_t(h) * padded + place / LANES * LANES) * D + place % LANES];
+            for (int d = 0; d < D; d++) key[d * LANES] = q[W + h * D + d];
+            std::memcpy(&values[(size_t(h) * padded + place) * D], q + 2 * W + h * D, D * sizeof(float));
         }
     }
 
     void attend(const Item& item) {
-        const int D = shape.head_dim, W = shape.heads * D;
-        const float* q[ENCODER_ROWS];
-        int lo[ENCODER_ROWS], hi[ENCODER_ROWS];
-        for (int i = 0; i < item.count; i++) {
-            q[i] = &qkv[size_t(item.row + i) * 3 * W + item.head * D];
-            lo[i] = 0, hi[i] = item.length;
+        int i = 0;
+        for (; i + 4 <= item.count; i += 4) attend_some<4>(item, i);
+        for (; i < item.count; i++) attend_some<1>(item, i);
+    }
+
+    // N queries over all keys of their sequence. A query's sums run in the same order whatever N is.
+    template <int N>
+    void attend_some(const Item& item, int at) {
+        thread_local std::vector<float> room;
+        const int D = shape.head_dim, W = shape.heads * D, L = item.length, wide_row = round_up(L, LANES);
+        if (room.size() < size_t(N) * wide_row) room.resize(size_t(N) * wide_row);
+        float* weights = room.data();
+        const float* q = &qkv[size_t(item.row + at) * 3 * W + item.head * D];
+        const float* k = &keys[(size_t(item.head) * padded + item.first) * D];
+        const float* v = &values[(size_t(item.head) * padded + item.first) * D];
+        __m512 most[N], sum[N];
+        for (int n = 0; n < N; n++) most[n] = _mm512_set1_ps(-INFINITY), sum[n] = _mm512_setzero_ps();
+        for (int t = 0; t < L; t += LANES) {
+            __m512 score[N];
+            for (int n = 0; n < N; n++) score[n] = _mm512_setzero_ps();
+            for (int d = 0; d < D; d++) {
+                const __m512 key = _mm512_loadu_ps(k + (size_t(t) * D + d * LANES));
+                for (int n = 0; n < N; n++)
+                    score[n] = _mm512_fmadd_ps(_mm512_set1_ps(q[size_t(n) * 3 * W + d]), key, score[n]);
+            }
+            const __mmask16 inside = L - t >= LANES ? 0xffff : (1u << (L - t)) - 1;
+            for (int n = 0; n < N; n++) {
+                score[n] = _mm512_mask_blend_ps(inside, _mm512_set1_ps(-INFINITY), score[n]);
+                most[n] = _mm512_max_ps(most[n], score[n]);
+                _mm512_storeu_ps(weights + n * wide_row + t, score[n]);
+            }
         }
-        const size_t first = (size_t(item.head) * stride + item.start) * D;
-        thread_local std::vector<Partial> total(ENCODER_ROWS), part(ENCODER_ROWS);
-        for (int s = 0; s * SEGMENT < item.length; s++) {
-            attend_segment(D, {item.count, q, lo, hi}, &keys[first], &values[first], s, s ? part.data() : total.data());
-            if (s)
-                for (int i = 0; i < item.count; i++) merge(total[i], part[i], D);
+        for (int n = 0; n < N; n++) {
+            const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most[n]));
+            for (int t = 0; t < L; t += LANES) {
+                const __m512 w = exp16(_mm512_sub_ps(_mm512_loadu_ps(weights + n * wide_row + t), largest));
+                sum[n] = _mm512_add_ps(sum[n], w);
+                _mm512_storeu_ps(weights + n * wide_row + t, w);
+            }
         }
-        for (int i = 0; i < item.count; i++)
-            finish(total[i], D, &attended[size_t(item.row + i) * W + item.head * D]);
+        for (int d = 0; d < D; d += 2 * LANES) mix<N>(weights, wide_row, v + d, L, D, d, sum, item, at);
+    }
+
+    // Two vectors of the values' dimensions, from `d` on (one at the end of an odd number).
+    template <int N>
+    void mix(const float* weights, int wide_row, const float* v, int L, int D, int d, const __m512* sum,
+             const Item& item, int at) {
+        const bool two = d + LANES < D;
+        __m512 left[N], right[N];
+        for (int n = 0; n < N; n++) left[n] = right[n] = _mm512_setzero_ps();
+        for (int t = 0; t < L; t++, v += D) {
+            const __m512 a = _mm512_loadu_ps(v), b = two ? _mm512_loadu_ps(v + LANES) : a;
+            for (int n = 0; n < N; n++) {
+                const __m512 w = _mm512_set1_ps(weights[n * wide_row + t]);
+                left[n] = _mm512_fmadd_ps(w, a, left[n]), right[n] = _mm512_fmadd_ps(w, b, right[n]);
+            }
+        }
+        for (int n = 0; n < N; n++) {
+            const __m512 by = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum[n]));
+            float* out = &attended[(size_t(item.row + at + n) * shape.heads + item.head) * D + d];
+            _mm512_storeu_ps(out, _mm512_mul_ps(left[n], by));
+            if (two) _mm512_storeu_ps(out + LANES, _mm512_mul_ps(right[n], by));
+        }
     }
 };
 

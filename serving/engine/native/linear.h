@@ -25,6 +25,7 @@ namespace mlt {
 
 constexpr int PANEL = 32;
 constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a broadcast of 32 registers
+constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
 
 enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2 };
@@ -239,13 +240,15 @@ inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int 
 template <Kind KIND>
 inline void multiply_panels(const Linear& w, Rows x, int T, float* y, bool add, int first, int last) {
     const int stride = w.K / w.lane();
-    const int tiles = (T + TILE - 1) / TILE;
-    for (int panel = first; panel < last; panel++)
-        for (int i = 0; i < tiles; i++) {  // even tiles: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
-            const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
-            const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
-            tile_of<KIND>(b - a, w, panel, rows, stride, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, add);
-        }
+    const int tiles = (T + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
+    const int near = std::max(1, NEAR / (w.K * 4 * TILE));  // tiles that stay in the second cache while panels pass
+    for (int from = 0; from < tiles; from += near)
+        for (int panel = first; panel < last; panel++)
+            for (int i = from; i < std::min(from + near, tiles); i++) {
+                const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
+                const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
+                tile_of<KIND>(b - a, w, panel, rows, stride, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, add);
+            }
 }
 
 // The share of thread `thread` of `threads` in y [T, N] (+)= x W^T + b.
