@@ -53,7 +53,8 @@ class Ledger:
         self._owner: Owner | None = None
         self._open: dict[str, Lease] = {}
         self._unspooled: list[tuple[Owner, int | None, Settlement]] = []
-        self._closed_until = 0.0
+        self._closed_until = 0.0  # for admissions
+        self._spooling_until = 0.0  # for settlements: one that took too long refuses nobody
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -79,7 +80,7 @@ class Ledger:
         try:
             price = self.prices.at(reservation.entity, started)
         except Unavailable:
-            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            self._close()
             raise
         row = _row(reservation, owner.name, started, price if reservation.pays_tokens else FREE)
         try:
@@ -90,12 +91,15 @@ class Ledger:
         except BaseException as error:  # the commit's answer was lost, or a greenlet was killed: the row may be there
             self._undo(owner, reservation.request_id, str(row["nonce"]))
             if isinstance(error, Unavailable):
-                self._closed_until = time.monotonic() + CLOSED_SECONDS
+                self._close()
             if isinstance(error, OSError):
                 raise Unavailable("no room to keep the progress of a request", retry_after=CLOSED_SECONDS) from error
             raise
         self._open[reservation.request_id] = lease
         return lease
+
+    def _close(self) -> None:
+        self._closed_until = self._spooling_until = time.monotonic() + CLOSED_SECONDS
 
     def _reserve(self, reservation: Reservation, row: dict[str, object], now: int) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:
@@ -145,12 +149,12 @@ class Ledger:
             owner.progress.give_back(slot)
 
     def _settled_in_store(self, settlement: Settlement) -> bool:
-        if time.monotonic() < self._closed_until:
+        if time.monotonic() < self._spooling_until:
             return False
         try:
             settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
         except Unavailable:
-            self._closed_until = time.monotonic() + CLOSED_SECONDS
+            self._spooling_until = time.monotonic() + CLOSED_SECONDS
             return False
         except Exception:
             log.exception("settlement of %s failed; it is spooled", settlement.request_id)
