@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
+import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -32,6 +35,7 @@ from .spec import ServeSpec, store_url
 from .warm import generate_one
 
 SPEC = "spec.json"
+ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was killed
 
 
 def say(stage: str, **fields: object) -> None:
@@ -42,7 +46,7 @@ def say(stage: str, **fields: object) -> None:
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    directory = Path(argv[0])
+    server, directory = os.getppid(), Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     over, changed = threading.Event(), threading.Event()
     threading.Thread(target=_await_end, args=(over, changed), daemon=True).start()
@@ -65,6 +69,8 @@ def main(argv: list[str]) -> int:
     finally:
         controller.close()
         supervisor.close()
+        if os.getppid() != server:
+            _clear(board, directory)
     return 0
 
 
@@ -72,6 +78,14 @@ def _await_end(over: threading.Event, changed: threading.Event) -> None:
     sys.stdin.buffer.read()
     over.set()
     changed.set()
+
+
+def _clear(board: Board, directory: Path) -> None:
+    """Remove what the server can remove no more, once its workers have finished."""
+    until = time.monotonic() + ORPHANED_SECONDS
+    while board.held() and time.monotonic() < until:
+        time.sleep(0.1)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _locate_nothing(entities: tuple[ServedEntity, ...]) -> tuple[Source, ...]:

@@ -258,6 +258,8 @@ def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
     """kill -9 of the server's first process: its workers drain, keeper and engines end by themselves."""
     with running(write_instant_model(tmp_path, step_delay=0.005), engine=ENGINE, workers=2) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
+        (keeper,) = keepers(server)
+        directory = Path(keeper.cmdline()[-1])
         pids = engines(server)
         with asking(server, STREAM) as answer:
             answer.readline()
@@ -265,4 +267,5 @@ def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
             assert answer.read().decode().rstrip().endswith("[DONE]")
         _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive
+        assert not directory.exists()
         until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
