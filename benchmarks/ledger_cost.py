@@ -50,9 +50,13 @@ def one_request(ledger: Ledger, request_id: str) -> float:
 
 
 def run(ledger: Ledger, requests: int, tag: str) -> dict[str, float]:
+    """Times as they pass, and the processor's of all threads, which other work on the machine disturbs less."""
+    began = time.process_time()
     times = [one_request(ledger, f"{tag}-{number}") for number in range(requests)]
+    cpu = (time.process_time() - began) * 1000 / requests
     cuts = statistics.quantiles(times, n=100)
-    return {"median_ms": round(cuts[49], 3), "p95_ms": round(cuts[94], 3), "p99_ms": round(cuts[98], 3)}
+    named = {"median_ms": cuts[49], "p95_ms": cuts[94], "p99_ms": cuts[98], "cpu_ms": cpu}
+    return {name: round(value, 3) for name, value in named.items()}
 
 
 def main() -> None:
