@@ -80,13 +80,13 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(path))
-    except OSError as error:
+        if not found.mlt_supported():
+            logger.info("native kernels need AVX-512 VNNI; torch's are used")
+            return None
+        _declare(found)
+    except (OSError, AttributeError) as error:  # of another platform; of another version of the package
         logger.warning("native kernels cannot be loaded (%s); torch's are used", error)
         return None
-    if not found.mlt_supported():
-        logger.info("native kernels need AVX-512 VNNI; torch's are used")
-        return None
-    _declare(found)
     return found
 
 
