@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from transport_place import completion, eventually, timeless
+from transport_place import completion, eventually, gone, timeless
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Failed, Finished, Tokens
@@ -51,7 +51,7 @@ def test_killed_engine_loses_nothing(place, make_bundle, n, temperature):
             time.sleep(random.uniform(0.0, 0.15))
             pid = engine.info.pid
             os.kill(pid, signal.SIGKILL)
-            assert eventually(lambda pid=pid: pid not in [p.pid for p in place.engines()])
+            assert eventually(lambda pid=pid: gone(pid))
             assert eventually(lambda pid=pid: engine.info.pid != pid or not any(r.is_alive() for r in readers))
         for reader in readers:
             reader.join(60)

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from transport_place import completion, eventually, timeless
+from transport_place import completion, eventually, gone, timeless
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Finished, Tokens
@@ -88,7 +88,7 @@ def test_an_engine_that_dies_with_paused_requests(place, bundle, fault):
         pid = engine.info.pid
         os.kill(pid, fault)
         if fault == signal.SIGKILL:
-            assert eventually(lambda: pid not in [p.pid for p in place.engines()])
+            assert eventually(lambda: gone(pid))
         assert by_sequence(stream) == by_sequence(InstantEngine(bundle).submit(request))
         assert engine.info.pid != pid
     place.assert_clean()
