@@ -37,7 +37,8 @@ def by_sequence(events):
 
 def paused(engine, stream) -> bool:
     """Nothing of the request is in the engine, whose last word of it has arrived."""
-    return stream._buffer.paused and engine.health().num_running == 0
+    (running,) = [running for running in engine._state.running() if running.wire_id == stream.wire_id[0]] or [None]
+    return running is not None and running.phase == "paused"
 
 
 @pytest.fixture
