@@ -43,7 +43,9 @@ def models_predict(model: Path, body: Any, folder: Path, env_manager: str = "loc
     command = [sys.executable, "-W", "ignore", "-m", "mlflow", "models", "predict", "-m", str(model), "-t", "json"]
     command += ["-i", str(asked), "-o", str(told), "--env-manager", env_manager]
     path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # MLflow puts the experiment that a process chose into its environment, for the processes it starts
+    ours = {"PYTHONPATH", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}
+    given = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         command, env=given | {"PATH": path} | environment, cwd=folder, capture_output=True, text=True, check=False
     )
