@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 
 from .. import __name__ as _serving_package
 from ..bundle import Bundle
@@ -40,6 +41,7 @@ from .rundir import (
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
+END_TIMEOUT = 2.0
 PROCESS_MODULE = f"{_serving_package}.transport.process"
 
 
@@ -261,13 +263,30 @@ class Launcher:
 
     def close(self) -> None:
         self._leave()
+        self._await_end()
         if not self.state.engine_alive:
             self.state.remove_if_abandoned()
+
+    def _await_end(self) -> None:
+        """An engine that was killed just now keeps its lock until its last thread is gone; it will clean up no more."""
+        deadline = time.monotonic() + END_TIMEOUT
+        status = self.state.read_status()
+        while status is not None and status.pid > 0 and _is_ended(status.pid) and self.state.engine_alive:
+            if time.monotonic() > deadline:
+                return
+            self._sleep(POLL_INTERVAL)
 
     def _leave(self) -> None:
         if self._lock is not None:
             self._lock.release(unlink=self._lock.is_current)
             self._lock = None
+
+
+def _is_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _environment() -> dict[str, str]:
