@@ -263,11 +263,11 @@ class Launcher:
 
     def close(self) -> None:
         self._leave()
-        self._await_end()
+        self._await_last_thread()
         if not self.state.engine_alive:
             self.state.remove_if_abandoned()
 
-    def _await_end(self) -> None:
+    def _await_last_thread(self) -> None:
         """An engine that was killed just now keeps its lock until its last thread is gone; it will clean up no more."""
         deadline = time.monotonic() + END_TIMEOUT
         status = self.state.read_status()
