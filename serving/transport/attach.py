@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..errors import ShuttingDown, Unavailable
 from .auth import read_key
-from .locks import FileLock
+from .membership import Membership
 from .rundir import SOCKET, Sleep, StateDir, check_private
 
 POLL_INTERVAL = 0.03  # seconds
@@ -29,7 +29,7 @@ class Attached:
         self.client_id = self.generation = ""
         self.secret: bytes | None = None
         self.state: StateDir | None = None
-        self._lock: FileLock | None = None
+        self._membership: Membership | None = None
         self._not_before = 0.0
         if address.startswith("tcp://"):
             self.secret = read_key(key_file)
@@ -37,6 +37,7 @@ class Attached:
             runtime, key = os.path.split(address)
             self.state = StateDir(runtime, key)
             self.client_id = uuid.uuid4().hex
+            self._membership = Membership(self.state, self.client_id, sleep)
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         if self.state is None:
@@ -59,14 +60,13 @@ class Attached:
 
     def _join(self) -> bool:
         assert self.state is not None
+        assert self._membership is not None
         check_private(self.state.path)
         lock = self.state.lock(sleep=self._sleep)
         try:
             if not self.state.engine_alive:
                 return False
-            if self._lock is None or not self._lock.is_current:
-                self._leave()
-                self._lock = self.state.register_client(self.client_id)
+            self._membership.join()
             return True
         finally:
             lock.release()
@@ -75,11 +75,5 @@ class Attached:
         return self.state is None or self.state.engine_alive
 
     def close(self) -> None:
-        self._leave()
-        if self.state is not None and not self.state.engine_alive:
-            self.state.remove_if_abandoned()
-
-    def _leave(self) -> None:
-        if self._lock is not None:
-            self._lock.release(unlink=self._lock.is_current)
-            self._lock = None
+        if self._membership is not None:
+            self._membership.leave()

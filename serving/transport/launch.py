@@ -17,14 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import psutil
 
 from .. import __name__ as _serving_package
 from ..bundle import Bundle
 from ..errors import EngineDied, PackagingError, ShuttingDown
 from ..settings import EngineSettings
 from .auth import read_key
-from .locks import FileLock, try_acquire
+from .locks import try_acquire
+from .membership import Membership
 from .process import ENGINE_CORE, Spec
 from .rundir import (
     KEY_LENGTH,
@@ -41,7 +41,6 @@ from .rundir import (
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
-END_TIMEOUT = 2.0
 PROCESS_MODULE = f"{_serving_package}.transport.process"
 
 
@@ -113,7 +112,7 @@ class Launcher:
         described = core if listen is None else f"{core} {listen}"
         described += f" #{replica}" if replica else ""
         self.state = StateDir(runtime, engine_key(bundle, settings, described))
-        self._lock: FileLock | None = None
+        self._membership = Membership(self.state, self.client_id, sleep)
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         self._said = ""
@@ -152,9 +151,7 @@ class Launcher:
         """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
         with self._locked():
             self.state.prepare()
-            if self._lock is None or not self._lock.is_current:
-                self._leave()
-                self._lock = self.state.register_client(self.client_id)
+            self._membership.join()
             status = self.state.read_status()
             if stalled and status is not None and status.generation == stalled:
                 self._kill_now(status)
@@ -262,31 +259,7 @@ class Launcher:
         return self.state.engine_alive
 
     def close(self) -> None:
-        self._leave()
-        self._await_last_thread()
-        if not self.state.engine_alive:
-            self.state.remove_if_abandoned()
-
-    def _await_last_thread(self) -> None:
-        """An engine that was killed just now keeps its lock until its last thread is gone; it will clean up no more."""
-        deadline = time.monotonic() + END_TIMEOUT
-        status = self.state.read_status()
-        while status is not None and status.pid > 0 and _is_ended(status.pid) and self.state.engine_alive:
-            if time.monotonic() > deadline:
-                return
-            self._sleep(POLL_INTERVAL)
-
-    def _leave(self) -> None:
-        if self._lock is not None:
-            self._lock.release(unlink=self._lock.is_current)
-            self._lock = None
-
-
-def _is_ended(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
-    except psutil.NoSuchProcess:
-        return True
+        self._membership.leave()
 
 
 def _environment() -> dict[str, str]:
