@@ -9,22 +9,11 @@ import threading
 import time
 
 import pytest
-from transport_place import completion, eventually, gone, timeless
+from transport_place import by_sequence, completion, eventually, gone
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
-from mlflow_llm.serving.events import Failed, Finished, Tokens
+from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.transport.client_state import MAX_RESTARTS
-
-
-def by_sequence(events):
-    """Token ids and the ending of each sequence."""
-    tokens, ends = {}, {}
-    for event in timeless(events):
-        if isinstance(event, Tokens):
-            tokens.setdefault(event.index, []).extend(event.token_ids)
-        else:
-            ends[getattr(event, "index", None)] = event
-    return tokens, ends
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -9,10 +9,10 @@ import time
 
 import msgspec
 import pytest
-from transport_place import completion, eventually, gone, timeless
+from transport_place import by_sequence, completion, eventually, gone
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
-from mlflow_llm.serving.events import Finished, Tokens
+from mlflow_llm.serving.events import Finished
 from mlflow_llm.serving.transport.stream import HIGH, LOW
 
 LENGTH = 10 * HIGH
@@ -22,17 +22,6 @@ def long(name="r", **given):
     """A request of ``LENGTH`` tokens a sequence."""
     request = completion(name, max_tokens=LENGTH, **given)
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, stop_token_ids=()))
-
-
-def by_sequence(events):
-    """Token ids and the ending of each sequence."""
-    tokens, ends = {}, {}
-    for event in timeless(events):
-        if isinstance(event, Tokens):
-            tokens.setdefault(event.index, []).extend(event.token_ids)
-        else:
-            ends[getattr(event, "index", None)] = event
-    return tokens, ends
 
 
 def paused(engine, stream) -> bool:

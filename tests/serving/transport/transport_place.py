@@ -19,7 +19,7 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant import InstantModel, write_model
-from mlflow_llm.serving.events import Event, Finished
+from mlflow_llm.serving.events import Event, Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -145,3 +145,15 @@ def completion(
 def timeless(events: Iterable[Event]) -> list[Event]:
     """``events`` without the times in them."""
     return [msgspec.structs.replace(e, queue_time=0.0) if isinstance(e, Finished) else e for e in events]
+
+
+def by_sequence(events: Iterable[Event]) -> tuple[dict[int, list[int]], dict[int | None, Event]]:
+    """Token ids and the ending of each sequence."""
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int | None, Event] = {}
+    for event in timeless(events):
+        if isinstance(event, Tokens):
+            tokens.setdefault(event.index, []).extend(event.token_ids)
+        else:
+            ends[getattr(event, "index", None)] = event
+    return tokens, ends
