@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from llm_server import served
 
 from mlflow_llm.flavors import llm
 
@@ -59,26 +53,16 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm
 def workspace(registry: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server without a model, with a database: what a platform engineer starts first."""
     root = tmp_path_factory.mktemp("workspace")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--port", str(port), "--workers", "1"]
-    command += ["--database", f"sqlite:///{root / 'serving.db'}", "-C", "idle_timeout=0.5"]
-    environment = os.environ | {"MLFLOW_TRACKING_URI": registry, "XDG_STATE_HOME": str(root)}
-    with open(root / "log", "wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-    try:
-        until = time.monotonic() + 150
-        while True:
-            assert process.poll() is None, (root / "log").read_text()[-3000:]
-            assert time.monotonic() < until, (root / "log").read_text()[-3000:]
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    with served(
+        root,
+        "--database",
+        f"sqlite:///{root / 'serving.db'}",
+        "-C",
+        "idle_timeout=0.5",
+        MLFLOW_TRACKING_URI=registry,
+        XDG_STATE_HOME=str(root),
+    ) as url:
+        yield url
 
 
 def test_life_of_an_endpoint_by_databricks_sdk(workspace: str) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from llm_server import served
 
 from mlflow_llm.flavors import llm
 
@@ -37,25 +31,16 @@ def url(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir:
     root = tmp_path_factory.mktemp("clients")
     llm.save_model(root / "chat", smollm2_dir, link_files=True)
     llm.save_model(root / "embed", minilm_dir, link_files=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--port", str(port), "--workers", "1"]
-    command += ["-m", f"{root / 'chat'}=assistant", "-m", f"{root / 'embed'}=embedder", "-C", "max_model_len=512"]
-    with open(root / "log", "wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + 150
-        while True:
-            assert process.poll() is None, (root / "log").read_text()[-3000:]
-            assert time.monotonic() < until, (root / "log").read_text()[-3000:]
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    with served(
+        root,
+        "-m",
+        f"{root / 'chat'}=assistant",
+        "-m",
+        f"{root / 'embed'}=embedder",
+        "-C",
+        "max_model_len=512",
+    ) as url:
+        yield url
 
 
 @pytest.fixture

@@ -1,0 +1,48 @@
+"""``mlflow-llm serve`` as the tests with real weights run it: on a free port, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def served(root: Path, *arguments: str, **environment: str) -> Iterator[str]:
+    """Its URL, from ready to drained; ``root`` takes the log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow_llm.serving.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        *arguments,
+    ]
+    given = os.environ | environment
+    with open(root / "log", "wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given)
+    try:
+        until = time.monotonic() + 150
+        while True:
+            assert process.poll() is None, (root / "log").read_text()[-3000:]
+            assert time.monotonic() < until, (root / "log").read_text()[-3000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
