@@ -4,12 +4,13 @@ They are plain C behind ctypes, with no Python in them: one build serves every P
 its name and the wheel is tagged for the platform alone. Without a compiler the package is built without them.
 """
 
+from glob import glob
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = "serving/engine/native"
-HEADERS = ("simd.h", "linear.h", "attention.h", "decoder.h", "decoder_step.h", "encoder.h", "sampler.h")
 
 
 class BuildKernels(build_ext):
@@ -30,7 +31,7 @@ setup(
         Extension(
             "mlflow_llm.serving.engine.native._native",
             sources=[f"{SOURCES}/native.cpp"],
-            depends=[f"{SOURCES}/{header}" for header in HEADERS],
+            depends=sorted(glob(f"{SOURCES}/*.h")),
             # No -march: the kernels choose their instructions themselves and are entered only where these exist.
             extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-g0", "-fvisibility=hidden"],
             extra_link_args=["-fopenmp"],

@@ -82,7 +82,6 @@ class Decoder {
 
     void plan(const Step& step);
     void layer(const Layer& layer, int index, const Step& step, int thread, int threads);
-    void norm_row(const float* x, const float* weight, float* out) const;
     void rotate_row(const Layer& layer, int index, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void join(int t);

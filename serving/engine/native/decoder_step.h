@@ -5,6 +5,15 @@
 
 namespace mlt {
 
+// RMSNorm of n values; `out` may be `x`.
+inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(dot(x, x, n) / n + eps));
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
+        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
+    }
+}
+
 inline void Decoder::plan(const Step& step) {
     rows.clear(), items.clear();
     split.assign(step.T, -1);
@@ -52,7 +61,7 @@ inline void Decoder::step(const Step& step) {
             float* x = &hidden[size_t(t) * shape.hidden];
             adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
                   shape.hidden);
-            norm_row(x, norm, &normed[size_t(i) * shape.hidden]);
+            rms_norm(x, norm, shape.hidden, shape.eps, &normed[size_t(i) * shape.hidden]);
             rows_for.fill(*head, normed.data(), i);
         }
         multiply(*head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, false, thread, threads);
@@ -65,7 +74,7 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
     for (int t = 0; t < T; t++) {
         float* x = &hidden[size_t(t) * H];
         if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H);
-        norm_row(x, layer.norm1, &normed[size_t(t) * H]);
+        rms_norm(x, layer.norm1, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.qkv, normed.data(), t);
     }
     multiply(*layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), false, thread, threads);
@@ -85,7 +94,7 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
     for (int t = 0; t < T; t++) {
         float* x = &hidden[size_t(t) * H];
         adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H);
-        norm_row(x, layer.norm2, &normed[size_t(t) * H]);
+        rms_norm(x, layer.norm2, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.gate_up, normed.data(), t);
     }
     multiply(*layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), false, thread, threads);
@@ -106,14 +115,6 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
     }
     multiply(*layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), true, thread, threads);
 #pragma omp barrier
-}
-
-inline void Decoder::norm_row(const float* x, const float* weight, float* out) const {
-    const float scale = 1.0f / std::sqrt(dot(x, x, shape.hidden) / shape.hidden + shape.eps);
-    for (int i = 0; i < shape.hidden; i += LANES) {
-        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(scale));
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
-    }
 }
 
 // y += scale * B (A x), R ranks at a time: as many sums under way as the multiplier has stages, one pass over y.
@@ -151,11 +152,6 @@ inline void rotate(float* x, const float* cos, const float* sin, int half) {
     }
 }
 
-inline void norm_head(float* x, const float* weight, int dim, float eps) {
-    const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + eps);
-    for (int i = 0; i < dim; i++) x[i] = x[i] * scale * weight[i];
-}
-
 // Queries are rotated and scaled in place; keys and values go to their place in the slot.
 inline void Decoder::rotate_row(const Layer& layer, int index, const Step& step, int t) {
     const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;
@@ -167,14 +163,14 @@ inline void Decoder::rotate_row(const Layer& layer, int index, const Step& step,
     adapt(step, t, index, V, x, shape.hidden, v, G * D);
     const float *cos = step.cos + size_t(position) * D / 2, *sin = step.sin + size_t(position) * D / 2;
     for (int h = 0; h < H; h++) {
-        if (layer.q_norm) norm_head(q + h * D, layer.q_norm, D, shape.eps);
+        if (layer.q_norm) rms_norm(q + h * D, layer.q_norm, D, shape.eps, q + h * D);
         rotate(q + h * D, cos, sin, D / 2);
         for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
     }
     const size_t S = shape.slot_tokens;
     float* slot = step.slab + step.runs[rows[t].run].slot * shape.slot_elements + layer.kv_offset;
     for (int h = 0; h < G; h++) {
-        if (layer.k_norm) norm_head(k + h * D, layer.k_norm, D, shape.eps);
+        if (layer.k_norm) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
         rotate(k + h * D, cos, sin, D / 2);
         std::memcpy(slot + (h * S + position) * D, k + h * D, D * sizeof(float));
         std::memcpy(slot + ((G + h) * S + position) * D, v + h * D, D * sizeof(float));

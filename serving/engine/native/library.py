@@ -8,15 +8,13 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import torch  # first: the library then shares torch's OpenMP threads instead of starting a second set
+import torch  # noqa: F401 - first: the library then shares torch's OpenMP threads instead of starting a second set
 
 logger = logging.getLogger(__name__)
 
 NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
-
-assert torch
 
 
 class Factors(ctypes.Structure):
