@@ -1,16 +1,21 @@
-"""docs/grafana.json: its shape, and every expression against the figures that /metrics really shows."""
+"""docs/grafana.json: Grafana's own types read it, and every expression fits the figures that /metrics really shows."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator
+from enum import Enum
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import promql_parser as promql
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlflow_llm.serving.web.app import create_app
@@ -71,6 +76,61 @@ def groupings(node: Any) -> Iterator[tuple[set[str], Any]]:
             yield from groupings(getattr(node, name))
     for argument in getattr(node, "args", ()):
         yield from groupings(argument)
+
+
+@pytest.fixture
+def dashboard() -> Any:
+    """The document as the objects of Grafana's schema."""
+    register_default_plugins()
+    return Dashboard.from_json(DASHBOARD)
+
+
+def unlike(given: Any, got: Any, path: str = "") -> Iterator[str]:
+    """Where ``got`` lacks something of ``given`` or has it otherwise; what ``got`` has beside that are defaults."""
+    if isinstance(given, dict) and isinstance(got, dict):
+        for name, value in given.items():
+            yield from unlike(value, got[name], f"{path}/{name}") if name in got else [f"{path}/{name} is unknown"]
+    elif isinstance(given, list) and isinstance(got, list) and len(given) == len(got):
+        for place, (one, other) in enumerate(zip(given, got, strict=True)):
+            yield from unlike(one, other, f"{path}/{place}")
+    elif given != got:
+        yield f"{path}: {got!r} instead of {given!r}"
+
+
+def not_allowed(value: Any, path: str = "") -> Iterator[str]:
+    """Where an object of the schema has a value that the field's enumeration has not."""
+    if isinstance(value, (list, dict)):
+        for name, item in enumerate(value) if isinstance(value, list) else value.items():
+            yield from not_allowed(item, f"{path}/{name}")
+    elif hasattr(value, "to_json") and not isinstance(value, Enum):
+        hints = get_type_hints(type(value))
+        for name, item in vars(value).items():
+            kinds = [kind for kind in (hints[name], *get_args(hints[name])) if isinstance(kind, type)]
+            allowed = [member.value for kind in kinds if issubclass(kind, Enum) for member in kind]
+            if allowed and item is not None and item not in allowed:
+                yield f"{path}/{name}: {item!r} is none of {allowed}"
+            yield from not_allowed(item, f"{path}/{name}")
+
+
+def test_grafana_reads_all_of_it(dashboard: Any) -> None:
+    """Grafana's schema knows every field, and writes each as it was."""
+    assert list(unlike(DASHBOARD, json.loads(JSONEncoder().encode(dashboard)))) == []
+
+
+def test_grafana_knows_every_value(dashboard: Any) -> None:
+    """Every value of an enumeration is one of its members."""
+    assert list(not_allowed(dashboard)) == []
+    dashboard.panels[-1].options.tooltip.mode = "several"
+    assert [found.split(":")[0] for found in not_allowed(dashboard)] == [
+        f"/panels/{len(PANELS) - 1}/options/tooltip/mode"
+    ]
+
+
+def test_grafana_knows_every_panel(dashboard: Any) -> None:
+    """Panels, their options and their queries are of types that Grafana has: none is kept as an unread bag."""
+    for panel in dashboard.panels:
+        assert type(panel.options).__module__ == f"grafana_foundation_sdk.models.{panel.type_val}"
+        assert {type(target) for target in panel.targets} == {Dataquery}
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
