@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import msgspec
@@ -121,7 +122,7 @@ def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -
 
 
 def in_process(args: argparse.Namespace) -> None:
-    """The engine in this process and on this thread; tokens/s by number of sequences, as JSON."""
+    """The engine in this process and on this thread: a line "SIZE FIRST" in, tokens/s of that burst out."""
     from mlflow_llm.serving.cli.serve import endpoint_specs
     from mlflow_llm.serving.engine.core import EngineCore
     from mlflow_llm.serving.events import Tokens
@@ -129,10 +130,10 @@ def in_process(args: argparse.Namespace) -> None:
 
     (spec,) = endpoint_specs({"bench": args.model}, {})
     core = EngineCore(spec.bundle, spec.engine)
-
-    def batch(size: int, start: int) -> float:
+    for line in sys.stdin:
+        size, first = map(int, line.split())
         began = time.perf_counter()
-        for number in range(start, start + size):
+        for number in range(first, first + size):
             sequence = Sequence(prompt_token_ids=tuple(prompt(number, core.info.vocab_size)))
             sampling = Sampling(max_tokens=args.new, temperature=0.0)
             request = ValidRequest(
@@ -142,10 +143,7 @@ def in_process(args: argparse.Namespace) -> None:
         tokens = 0
         while core.has_work():
             tokens += sum(len(event.token_ids) for *_, event in core.step() if isinstance(event, Tokens))
-        return tokens / (time.perf_counter() - began)
-
-    batch(2, args.start)
-    print(json.dumps([batch(size, args.start + 10 + 100 * i) for i, size in enumerate(args.callers)]))
+        print(tokens / (time.perf_counter() - began), flush=True)
 
 
 def prompt(number: int, vocab_size: int) -> list[int]:
@@ -154,40 +152,46 @@ def prompt(number: int, vocab_size: int) -> list[int]:
 
 
 def end_to_end(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bursts of requests at the server and in process, in turn."""
-    inside: list[list[float]] = []
-    outside: list[list[float]] = []
-    ready: list[float] = []
-    for turn in range(args.rounds):
-        command = [sys.executable, __file__, *sys.argv[1:], "--in-process", "--start", str(turn * 10_000)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        inside.append(json.loads(done.stdout.splitlines()[-1]))
-        with LlmServe("-m", args.model, "--name", "bench", "--workers", "1", "--log-level", "warning") as server:
-            ready.append(server.ready_after)
-            outside.append(server_rates(server, args, turn * 10_000 + 5_000))
-    rows = []
-    for i, callers in enumerate(args.callers):
-        own, served = (statistics.median(rates[i] for rates in found) for found in (inside, outside))
-        rows.append(
-            {
-                "callers": callers,
-                "in process: tokens/s": own,
-                "server: tokens/s": served,
-                "server / in process": served / own,
-                "ready after s": statistics.median(ready),
-            }
-        )
-    return rows
+    """Bursts of requests at the server and in process, in turn: a machine's pace drifts, so each pair is a ratio."""
+    command = [sys.executable, __file__, "--in-process", "--model", args.model, "--new", str(args.new)]
+    rates: dict[int, list[tuple[float, float]]] = {callers: [] for callers in args.callers}
+    serve = LlmServe("-m", args.model, "--name", "bench", "--workers", "1", "--log-level", "warning")
+    with serve as server, subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as inside:
+        own_burst(inside, 2, 0), served_burst(server, args, 2, 0)
+        for turn in range(args.rounds):
+            for callers in args.callers:
+                first = turn * 10_000 + callers * 100
+                own = own_burst(inside, callers, first)
+                rates[callers].append((own, served_burst(server, args, callers, first)))
+        inside.stdin.close()  # type: ignore[union-attr]
+    return [
+        {
+            "callers": callers,
+            "in process: tokens/s": statistics.median(own for own, _ in pairs),
+            "server: tokens/s": statistics.median(served for _, served in pairs),
+            "server / in process": statistics.median(served / own for own, served in pairs),
+            "lowest": min(served / own for own, served in pairs),
+            "highest": max(served / own for own, served in pairs),
+            "ready after s": server.ready_after,
+        }
+        for callers, pairs in rates.items()
+    ]
 
 
-def server_rates(server: Server, args: argparse.Namespace, start: int) -> list[float]:
-    def burst(size: int, first: int) -> float:
-        requests = [body(n, args.new, stream=True, prompt=prompt(n, 30_000)) for n in range(first, first + size)]
-        _, seconds = closed_loop(server.port, requests, size, streamed=True)
-        return size * args.new / seconds
+def own_burst(inside: subprocess.Popen[str], size: int, first: int) -> float:
+    assert inside.stdin is not None
+    assert inside.stdout is not None
+    print(size, first, file=inside.stdin, flush=True)
+    while not (said := inside.stdout.readline()).strip().replace(".", "").isdigit():
+        if not said:
+            raise RuntimeError("the engine in process ended")
+    return float(said)
 
-    burst(2, start)
-    return [burst(size, start + 10 + 100 * i) for i, size in enumerate(args.callers)]
+
+def served_burst(server: Server, args: argparse.Namespace, size: int, first: int) -> float:
+    requests = [body(n, args.new, stream=True, prompt=prompt(n, 30_000)) for n in range(first, first + size)]
+    _, seconds = closed_loop(server.port, requests, size, streamed=True)
+    return size * args.new / seconds
 
 
 def main() -> None:
@@ -196,9 +200,8 @@ def main() -> None:
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--new", type=int, default=128, help="new tokens a request")
     parser.add_argument("--requests", type=int, default=2000, help="of one token; a tenth as many streams")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of bursts for each number of callers")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
         in_process(args)
