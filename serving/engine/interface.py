@@ -40,13 +40,14 @@ class AdapterInfo(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time.
+    """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time;
+    "draining": the engine finishes what it has and ends.
 
     ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
     ``reserved_prompt_tokens`` of those read are within a provisioned reserve.
     """
 
-    status: Literal["starting", "ready", "stalled", "dead"]
+    status: Literal["starting", "ready", "draining", "stalled", "dead"]
     steps: int = 0
     last_step_age: float = 0.0
     num_running: int = 0

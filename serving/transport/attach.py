@@ -17,7 +17,7 @@ RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that re
 
 
 class Attached:
-    """Implements ``link.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
+    """Implements ``finder.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
 
     ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
     without an engine; one that is loading may take its own time."""

@@ -24,8 +24,9 @@ from ..settings import EngineSettings
 from .attach import Attached
 from .client_state import ClientState
 from .launch import Launcher, Progress
-from .link import Finder, Link
-from .stream import EventBuffer, RemoteStream
+from .finder import Finder
+from .link import Link
+from .stream import EventBuffer, Place, RemoteStream
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
 
@@ -48,7 +49,9 @@ class _Call:
 
 
 class RemoteEngine:
-    """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own."""
+    """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
+
+    ``options`` are those of ``link.Link``; for ``journal`` and ``content_hash`` see ``ClientState``."""
 
     backend: Any = zmq
 
@@ -58,13 +61,14 @@ class RemoteEngine:
         *,
         stall_timeout: float = 60.0,
         keep: bool = False,
-        timeout: float | None = None,
         journal: str = "",
+        content_hash: str = "",
+        **options: Any,
     ) -> None:
-        self._journal = journal
+        self._journal, self._content_hash = journal, content_hash
         self._reopening = threading.Lock()
-        self._timeout = timeout
-        self._make_finder, self._stall_timeout, self._keep = make_finder, stall_timeout, keep
+        self._make_finder = make_finder
+        self._options = {"stall_timeout": stall_timeout, "keep": keep, **options}
         self._open()
 
     # what the gevent client does otherwise
@@ -86,17 +90,8 @@ class RemoteEngine:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal)
-        finder = self._make_finder()
-        self._link = Link(
-            self.backend,
-            finder,
-            self._state,
-            stall_timeout=self._stall_timeout,
-            keep=self._keep,
-            rest=self._rest,
-            timeout=self._timeout,
-        )
+        self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal, content_hash=self._content_hash)
+        self._link = Link(self.backend, self._make_finder(), self._state, rest=self._rest, **self._options)
         started = self._queue()
         self._owner = self._spawn(lambda: self._main(started))
         error = started.get()
@@ -151,24 +146,46 @@ class RemoteEngine:
         assert info is not None, "open() returns behind the welcome"
         return info
 
+    @property
+    def generation(self) -> str:
+        """Another with every engine process; "" while there is none."""
+        return self._state.generation
+
     def submit(self, request: ValidRequest) -> RemoteStream:
         events = EventBuffer(self._queue(), len(request.sequences))
-        stream = RemoteStream(self, events, len(request.sequences))
-        wire_id = stream.wire_id  # and not the stream: one that nobody holds is to be collected
+        place = Place(self._link)  # what commands hold, and not the stream: one that nobody holds is to be collected
+        stream = RemoteStream(place, events, len(request.sequences))
 
         def start(state: ClientState) -> None:
-            wire_id[0] = state.submit(request, events)
+            place.wire_id = state.submit(request, events)
 
         try:
+            self._ready()
+            place.link = self._link
             if not self.tell(start):
                 events.put(Failed(ShuttingDown.kind, "the engine was closed"))
         except ServingError as error:  # a forked child that finds no engine
             events.put(Failed(error.kind, error.message, None, error.retry_after))
-        weakref.finalize(stream, _abort, self._link, wire_id).atexit = False
+        weakref.finalize(stream, place.abort).atexit = False
         return stream
 
-    def abort(self, stream: RemoteStream) -> None:
-        _abort(self._link, stream.wire_id)
+    def hand_over(self, stream: RemoteStream, other: RemoteEngine) -> None:
+        """Let ``other``, an engine of the same model, go on with what is left of one of our requests."""
+        place, ours, theirs = stream.place, self._link, other._link
+
+        def release(state: ClientState) -> None:
+            running = state.release(place.wire_id) if place.link is ours else None
+            if running is None:
+                return
+
+            def adopt(state: ClientState) -> None:
+                place.wire_id = state.adopt(running)
+
+            if not other.tell(adopt):
+                running.fail(ShuttingDown("the engine was closed"))
+            place.link = theirs  # from here on commands go there, behind ``adopt``
+
+        self.tell(release)
 
     def load_adapter(self, name: str, path: str) -> AdapterInfo:
         return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
@@ -209,12 +226,6 @@ class RemoteEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _abort(link: Link, wire_id: list[str]) -> None:
-    """Runs behind the request's own command, so the id is known by then; does nothing for one that has ended."""
-    if not link.stopping:
-        link.tell(lambda state: state.abort(wire_id[0]))
 
 
 _open_clients: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
@@ -259,15 +270,22 @@ def connect(
 
 
 def attach(
-    address: str, *, key_file: str | None = None, timeout: float = 60.0, stall_timeout: float = 60.0
+    address: str,
+    *,
+    key_file: str | None = None,
+    timeout: float = 60.0,
+    stall_timeout: float = 60.0,
+    content_hash: str = "",
 ) -> RemoteEngine:
     """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``.
 
-    It finds the engine's successor by itself, also while nothing runs. Raises ``Unavailable`` where there is no engine
-    within ``timeout`` seconds, or none that knows the key.
+    It finds the engine's successor by itself, also while nothing runs; what waits for it longer than ``timeout``
+    seconds fails with ``Unavailable``. Raises the same where there is no engine within ``timeout`` seconds, none that
+    knows the key, or, where ``content_hash`` is given, one of another model.
     """
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout)
 
-    return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout)
+    options: dict[str, Any] = {"timeout": timeout, "away_timeout": timeout, "content_hash": content_hash}
+    return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, **options)

@@ -48,14 +48,25 @@ def attach(
     key_file: str | None = None,
     timeout: float = 60.0,
     stall_timeout: float = 60.0,
+    first_timeout: float | None = None,
+    content_hash: str = "",
     journal: str = "",
 ) -> GeventEngine:
-    """As ``client.attach``, for a gevent worker. ``journal``: see ``messages.Hello``."""
+    """As ``client.attach``, for a gevent worker. ``journal``: see ``messages.Hello``; ``first_timeout`` replaces
+    ``timeout`` before there was an engine."""
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
 
-    return GeventEngine(make, stall_timeout=stall_timeout, keep=True, timeout=timeout, journal=journal)
+    return GeventEngine(
+        make,
+        stall_timeout=stall_timeout,
+        keep=True,
+        timeout=timeout if first_timeout is None else first_timeout,
+        away_timeout=timeout,
+        content_hash=content_hash,
+        journal=journal,
+    )
 
 
 def connect(

@@ -12,13 +12,14 @@ from typing import Protocol
 import msgspec
 
 from ..engine.interface import AdapterInfo, EngineInfo, Health
-from ..errors import EngineDied, ServingError, from_kind
+from ..errors import EngineDied, ServingError, ShuttingDown, from_kind
 from ..events import Event
 from ..request import ValidRequest
 from . import messages as m
 from .running import RunningRequest, Sink
 
 MAX_RESTARTS = 3
+DRAIN_RETRY_AFTER = 5.0  # seconds
 
 
 class Waiter(Protocol):
@@ -30,17 +31,19 @@ class Waiter(Protocol):
 class ClientState:
     """``name`` makes this client's request ids unique in the engine, and its connections one client's.
 
-    ``journal`` is where the engine is to count what it generates for this client; "" nowhere.
+    ``journal`` is where the engine is to count what it generates for this client; "" nowhere. An engine of another
+    ``content_hash`` is not taken; "" takes any.
     """
 
-    def __init__(self, name: str, *, journal: str = "") -> None:
-        self.name, self.journal = name, journal
+    def __init__(self, name: str, *, journal: str = "", content_hash: str = "") -> None:
+        self.name, self.journal, self.content_hash = name, journal, content_hash
         self.outbox: deque[bytes] = deque()
         self.info: EngineInfo | None = None
         self.generation = ""
         self.health = Health(status="starting")
         self.closing: str | None = None  # the engine's reason for ending on purpose
         self.lost = False  # the engine does not know us
+        self.refused = ""  # why this engine is not for us
         self.moved = True  # whether there was progress since somebody last looked
         self._running: dict[str, RunningRequest] = {}
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
@@ -62,19 +65,48 @@ class ClientState:
     def hello(self, client_id: str) -> None:
         """Start over on a new connection: nothing of the old one is valid."""
         self.outbox.clear()
-        self.generation, self.closing, self.lost = "", None, False
+        self.generation, self.closing, self.lost, self.refused = "", None, False, ""
         self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal)))
 
     def submit(self, request: ValidRequest, sink: Sink) -> str:
         """The id under which the request runs: its own, made unique."""
-        wire_id = f"{request.request_id}@{self.name}.{self._next()}"
+        wire_id = self._wire_id(request)
         running = RunningRequest(request, wire_id, sink)
         if running.done:
+            return wire_id
+        if self.welcome and self.health.status == "draining":
+            running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_AFTER))
             return wire_id
         self._running[wire_id] = running
         if self.welcome:
             self.outbox.append(m.encode(m.Submit(msgspec.structs.replace(request, request_id=wire_id))))
         return wire_id
+
+    def _wire_id(self, request: ValidRequest) -> str:
+        return f"{request.request_id}@{self.name}.{self._next()}"
+
+    def release(self, wire_id: str) -> RunningRequest | None:
+        """Let go of a request that goes on elsewhere; None for one that has ended."""
+        running = self._running.get(wire_id)
+        if running is not None:
+            self.abort(wire_id)
+            if running.phase == "pausing":
+                running.move("paused")
+        return running
+
+    def adopt(self, running: RunningRequest) -> str:
+        """Go on with what another client has released; the id under which it runs from now on."""
+        running.wire_id = wire_id = self._wire_id(running.request)
+        self._running[wire_id] = running
+        if self.welcome:
+            self._start(running)
+        return wire_id
+
+    def _start(self, running: RunningRequest) -> None:
+        if running.phase == "running":
+            self._resubmit(running)
+        else:
+            self._go_on(running)
 
     def abort(self, wire_id: str) -> None:
         """Nobody reads this request any more: what still arrives for it is dropped."""
@@ -147,8 +179,9 @@ class ClientState:
                 self._welcomed(message)
             case m.Closing(reason):
                 self.closing = reason
-            case m.Stranger():
+            case m.Stranger(reason):
                 self.lost = True
+                self.refused = "" if self.welcome else reason
 
     def _deliver(self, wire_id: str, event: Event) -> None:
         running = self._running.get(wire_id)
@@ -172,12 +205,14 @@ class ClientState:
     def _welcomed(self, message: m.Welcome) -> None:
         """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
         self.moved = True
+        if self.content_hash and message.info.content_hash != self.content_hash:
+            here, there = self.content_hash, message.info.content_hash
+            self.lost = True
+            self.refused = f"the engine has another model: its content hash is {there[:12]}, expected {here[:12]}"
+            return
         self.generation, self.info, self.health = message.generation, message.info, message.health
         for running in self.running():
-            if running.phase == "running":
-                self._resubmit(running)
-            else:
-                self._go_on(running)
+            self._start(running)
         for call, _ in self._calls.values():
             self.outbox.append(m.encode(call))
 
@@ -194,18 +229,19 @@ class ClientState:
     def disconnected(self) -> None:
         """The engine died: calls that change it fail, requests wait.
 
-        A request without an event through ``MAX_RESTARTS`` restarts in a row is given up.
+        A request without an event through ``MAX_RESTARTS`` restarts in a row is given up; a connection that never had
+        a welcome is no restart.
         """
-        self.generation = ""
+        had_engine, self.generation = self.welcome, ""
         self.outbox.clear()
         for wire_id, running in list(self._running.items()):
             if running.phase == "pausing":
                 running.move("paused")
             if running.phase == "paused":
                 continue
-            running.restarts += 1
+            running.restarts += had_engine
             if running.restarts > MAX_RESTARTS:
-                running.fail("engine_died", f"the engine died {running.restarts} times in a row on this request")
+                running.fail(EngineDied(f"the engine died {running.restarts} times in a row on this request"))
                 del self._running[wire_id]
         for number, (call, waiter) in list(self._calls.items()):
             if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
@@ -216,7 +252,7 @@ class ClientState:
         """End every request and call with ``error``."""
         running, self._running = self._running, {}
         for request in running.values():
-            request.fail(error.kind, error.message)
+            request.fail(error)
         calls, self._calls = self._calls, {}
         for _, waiter in calls.values():
             waiter.answer(error)

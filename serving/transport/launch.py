@@ -82,7 +82,7 @@ def _version(name: str) -> str:
 
 
 class Launcher:
-    """Implements ``link.Finder``: finds the engine or starts it, and starts it again when it is gone."""
+    """Implements ``finder.Finder``: finds the engine or starts it, and starts it again when it is gone."""
 
     def __init__(
         self,

@@ -12,45 +12,35 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import PackagingError, ServingError, ShuttingDown, Unavailable
 from . import messages as m
 from .auth import secure_client
 from .client_state import ClientState, died
+from .finder import Finder
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER = 5.0  # seconds, for those who were told that there is no engine
 TURN = 0.25  # seconds between looks at the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
+REFUSALS = 3  # connections in a row that end before they begin: no accident
+QUIET_SECONDS = 5.0  # without an engine, before the log says so
 FRAMES_PER_TURN = 64  # taken before others may run: an engine faster than its readers must not starve them
 Command = Callable[[ClientState], None]
-
-
-class Finder(Protocol):
-    """How a client comes to an engine; ``launch.Launcher`` starts one, ``launch.Attached`` waits for one."""
-
-    client_id: str
-    generation: str  # of the engine found last
-    secret: bytes | None
-
-    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
-        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "".
-        Raises ``PackagingError`` or ``ServingError``."""
-        ...
-
-    def alive(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class Link:
     """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` finds the engine again even when nothing of ours runs on it.
 
-    ``rest`` lets others run between two turns, where that does not come by itself (greenlets). ``timeout`` is seconds
-    for the first welcome, None as long as it takes.
+    ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are seconds
+    without an engine, one that is loading is one: ``timeout`` before the first welcome, ``away_timeout`` after which
+    what waits for the next one fails. None is as long as it takes. ``cancelled`` ends the wait for the first welcome.
     """
 
     def __init__(
@@ -63,8 +53,10 @@ class Link:
         keep: bool,
         rest: Callable[[], None],
         timeout: float | None = None,
+        away_timeout: float | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.timeout = timeout
+        self.timeout, self.away_timeout, self._cancelled = timeout, away_timeout, cancelled
         self.zmq, self.finder, self.state, self.keep, self.rest = backend, finder, state, keep, rest
         self.stall_timeout = stall_timeout
         self.stopping = False
@@ -78,7 +70,11 @@ class Link:
         self._monitor: Any = None
         self._still = 0.0  # seconds without progress, as counted by this loop's own turns
         self._turned_at = self._pinged_at = 0.0
-        self._failures = self._dead_turns = 0
+        self._failures = self._dead_turns = self._refusals = 0
+        self._endpoint = ""
+        self._connected = False  # the other side has taken our key
+        self._away = 0.0  # seconds without an engine, as ``_still``
+        self._told = ""
 
     # any thread
 
@@ -96,17 +92,23 @@ class Link:
 
     def open(self) -> None:
         """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises; ``Unavailable``."""
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        while not self.stopping:
+        while not (self.stopping or self._cancelled()):
             if self._socket is None:
                 self._connect(self.finder.generation if self.stalled else "")
             self._turn()
             if self.state.welcome:
                 return
-            if deadline is not None and time.monotonic() > deadline:
-                wrong_key = ", or it has another key" if self.finder.secret is not None else ""
-                raise Unavailable(f"no engine answered within {self.timeout:g} seconds{wrong_key}", retry_after=1.0)
+            if refused := self._refused():
+                raise Unavailable(refused, retry_after=1.0)
+            if self.timeout is not None and self._away > self.timeout:
+                raise Unavailable(f"no engine answered within {self.timeout:g} seconds", retry_after=1.0)
         raise ShuttingDown("the client was closed")
+
+    def _refused(self) -> str:
+        """Why whoever listens there is not our engine; "" where nobody said so."""
+        if self._refusals >= REFUSALS:
+            return f"{self._endpoint} refuses us: the engine there has another key, or what listens there is no engine"
+        return f"{self._endpoint}: {self.state.refused}" if self.state.refused else ""
 
     def run(self) -> None:
         """Until ``stop``: everything still running then fails with ``shutting_down``."""
@@ -116,6 +118,7 @@ class Link:
                 if self._socket is None and (self.state.busy or self.keep):
                     self._reconnect()
                 self._turn()
+                self._tell_absence()
         except BaseException as broken:
             logger.exception("the engine's client ends")
             error = died(f"the client broke: {type(broken).__name__}")
@@ -165,10 +168,10 @@ class Link:
         socket.setsockopt(self.zmq.RCVHWM, 0)
         if self.finder.secret is not None:
             secure_client(socket, self.finder.secret)
-        self._monitor = socket.get_monitor_socket(self.zmq.EVENT_DISCONNECTED)
+        self._monitor = socket.get_monitor_socket(self.zmq.EVENT_HANDSHAKE_SUCCEEDED | self.zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
-        self._socket = socket
-        self._still, self._turned_at = 0.0, time.monotonic()
+        self._socket, self._endpoint = socket, endpoint
+        self._still = 0.0
         self.state.hello(self.finder.client_id)
 
     def _disconnect(self, linger: int = 0) -> None:
@@ -180,6 +183,7 @@ class Link:
         self._socket = self._monitor = None
 
     def _turn(self) -> None:
+        self._count_time()
         self._run_commands()
         self._flush()
         if self._poll() or self._is_dead():
@@ -189,6 +193,30 @@ class Link:
         self._receive()
         self._watch()
         self.rest()
+
+    def _count_time(self) -> None:
+        """In turns of this loop, so that our own sleep is not the engine's."""
+        now = time.monotonic()
+        passed = min(now - self._turned_at, 2 * TURN)
+        self._turned_at = now
+        self._still += passed
+        if self.state.welcome:
+            self._away = 0.0
+        elif not self._connected:
+            self._away += passed
+
+    def _tell_absence(self) -> None:
+        """Say that no engine is there, to the log and, in the end, to those who wait for it."""
+        if self.state.welcome:
+            self._told = ""
+            return
+        reason = self._refused() or (f"no engine at {self._endpoint}" if self._away > QUIET_SECONDS else self._told)
+        if reason != self._told:
+            self._told = reason
+            logger.warning("%s", reason)
+        if self.away_timeout is not None and self._away > self.away_timeout:
+            self._away = 0.0
+            self.state.fail_all(Unavailable(self._refused() or "the engine is not running", retry_after=RETRY_AFTER))
 
     def _is_dead(self) -> bool:
         """The broken connection says it first, behind the last message; this is for one that does not break."""
@@ -218,7 +246,18 @@ class Link:
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        return self._monitor is not None and self._monitor in ready
+        return self._monitor is not None and self._monitor in ready and self._is_broken()
+
+    def _is_broken(self) -> bool:
+        """What the connection's monitor says."""
+        with contextlib.suppress(self.zmq.Again):
+            while True:
+                told = parse_monitor_message(self._monitor.recv_multipart(self.zmq.NOBLOCK))["event"]
+                if told == self.zmq.EVENT_DISCONNECTED:
+                    self._refusals += not self._connected
+                    return True
+                self._connected, self._refusals = True, 0
+        return False
 
     def _receive(self) -> None:
         if self._socket is None:
@@ -238,14 +277,13 @@ class Link:
         if self._socket is None:
             return
         self._disconnect()
+        self._connected = False
         self.state.disconnected()
         self._still = 0.0
 
     def _watch(self) -> None:
-        """Count the time without progress: in turns of this loop, so that our own sleep is not the engine's."""
-        now = time.monotonic()
-        self._still += min(now - self._turned_at, 2 * TURN)
-        self._turned_at = now
+        """Look whether the engine makes progress, and show one on another host that we live."""
+        now = self._turned_at
         if self.state.moved:
             self.state.moved, self._still = False, 0.0
         if self._socket is None or not (self.state.busy or self.keep or not self.state.welcome):

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from ..errors import ServingError
 from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, Tokens
 from ..request import ValidRequest
 
@@ -109,10 +110,10 @@ class RunningRequest:
             return False
         return True
 
-    def fail(self, kind: str, message: str) -> None:
+    def fail(self, error: ServingError) -> None:
         if not self.done:
             self.failed = True
-            self.sink.put(Failed(kind, message))
+            self.sink.put(Failed(error.kind, error.message, error.param, error.retry_after))
 
     def continuation(self, max_model_len: int) -> ValidRequest | None:
         """What is still to run, each sequence resumed behind its delivered tokens; None when nothing is.

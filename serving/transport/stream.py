@@ -40,20 +40,45 @@ class EventBuffer:
 
 
 class Commands(Protocol):
-    """The side of ``client.RemoteEngine`` that a stream speaks to."""
+    """The side of ``link.Link`` that a stream speaks to."""
 
-    def tell(self, command: Callable[[ClientState], None]) -> bool: ...
-    def abort(self, stream: RemoteStream) -> None: ...
+    stopping: bool
+
+    def tell(self, command: Callable[[ClientState], None]) -> None: ...
+
+
+class Place:
+    """Where a request runs, and under which id: behind the command that submits it; it may move to another engine."""
+
+    __slots__ = ("link", "wire_id")
+
+    def __init__(self, link: Commands) -> None:
+        self.link, self.wire_id = link, ""
+
+    def tell(self, command: Callable[[ClientState, str], None]) -> None:
+        """Have the loop that owns the request by then run ``command``."""
+        link = self.link
+
+        def run(state: ClientState) -> None:
+            if self.link is link:
+                command(state, self.wire_id)
+            else:
+                self.tell(command)
+
+        if not link.stopping:
+            link.tell(run)
+
+    def abort(self) -> None:
+        self.tell(lambda state, wire_id: state.abort(wire_id))
 
 
 class RemoteStream:
     """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request."""
 
-    def __init__(self, engine: Commands, buffer: EventBuffer, num_sequences: int) -> None:
-        self._engine, self._buffer, self._left = engine, buffer, num_sequences
+    def __init__(self, place: Place, buffer: EventBuffer, num_sequences: int) -> None:
+        self.place, self._buffer, self._left = place, buffer, num_sequences
         self._pid = os.getpid()
         self._closed = False
-        self.wire_id = [""]  # filled by the loop's owner when it takes the request
 
     def __iter__(self) -> Iterator[Event]:
         return self
@@ -67,17 +92,15 @@ class RemoteStream:
         event = self._buffer.get()
         if self._buffer.is_drained:
             self._buffer.paused = False
-            wire_id = self.wire_id
-            self._engine.tell(lambda state: state.resume(wire_id[0]))
+            self.place.tell(lambda state, wire_id: state.resume(wire_id))
         if is_terminal(event):
             self._left = 0 if isinstance(event, Failed) else self._left - 1
         return event
 
     def finish(self, index: int) -> None:
         """End sequence ``index`` alone; it still gets its ``Finished``."""
-        wire_id = self.wire_id
         if self._left > 0 and self._pid == os.getpid():
-            self._engine.tell(lambda state: state.finish(wire_id[0], index))
+            self.place.tell(lambda state, wire_id: state.finish(wire_id, index))
 
     def close(self) -> None:
         if self._closed:
@@ -85,7 +108,7 @@ class RemoteStream:
         self._closed = True
         if self._left > 0 and self._pid == os.getpid():
             self._left = 0
-            self._engine.abort(self)
+            self.place.abort()
 
     def __enter__(self) -> RemoteStream:
         return self

@@ -1,0 +1,24 @@
+"""How a client comes to its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Finder(Protocol):
+    """``launch.Launcher`` starts an engine where there is none, ``attach.Attached`` waits for one.
+
+    ``secret`` is the key of an engine on another host."""
+
+    client_id: str
+    generation: str  # of the engine found last
+    secret: bytes | None
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "".
+        Raises ``PackagingError`` or ``ServingError``."""
+        ...
+
+    def alive(self) -> bool: ...
+    def close(self) -> None: ...
