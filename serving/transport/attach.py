@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 
 from ..errors import ShuttingDown, Unavailable
-from .auth import read_key
+from .auth import check_address, read_key
 from .membership import Membership
 from .rundir import SOCKET, Sleep, StateDir, check_private
 
@@ -32,6 +32,7 @@ class Attached:
         self._membership: Membership | None = None
         self._not_before = 0.0
         if address.startswith("tcp://"):
+            check_address(address)
             self.secret = read_key(key_file)
         else:
             runtime, key = os.path.split(address)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
+import secrets
 import stat
 from typing import Any
 
@@ -18,6 +20,26 @@ from zmq.utils import z85
 from ..errors import PackagingError
 
 MIN_KEY_BYTES = 16
+HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # a host that is gone breaks no connection by itself
+TCP = re.compile(r"tcp://([^\s:/]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
+
+
+def check_address(address: str) -> str:
+    """``tcp://host:port`` as it is. Raises ``PackagingError``."""
+    found = TCP.fullmatch(address)
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise PackagingError(f"{address[:200]}: expected tcp://host:port")
+    return address
+
+
+def write_key(path: str) -> None:
+    """A new key in a new file that only its owner may read. Raises ``PackagingError``."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        raise PackagingError(f"key file {path}: {error.strerror}") from None
 
 
 def read_key(path: str | None) -> bytes:
@@ -45,6 +67,7 @@ def _pair(key: bytes, role: str) -> tuple[bytes, bytes]:
 def secure_server(socket: Any, key: bytes) -> None:
     """What ``socket`` binds from now on speaks CURVE; what it has bound before stays as it is."""
     _, secret = _pair(key, "engine")
+    _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
 
@@ -52,6 +75,13 @@ def secure_server(socket: Any, key: bytes) -> None:
 def secure_client(socket: Any, key: bytes) -> None:
     """To be called before ``socket`` connects."""
     public, secret = _pair(key, "client")
+    _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(key, "engine")[0])
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
+def _watch(socket: Any) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.IPV6, 1)

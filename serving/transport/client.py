@@ -23,8 +23,8 @@ from ..request import ValidRequest
 from ..settings import EngineSettings
 from .attach import Attached
 from .client_state import ClientState
-from .launch import Launcher, Progress
 from .finder import Finder
+from .launch import Launcher, Progress
 from .link import Link
 from .stream import EventBuffer, Place, RemoteStream
 

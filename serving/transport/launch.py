@@ -22,7 +22,7 @@ from .. import __name__ as _serving_package
 from ..bundle import Bundle
 from ..errors import EngineDied, PackagingError, ShuttingDown
 from ..settings import EngineSettings
-from .auth import read_key
+from .auth import check_address, read_key
 from .locks import try_acquire
 from .membership import Membership
 from .process import ENGINE_CORE, Spec
@@ -94,14 +94,16 @@ class Launcher:
         core: str = ENGINE_CORE,
         listen: str | None = None,
         key_file: str | None = None,
+        drain_timeout: float = 0.0,
         replica: int = 0,
         sleep: Sleep = time.sleep,
     ) -> None:
         """``replica`` numbers engines of the same model and settings: each number is an engine of its own."""
         if listen is not None:
+            check_address(listen)
             read_key(key_file)
         self.bundle, self.settings, self.core = bundle, settings, core
-        self.listen, self.key_file = listen, key_file
+        self.listen, self.key_file, self.drain_timeout = listen, key_file, drain_timeout
         self.client_id = uuid.uuid4().hex
         self.generation = ""
         self.secret: bytes | None = None
@@ -191,6 +193,7 @@ class Launcher:
             core=self.core,
             listen=self.listen,
             key_file=self.key_file,
+            drain_timeout=self.drain_timeout,
         )
         try:
             self.state.remove_file(SOCKET)

@@ -38,8 +38,8 @@ Command = Callable[[ClientState], None]
 class Link:
     """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` finds the engine again even when nothing of ours runs on it.
 
-    ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are seconds
-    without an engine, one that is loading is one: ``timeout`` before the first welcome, ``away_timeout`` after which
+    ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are
+    seconds without an engine, even one that loads: ``timeout`` before the first welcome, ``away_timeout`` after which
     what waits for the next one fails. None is as long as it takes. ``cancelled`` ends the wait for the first welcome.
     """
 

@@ -31,7 +31,8 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 class Spec(Struct, frozen=True, kw_only=True):
     """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
-    ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us."""
+    ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
+    ``drain_timeout``: seconds that requests have after SIGTERM; SIGQUIT ends them at once."""
 
     bundle: Bundle
     settings: EngineSettings
@@ -42,10 +43,11 @@ class Spec(Struct, frozen=True, kw_only=True):
     core: str = ENGINE_CORE
     listen: str | None = None
     key_file: str | None = None
+    drain_timeout: float = 0.0
 
 
 class Terminated(BaseException):
-    """SIGTERM while the model is being loaded."""
+    """SIGTERM or SIGQUIT while the model is being loaded."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _interrupt_load)
+    for ending in (signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(ending, _interrupt_load)
     try:
         state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
         return _serve(spec, state)
@@ -84,26 +87,17 @@ def _serve(spec: Spec, state: StateDir) -> int:
     _set_threads(spec.settings)
     import zmq
 
-    from .auth import read_key, secure_server
     from .server import EngineServer
 
+    context = zmq.Context()
+    socket = _bound(context.socket(zmq.ROUTER), spec, state)
     module, _, name = spec.core.partition(":")
     core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
     info = msgspec.structs.replace(core.info, pid=os.getpid())
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 500)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.bind(f"ipc://{state.file(SOCKET)}")
-    os.chmod(state.file(SOCKET), 0o600)
-    if spec.listen is not None:
-        secure_server(socket, read_key(spec.key_file))
-        socket.bind(spec.listen)
-    server = EngineServer(core, spec.settings, state, socket, info, spec.generation)
+    server = EngineServer(core, spec.settings, state, socket, info, spec.generation, drain_timeout=spec.drain_timeout)
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
     state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
     logger.info("ready, pid %d", os.getpid())
     try:
@@ -112,6 +106,28 @@ def _serve(spec: Spec, state: StateDir) -> int:
         socket.close()
         context.term()
     return 0
+
+
+def _bound(socket: Any, spec: Spec, state: StateDir) -> Any:
+    """``socket`` where clients find it, before the model is loaded: a port that is taken costs no load, and clients on
+    other hosts see that an engine is on its way."""
+    import zmq
+
+    from .auth import read_key, secure_server
+
+    # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.bind(f"ipc://{state.file(SOCKET)}")
+    os.chmod(state.file(SOCKET), 0o600)
+    if spec.listen is not None:
+        secure_server(socket, read_key(spec.key_file))
+        try:
+            socket.bind(spec.listen)
+        except zmq.ZMQError as error:
+            raise PackagingError(f"{spec.listen}: {error.strerror}") from None
+    return socket
 
 
 def _set_threads(settings: EngineSettings) -> None:

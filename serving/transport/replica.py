@@ -6,61 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
-from ..bundle import Bundle
 from ..engine.interface import Engine
 from ..errors import PackagingError, ServingError, ShuttingDown
-from ..settings import EngineSettings
 from .client import RemoteEngine
-from .launch import Launcher
+from .engine_model import EngineModel
+from .finder import Finder
+from .patience import FIRST_PAUSE, LONGEST_PAUSE
 
 logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
 TURN = 0.1  # seconds between looks
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
-HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is started again at once
-
-
-class Backoff:
-    """Pauses between starts: none before the first and after a healthy life, else doubling."""
-
-    def __init__(self) -> None:
-        self._pause = 0.0
-
-    def died_after(self, seconds: float) -> float:
-        """The seconds to wait before the next start."""
-        if seconds >= HEALTHY_LIFE:
-            self._pause = 0.0
-            return 0.0
-        pause, self._pause = self._pause, min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
-        return pause
-
-
-class PatientLauncher(Launcher):
-    """A launcher that does not start a crashing engine as fast as it can crash."""
-
-    def __init__(self, *args: Any, over: Callable[[], bool], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._over = over
-        self._backoff = Backoff()
-        self._found_at: float | None = None
-        self.starts = 0
-
-    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
-        def ended() -> bool:
-            return self._over() or cancelled()
-
-        if self._found_at is not None:
-            until = time.monotonic() + self._backoff.died_after(time.monotonic() - self._found_at)
-            while time.monotonic() < until and not ended():
-                time.sleep(TURN / 2)
-        self._found_at = time.monotonic()
-        found = super().find(stalled, ended)
-        self._found_at = time.monotonic()
-        self.starts += 1
-        return found
+AWAY_TIMEOUT = 60.0  # seconds that a proof waits for an engine of another host
 
 
 class Replica:
@@ -68,10 +27,8 @@ class Replica:
 
     def __init__(
         self,
-        bundle: Bundle,
-        settings: EngineSettings,
+        model: EngineModel,
         *,
-        core: str,
         index: int,
         state_dir: str | None,
         prove: Callable[[Engine], object],
@@ -83,23 +40,23 @@ class Replica:
         self.message = ""
         self.proven = False
         self.engine: RemoteEngine | None = None
-        self._settings = settings
+        self._model = model
         self._prove, self._changed, self._in_use, self._ended = prove, changed, in_use, ended
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
-        self._launcher: PatientLauncher | None = None
+        self._proofs = 0
 
-        def make() -> PatientLauncher:
-            return PatientLauncher(bundle, settings, core=core, replica=index, state_dir=state_dir, over=self._over)
+        def make() -> Finder:
+            return model.finder(index, state_dir, self._over)
 
         self._make = make
-        self.address = make().state.path
+        self.address = model.address(index, state_dir)
         self._thread = threading.Thread(target=self._run, name=f"mlflow-llm-replica-{index}", daemon=True)
         self._thread.start()
 
     @property
     def restarts(self) -> int:
-        return max(0, self._launcher.starts - 1) if self._launcher is not None else 0
+        return max(0, self._proofs - 1)
 
     def drain(self) -> None:
         """Go on until nobody uses the engine."""
@@ -143,19 +100,27 @@ class Replica:
 
     def _keep(self) -> None:
         """Returns when it is over; raises what keeps the engine from running."""
-        self._launcher = launcher = self._make()
-        engine = RemoteEngine(lambda: launcher, stall_timeout=self._settings.stall_timeout, keep=True)
+        engine = RemoteEngine(
+            self._make,
+            stall_timeout=self._model.settings.stall_timeout,
+            keep=True,
+            timeout=self._model.settings.start_timeout,
+            away_timeout=AWAY_TIMEOUT,
+            cancelled=self._over,
+            content_hash=self._model.bundle.content_hash,
+        )
         self.engine = engine
-        proven = 0
+        proven = ""
         try:
             while not self._over():
+                generation = engine.generation
                 if engine.health().status != "ready":
                     self._set("starting")
-                elif engine.info.pid != proven:
+                elif generation != proven:
                     self._set("starting")
-                    pid = engine.info.pid
+                    self._proofs += 1
                     self._prove(engine)
-                    proven, self.message = pid, ""
+                    proven, self.message = generation, ""
                 else:
                     self._set("draining" if self._draining else "ready")
                     time.sleep(TURN)

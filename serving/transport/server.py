@@ -20,6 +20,7 @@ from ..events import Event, Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import messages as m
+from .drain import Drain
 from .metered import MeteredRequests
 from .rundir import StateDir
 from .running import is_terminal
@@ -62,24 +63,33 @@ class EngineServer:
     """``socket`` is a bound ROUTER. ``run`` returns when the last client is gone or ``stop`` was called."""
 
     def __init__(
-        self, core: Core, settings: EngineSettings, state: StateDir, socket: Any, info: EngineInfo, generation: str
+        self,
+        core: Core,
+        settings: EngineSettings,
+        state: StateDir,
+        socket: Any,
+        info: EngineInfo,
+        generation: str,
+        *,
+        drain_timeout: float = 0.0,
     ) -> None:
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
-        self._stopping = False
+        self._drain = Drain(drain_timeout)
         self._last_tick = 0.0
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
         self._metered = MeteredRequests(generation)
 
-    def stop(self) -> None:
-        """Ask the loop to end; safe in a signal handler."""
-        self._stopping = True
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
+        self._drain.begin(at_once=at_once)
+        self._last_tick = 0.0  # tell the clients
 
     def run(self) -> None:
         """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
-        while not self._stopping:
+        while not self._drain.over(any(peer.open for peer in self._peers.values())):
             self._take()
             if self.core.has_work():
                 self._send_events(self.core.step())
@@ -140,7 +150,7 @@ class EngineServer:
                 self._drop(known)
         journal = hello.journal if hello.client_id else ""  # a client on another host names no directory of ours
         self._peers[identity] = _Peer(hello.client_id, hello.name, journal)
-        self._send(identity, m.Welcome(self.generation, self.info, self.core.health()))
+        self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest) -> None:
         peer.open[request.request_id] = len(request.sequences)
@@ -226,12 +236,16 @@ class EngineServer:
             if gone:
                 logger.info("client %s is gone with %d requests", peer.client_id, len(peer.open))
                 self._drop(identity)
-        beat = m.Heartbeat(self.core.health())
+        beat = m.Heartbeat(self._health())
         for identity in self._peers:
             self._send(identity, beat)
         if alive or self._peers:
             self._left_at = now
         return now - self._left_at > self.settings.idle_timeout and self._end_if_unused()
+
+    def _health(self) -> Health:
+        health = self.core.health()
+        return msgspec.structs.replace(health, status="draining") if self._drain.begun else health
 
     def _drop(self, identity: bytes) -> None:
         peer = self._peers.pop(identity, None)

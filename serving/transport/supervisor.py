@@ -23,27 +23,13 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from ..bundle import Bundle
 from ..engine.interface import Engine, EngineInfo, Health
-from ..errors import Conflict, InvalidField, NotFound
-from ..settings import EngineSettings
-from .launch import engine_key
-from .process import ENGINE_CORE
+from ..errors import Conflict, InvalidField, NotFound, PackagingError
+from .engine_model import EngineModel
 from .replica import Replica, ReplicaState
 
 MAX_REPLICAS = 64
-
-
-class EngineModel(Struct, frozen=True, kw_only=True):
-    """What an engine process is started with. Equal ``key``: the same engine."""
-
-    bundle: Bundle
-    settings: EngineSettings = EngineSettings()
-    core: str = ENGINE_CORE
-
-    def key(self) -> str:
-        """Reads the adapters' files; to be asked once."""
-        return engine_key(self.bundle, self.settings, self.core)
+ALIKE = ("dtype", "quantization", "max_model_len")
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
@@ -127,10 +113,11 @@ class Supervisor:
 
     def set_replicas(self, entity: str, n: int) -> None:
         """Start or drain replicas until there are ``n``; the last numbers go first. Raises ``NotFound``."""
-        if not 0 <= n <= MAX_REPLICAS:
-            raise InvalidField("replicas", n, f"0 to {MAX_REPLICAS}")
         with self._lock:
             found = self._find(entity)
+            most = len(found.model.addresses) or MAX_REPLICAS
+            if not 0 <= n <= most:
+                raise InvalidField("replicas", n, f"0 to {most}")
             if self._closed:
                 return
             found.wanted = n
@@ -204,6 +191,7 @@ class Supervisor:
     def _start(self, entity: str, found: _Entity, index: int) -> Replica:
         def prove(engine: Engine) -> None:
             self._prove(engine)
+            self._check_alike(found, engine.info)
             found.info = engine.info
 
         def ended(replica: Replica) -> None:
@@ -213,11 +201,8 @@ class Supervisor:
                 self._forget(entity, found)
             self._changed()
 
-        model = found.model
         return Replica(
-            model.bundle,
-            model.settings,
-            core=model.core,
+            found.model,
             index=index,
             state_dir=self._state_dir,
             prove=prove,
@@ -225,6 +210,16 @@ class Supervisor:
             in_use=self._in_use,
             ended=ended,
         )
+
+    def _check_alike(self, found: _Entity, info: EngineInfo) -> None:
+        """A request may begin on one replica and end on another. Raises ``PackagingError``."""
+        with self._lock:
+            ready = [replica.engine for replica in found.replicas.values() if replica.state == "ready"]
+        for other in (engine.info for engine in ready if engine is not None):
+            for name in ALIKE:
+                one, two = getattr(info, name), getattr(other, name)
+                if one != two:
+                    raise PackagingError(f"its {name} is {one}, that of another replica is {two}: start them alike")
 
     def _forget(self, entity: str, found: _Entity) -> None:
         if found.removed and not found.replicas and self._entities.get(entity) is found:
