@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from engine_tokens import greedy, tokens_told
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 PROMPT = "The old lighthouse keeper opened the door and"
@@ -37,9 +36,9 @@ def test_two_adapters_and_base_in_one_batch_equal_peft(smollm2_dir: Path, tmp_pa
     model.save_pretrained(tmp_path)
 
     def generate() -> list[int]:
-        greedy = GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        config = GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
         row = torch.tensor([ids])
-        out = model.generate(input_ids=row, attention_mask=torch.ones_like(row), generation_config=greedy)
+        out = model.generate(input_ids=row, attention_mask=torch.ones_like(row), generation_config=config)
         return list(out[0, len(ids) :].tolist())
 
     model.eval()
@@ -57,23 +56,6 @@ def test_two_adapters_and_base_in_one_batch_equal_peft(smollm2_dir: Path, tmp_pa
         adapters={name: str(tmp_path / name) for name in CONFIGS},
     )
     core = EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 28, max_num_batched_tokens=8, max_num_seqs=4))
-    for name in expected:
-        core.add(
-            ValidRequest(
-                request_id=str(name),
-                task="completions",
-                model="m",
-                sequences=(Sequence(prompt_token_ids=ids),),
-                sampling=Sampling(max_tokens=NUM_TOKENS, temperature=0.0),
-                adapter=name,
-            )
-        )
-    found: dict[str, list[int]] = {}
-    while core.has_work():
-        for _, request_id, event in core.step():
-            if isinstance(event, Tokens):
-                found.setdefault(request_id, []).extend(event.token_ids)
-    core.check_integrity()
-    core.close()
+    found = tokens_told(core, *(greedy(str(name), ids, NUM_TOKENS, adapter=name) for name in expected))
     assert found == {str(name): tokens for name, tokens in expected.items()}
     assert len({tuple(tokens) for tokens in found.values()}) == len(found)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from engine_tokens import greedy, tokens_told
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.events import Tokens
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea,", "def fibonacci(n):\n")
@@ -25,17 +24,7 @@ def test_greedy_equals_generate(smollm2_dir: str | Path) -> None:
         Bundle(content_hash="smollm2", tasks=("completions",), model_dir=where, tokenizer_dir=where),
         EngineSettings(kv_cache_memory=1 << 28, max_num_batched_tokens=8, max_num_seqs=4),
     )
-    for i, ids in enumerate(prompts):
-        sequences = (Sequence(prompt_token_ids=ids),)
-        sampling = Sampling(max_tokens=24, temperature=0.0)
-        core.add(ValidRequest(request_id=str(i), task="completions", model="m", sequences=sequences, sampling=sampling))
-    found: dict[str, list[int]] = {}
-    while core.has_work():
-        for _, request_id, event in core.step():
-            if isinstance(event, Tokens):
-                found.setdefault(request_id, []).extend(event.token_ids)
-    core.check_integrity()
-    core.close()
+    found = tokens_told(core, *(greedy(str(i), ids, 24) for i, ids in enumerate(prompts)))
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     for i, ids in enumerate(prompts):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -18,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llm_server import served
 
 from mlflow_llm.flavors import llm
 
@@ -35,10 +32,10 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Server:
-    """``mlflow-llm serve`` on a port of its own, its engine found in ``runtime``."""
+    """A server at ``url``, its engine found in ``runtime``."""
 
-    def __init__(self, port: int, runtime: Path) -> None:
-        self.url, self.runtime = f"http://127.0.0.1:{port}", runtime
+    def __init__(self, url: str, runtime: Path) -> None:
+        self.url, self.runtime = url, runtime
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """What may be compared of an answer: texts and ends by choice, and the tokens of prompt and completion."""
@@ -77,39 +74,16 @@ def joined(parts: list[dict[str, Any]]) -> tuple[dict[int, str], dict[int, str],
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Server]:
-    model = tmp_path_factory.mktemp("recovery") / "chat"
-    llm.save_model(model, smollm2_dir, link_files=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    root = tmp_path_factory.mktemp("recovery")
+    llm.save_model(root / "chat", smollm2_dir, link_files=True)
+    arguments = ("-m", f"{root / 'chat'}=assistant", "-C", "max_model_len=512", "-C", "stall_timeout=12")
     # a short path: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
-        command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", f"{model}=assistant"]
-        command += ["--port", str(port), "--workers", "1", "-C", "max_model_len=512", "-C", "stall_timeout=12"]
-        log = Path(runtime, "log")
-        with open(log, "wb") as sink:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=os.environ | {"XDG_RUNTIME_DIR": runtime},
-            )
-        try:
-            until = time.monotonic() + 240
-            while True:
-                assert process.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < until, log.read_text()[-3000:]
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                    break
-                time.sleep(0.1)
-            yield Server(port, Path(runtime))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
-            until = time.monotonic() + 60
-            while list(Path(runtime).glob("*/*/spec.json")) and time.monotonic() < until:
-                time.sleep(0.1)
+        with served(root, *arguments, XDG_RUNTIME_DIR=runtime) as url:
+            yield Server(url, Path(runtime))
+        until = time.monotonic() + 60
+        while list(Path(runtime).glob("*/*/spec.json")) and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
