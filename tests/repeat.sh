@@ -9,9 +9,13 @@ round=1
 while [ "$round" -le "$times" ]; do
     echo "round $round of $times"
     "${PYTHON:-python}" -m pytest -q -x \
+        tests/serving/transport/test_hosts.py \
+        tests/serving/transport/test_lives.py \
         tests/serving/transport/test_recovery.py \
         tests/serving/transport/test_slow_readers.py \
-        tests/serving/transport/test_hosts.py \
+        tests/serving/transport/test_supervisor.py \
+        tests/serving/web/test_live_endpoints.py::test_a_killed_keeper_is_missed_by_nobody \
+        tests/serving/web/test_live_endpoints.py::test_nothing_is_left_of_a_killed_arbiter \
         tests/serving/web/test_server.py \
         tests/serving/web/test_server_faults.py \
         tests/serving/web/test_server_limits.py \
