@@ -29,6 +29,7 @@ walks this tree and fails where a dialect has no rendering. Messages are short a
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 80
@@ -37,10 +38,22 @@ MAX_SHOWN_VALUE = 80
 def shown(value: Any) -> str:
     """A caller's value as it may appear in a message: repr, cut to ``MAX_SHOWN_VALUE`` characters."""
     try:
-        text = repr(value[: MAX_SHOWN_VALUE + 1]) if isinstance(value, str | bytes | list) else repr(value)
+        text = repr(_beginning(value))
     except Exception:  # a caller's object may have a repr that raises
         text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_SHOWN_VALUE else text[: MAX_SHOWN_VALUE - 1] + "…"
+
+
+def _beginning(value: Any) -> Any:
+    """As much of a value as its first ``MAX_SHOWN_VALUE`` characters need; the repr of all of it may be megabytes."""
+    if isinstance(value, str | bytes):
+        return value[: MAX_SHOWN_VALUE + 1]
+    if isinstance(value, list | tuple):
+        entries = map(_beginning, value[:MAX_SHOWN_VALUE])
+        return list(entries) if isinstance(value, list) else tuple(entries)
+    if isinstance(value, dict):
+        return {_beginning(key): _beginning(entry) for key, entry in islice(value.items(), MAX_SHOWN_VALUE)}
+    return value
 
 
 class ServingError(Exception):

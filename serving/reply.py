@@ -85,3 +85,13 @@ class Reply(Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = ()
     vectors: tuple[bytes, ...] = ()
     usage: Usage
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes to say: what decides whether encoding it holds others up."""
+        texts = sum(len(choice.text) + 64 * _num_logprobs(choice) for choice in self.choices)
+        return texts + 4 * sum(map(len, self.vectors))
+
+
+def _num_logprobs(choice: Choice) -> int:
+    return len(choice.logprobs) * (1 + len(choice.logprobs[-1].top)) if choice.logprobs else 0

@@ -8,11 +8,14 @@ encoders were trained so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import ContextTooLong, InvalidField
 from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling
 from .endpoint import EndpointView
+
+BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
 
 
 class Prompt(NamedTuple):
@@ -60,8 +63,17 @@ def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Promp
 def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
     if len(raw.inputs) > endpoint.profile.max_prompts:
         raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
-    prefix = _instruction(raw, endpoint)
-    return [_embedding_input(entry, prefix, raw, endpoint, i) for i, entry in enumerate(raw.inputs)]
+    found = _embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
+    limit = _embedding_limit(endpoint)
+    prompts = []
+    for i, (ids, cut) in enumerate(found):
+        path = f"input[{i}]" if len(raw.inputs) > 1 else "input"
+        if cut and raw.error_behavior != "truncate":
+            raise ContextTooLong(f"{path}: more than {limit} tokens, which is the longest this model takes", param=path)
+        if not ids:
+            raise InvalidField(path, raw.inputs[i], "a text of at least one token")
+        prompts.append(Prompt(ids, "", cut))
+    return prompts
 
 
 def check_turns(messages: tuple[dict[str, Any], ...]) -> None:
@@ -210,25 +222,27 @@ def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
     return raw.instruction if not raw.instruction or raw.instruction[-1].isspace() else raw.instruction + " "
 
 
-def _embedding_input(
-    entry: str | tuple[int, ...], prefix: str, raw: RawEmbedding, endpoint: EndpointView, index: int
-) -> Prompt:
-    path = f"input[{index}]" if len(raw.inputs) > 1 else "input"
+def _embedding_limit(endpoint: EndpointView) -> int:
     spec = endpoint.text.embedding
-    limit = min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
-    if isinstance(entry, str):
-        # the beginning decides, however long the rest: only a beginning of very few tokens needs the whole text
-        beginning = prefix + entry[: 64 * limit]
-        ids, cut = endpoint.text.encode_embedding(beginning, limit)
-        if not cut and len(entry) > 64 * limit:
-            ids, cut = endpoint.text.encode_embedding(prefix + entry, limit)
-    else:
-        _check_token_ids(entry, endpoint, path)
+    return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
+
+
+def _embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """``(ids, cut)`` of each text. The beginning decides, however long the rest: only a beginning of very few tokens
+    needs the whole text."""
+    limit, prefix, text = _embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text
+    size = BEGINNING * limit
+    beginnings = [prefix + str(entry[:size]) for entry in raw.inputs]
+    for entry, (ids, cut) in zip(raw.inputs, text.encode_embeddings(beginnings, limit), strict=True):
+        whole = cut or len(entry) <= size
+        yield (ids, cut) if whole else next(text.encode_embeddings([prefix + str(entry)], limit))
+
+
+def _embedded_tokens(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
+    limit = _embedding_limit(endpoint)
+    for i, entry in enumerate(raw.inputs):
+        assert not isinstance(entry, str), "a dialect reads texts or token ids, never both"
+        _check_token_ids(entry, endpoint, f"input[{i}]" if len(raw.inputs) > 1 else "input")
         if raw.instruction is not None:
             raise InvalidField("instruction", raw.instruction, "null where input is token ids")
-        ids, cut = entry[:limit], len(entry) > limit
-    if cut and raw.error_behavior != "truncate":
-        raise ContextTooLong(f"{path}: more than {limit} tokens, which is the longest this model takes", param=path)
-    if not ids:
-        raise InvalidField(path, entry, "a text of at least one token")
-    return Prompt(ids, "", cut)
+        yield entry[:limit], len(entry) > limit

@@ -1,15 +1,14 @@
 """The text side of a model: its tokenizer, chat templates and end-of-text ids.
 
 Thread-safe: encoding and decoding go through a private copy of the fast tokenizer that nothing changes after it is
-made. transformers' own object is entered only to render templates, and under a lock where it changes its state.
+made. transformers' own object is entered only to render templates, which changes nothing in it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,12 @@ from transformers import AutoTokenizer
 
 from ..bundle import Bundle, EmbeddingSpec
 from ..errors import InvalidField, PackagingError
+from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
-SHORT = 2048  # characters, which take less time than to hand the lock to and fro
+SHORT = 2048  # characters or tokens, which take less time than to hand the lock to and fro
+GROUP = 64  # texts tokenised at a time, before one of them is found too long
 DEFAULT_TEMPLATE = "default"
 
 
@@ -34,16 +35,20 @@ class TextModel:
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
-        self._lock = threading.Lock()
         added = self._hf.added_tokens_decoder
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._control = re.compile("|".join(re.escape(token.content) for token in added.values()) or "(?!)")
         self._tables = byte_table(self._backend, self._special_ids)
         self.templates = _templates(bundle, self._hf)
         self.embedding: EmbeddingSpec | None = bundle.embedding
         self.eos_token_ids = _eos_ids(bundle, self._hf)
         self.vocab_size = len(self._hf)
         self._bos: str | None = self._hf.bos_token
+        # copying a tokenizer takes a tenth of a second, which no request should wait for
+        plain = self._copy()
+        plain.encode_special_tokens = True
+        sources = set(self.templates.values())
+        self._controls = {source: ControlText(self._hf, self._backend, plain, source) for source in sources}
+        self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
 
     # -- to tokens
@@ -54,15 +59,24 @@ class TextModel:
             add_special_tokens = not self._prepends_bos()
         return tuple(_encoding(self._backend, text, add_special_tokens).ids)
 
-    def encode_embedding(self, text: str, limit: int) -> tuple[tuple[int, ...], bool]:
-        """``(ids, cut)``: ids with the model's special tokens, cut to ``limit`` tokens from the end of the text."""
-        embedder = self._embedders.get(limit)
-        if embedder is None:
-            embedder = Tokenizer.from_str(self._backend.to_str())
-            embedder.enable_truncation(limit)
-            self._embedders[limit] = embedder
-        encoding = _encoding(embedder, text, True)
-        return tuple(encoding.ids), bool(encoding.overflowing)
+    def encode_embeddings(self, texts: Sequence[str], limit: int) -> Iterator[tuple[tuple[int, ...], bool]]:
+        """``(ids, cut)`` of each: ids with the model's special tokens, cut to ``limit`` tokens from the text's end."""
+        embedder = self._embedder(limit)
+        for start in range(0, len(texts), GROUP):
+            for encoding in _encodings(embedder, texts[start : start + GROUP], True):
+                ids = tuple(encoding.ids)
+                yield ids, len(ids) == limit and bool(encoding.overflowing)
+
+    def _embedder(self, limit: int) -> Tokenizer:
+        found = self._embedders.get(limit)
+        if found is None:
+            found = self._spare_embedders.pop() if self._spare_embedders else self._copy()
+            found.enable_truncation(limit)
+            self._embedders[limit] = found
+        return found
+
+    def _copy(self) -> Tokenizer:
+        return Tokenizer.from_str(self._backend.to_str())
 
     def surely_over(self, text: str, limit: int) -> int | None:
         """A number of tokens above ``limit`` that ``text`` surely has, or None where only encoding it tells.
@@ -106,13 +120,14 @@ class TextModel:
         source = self.template(template)
         given = [dict(message) for message in messages]
         kwargs = dict(variables or {})
-        rendered = self._render(given, source, kwargs, tokenize=False)
-        if limit is not None and (over := self.surely_over(rendered, limit)) is not None:
-            return over
-        if not self._has_control_text([given, kwargs]):
-            return tuple(_encoding(self._backend, rendered, False).ids)
-        with self._lock:
-            return tuple(self._render(given, source, kwargs, tokenize=True))
+        control = self._controls[source]
+        if not control.found_in([given, kwargs]):
+            rendered = self._render(given, source, kwargs)
+            over = None if limit is None else self.surely_over(rendered, limit)
+            return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
+        rendered = self._render(control.mark(given), source, control.mark(kwargs))
+        over = None if limit is None else self.surely_over(unmarked(rendered), limit)
+        return control.encode(rendered) if over is None else over
 
     def template(self, name: str | None) -> str:
         """Raises ``InvalidField`` for a name the model does not have; a template's source itself is never taken."""
@@ -123,30 +138,16 @@ class TextModel:
             raise InvalidField("chat_template", name, "one of " + ", ".join(sorted(self.templates)))
         return found
 
-    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any], tokenize: bool) -> Any:
+    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any]) -> str:
         try:
-            found = self._hf.apply_chat_template(
-                messages,
-                chat_template=source,
-                add_generation_prompt=True,
-                tokenize=tokenize,
-                sanitize_control_tokens=tokenize,
-                **kwargs,
+            found: str = self._hf.apply_chat_template(
+                messages, chat_template=source, add_generation_prompt=True, tokenize=False, **kwargs
             )
         except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
             roles = [message["role"] for message in messages[:16]]
             reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise InvalidField("messages", roles, f"what the model's chat template accepts: {reason}") from None
-        return found["input_ids"] if tokenize else found
-
-    def _has_control_text(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return self._control.search(value) is not None
-        if isinstance(value, dict):
-            return any(self._has_control_text(entry) for entry in value.values())
-        if isinstance(value, list | tuple):
-            return any(self._has_control_text(entry) for entry in value)
-        return False
+        return found
 
     def _prepends_bos(self) -> bool:
         ids = self._backend.encode("").ids
@@ -166,7 +167,11 @@ class TextModel:
         return WindowDetokenizer(self._backend, skip_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) > SHORT:  # the batch's form lets others run here too
+            texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            return texts[0]
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -187,13 +192,18 @@ class TextModel:
 
 
 def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:
-    """The encoding of ``text``, without offsets where it is long.
+    return _encodings(tokenizer, (text,), add_special_tokens)[0]
+
+
+def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+    """The encoding of each text, without offsets where they are long.
 
     ``encode`` holds the interpreter lock, for a second or more a megabyte; the batch's form lets others run.
     """
-    if len(text) < SHORT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    if sum(map(len, texts)) < SHORT:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    encodings: list[Any] = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return encodings
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:

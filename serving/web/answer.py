@@ -15,6 +15,7 @@ from ..errors import LimitExceeded, ServingError
 from . import ratelimit
 
 _encoder = msgspec.json.Encoder()
+MANY = 16  # entries of a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,20 @@ class Answer:
 
 
 def json_answer(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Answer:
-    return Answer(status=status, body=_encoder.encode(value), headers=headers or {})
+    return Answer(status=status, body=_encoded(value), headers=headers or {})
+
+
+def _encoded(value: Any) -> bytes:
+    """Entries of long lists one by one: in one call a thousand vectors would keep all other threads waiting."""
+    if isinstance(value, dict):
+        value = {key: _entries(entry) if isinstance(entry, list) else entry for key, entry in value.items()}
+    return _encoder.encode(value)
+
+
+def _entries(value: list[Any]) -> Any:
+    if len(value) <= MANY:
+        return value
+    return msgspec.Raw(b"[" + b",".join([_encoder.encode(entry) for entry in value]) + b"]")
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:

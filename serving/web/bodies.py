@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import gevent
+
 from ..errors import PayloadTooLarge, RequestError
 from .running import ClientGone
 
-PIECE = 64 * 2**10  # bytes read at a time while nobody knows how many are to come
+PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
 
 
 def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
@@ -50,11 +52,13 @@ def _length(environ: Mapping[str, Any], limit: int) -> int | None:
 def _exactly(stream: Any, length: int) -> bytes:
     pieces, left = [], length
     while left:
-        piece = stream.read(left)
+        piece = stream.read(min(left, PIECE))
         if not piece:
             raise RequestError(f"the body ended after {length - left} of {length} bytes")
         pieces.append(piece)
         left -= len(piece)
+        if left:
+            gevent.sleep(0)
     return b"".join(pieces)
 
 
@@ -65,4 +69,6 @@ def _all(stream: Any, limit: int) -> bytes:
         if size > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
         pieces.append(piece)
+        if len(piece) == PIECE:
+            gevent.sleep(0)
     return b"".join(pieces)

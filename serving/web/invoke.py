@@ -16,7 +16,7 @@ from ..dialects.base import Dialect
 from ..errors import Aborted, InternalError, InvalidField, ServingError
 from ..metering.keys import ANONYMOUS, Caller
 from ..modes import Target, check_fields
-from ..reply import Done, Piece
+from ..reply import Done, Piece, Reply
 from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
 from ..tasks.validate import validate
@@ -91,7 +91,11 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
         if valid.stream:
             return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
         reply = generate.gather(pieces)
-    return json_answer(incoming.dialect.encode(valid, reply), headers=exchange.headers)
+    return server.offload(reply.size, _whole, incoming.dialect, valid, reply, exchange)
+
+
+def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchange) -> Answer:
+    return json_answer(dialect.encode(valid, reply), headers=exchange.headers)
 
 
 def _decode(incoming: Incoming) -> RawRequest:

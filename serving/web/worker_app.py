@@ -16,6 +16,7 @@ from .app import create_app, make_server
 from .board import Board
 from .endpoints import Endpoints
 from .follower import Follower
+from .offload import give_way
 from .registry import locate
 from .settings import ServerSettings, default_state_dir
 from .spec import ServeSpec, store_url
@@ -44,7 +45,9 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
         ledger.start()  # here we are after the fork
     server.follower = follower
     gevent.spawn(follower.run)
-    return create_app(server)
+    app = create_app(server)
+    give_way()
+    return app
 
 
 def _tracer(settings: ServerSettings, directory: Path) -> Tracer:

@@ -13,7 +13,7 @@ def test_threads_get_what_one_thread_gets(text):
         lambda: text.chat(marked),
         lambda: text.encode("the <|end|> dog"),
         lambda: text.decode(range(4, 300)),
-        lambda: text.encode_embedding("the quick brown fox", 4),
+        lambda: list(text.encode_embeddings(["the quick brown fox", "dog"], 4)),
     ]
     alone = [job() for job in jobs]
     with ThreadPoolExecutor(8) as pool:

@@ -1,0 +1,120 @@
+"""Control tokens that callers write in messages are text; only those that the template itself writes are tokens.
+
+What callers wrote is marked before the template is rendered. Where a mark comes out on the other side, the token
+behind it is spelt out. Stateless and without a lock; no single step takes the interpreter for longer than a stretch
+of text, however long the message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..errors import InvalidField
+
+START, END = "\ufdd0", "\ufdd1"  # no characters by Unicode's own word, kept for such uses
+STRETCH = 16384  # characters searched in one go
+GROUP = 256  # pieces tokenised in one go
+
+
+class ControlText:
+    """The control tokens of one chat template: all special tokens, and the added ones that its ``source`` names.
+
+    ``plain`` is a copy of ``backend`` that takes special tokens for text; it is needed no more once this is made.
+    """
+
+    def __init__(self, tokenizer: Any, backend: Tokenizer, plain: Tokenizer, source: str) -> None:
+        named = getattr(tokenizer, "chat_control_tokens", None)
+        known = source if named is None else "\0".join(named)
+        self._ids = {
+            token.content: token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special or (token.content in known and not token.content.isspace())
+        }
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._longest = max(map(len, self._ids), default=0)
+        self._backend = backend
+        # a piece is encoded behind a newline, or some tokenizers would put a space before it
+        self._newline = backend.encode("\n", add_special_tokens=False).ids
+        self._spelt = {token: self._behind_newline(plain, token) for token in self._ids}
+
+    def found_in(self, value: Any) -> bool:
+        """Whether a string in ``value`` (messages, variables of the template) has a control token."""
+        if isinstance(value, str):
+            return next(self._spans(value), None) is not None
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        return any(map(self.found_in, entries))
+
+    def mark(self, value: Any) -> Any:
+        """``value`` with marks around the control tokens in its strings; marks that were there already are dropped."""
+        if isinstance(value, str):
+            return self._marked(unmarked(value))
+        if isinstance(value, dict):
+            return {key: self.mark(entry) for key, entry in value.items()}
+        return [self.mark(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, rendered: str) -> tuple[int, ...]:
+        """Token ids of a chat rendered of marked messages. Raises ``InvalidField`` for a token that cannot be spelt."""
+        first, *others = rendered.split(START)
+        texts, spelt = [unmarked(first)], []
+        for other in others:
+            token, _, text = other.partition(END)
+            is_token = token in self._ids  # else the template has cut a mark off: it still parts the text
+            texts.append(unmarked(text if is_token else other))
+            spelt.append(self._spelt_out(token) if is_token else [])
+        pieces = self._encode_pieces(texts)
+        return tuple(chain(next(pieces), *(chain(ids, piece) for ids, piece in zip(spelt, pieces, strict=True))))
+
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where control tokens begin and end. One search of it all could keep every other thread waiting."""
+        at = 0
+        while at < len(text):
+            found = self._pattern.search(text, at, at + STRETCH)
+            whole_until = at + STRETCH - self._longest  # what begins behind it may go on behind the stretch
+            if found is None:
+                at = whole_until + 1
+            elif found.start() > whole_until and at + STRETCH < len(text):
+                at = found.start()
+            else:
+                yield found.span()
+                at = found.end()
+
+    def _marked(self, text: str) -> str:
+        parts, at = [], 0
+        for begin, end in self._spans(text):
+            parts += [text[at:begin], START, text[begin:end], END]
+            at = end
+        return "".join([*parts, text[at:]])
+
+    def _encode_pieces(self, texts: list[str]) -> Iterator[list[int]]:
+        written = [texts[0], *("\n" + text if text else "" for text in texts[1:])]
+        for start in range(0, len(texts), GROUP):
+            group = written[start : start + GROUP]
+            for i, encoding in enumerate(self._backend.encode_batch_fast(group, add_special_tokens=False), start):
+                yield encoding.ids if i == 0 else self._behind_newline(self._backend, texts[i], encoding.ids)
+
+    def _behind_newline(self, tokenizer: Tokenizer, text: str, behind: list[int] | None = None) -> list[int]:
+        """The ids of ``text`` as they are in ``behind``, the ids of a newline and ``text``."""
+        if behind is None:
+            behind = tokenizer.encode("\n" + text, add_special_tokens=False).ids
+        size = len(self._newline)
+        if not text or behind[:size] == self._newline:
+            return behind[size:]
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def _spelt_out(self, token: str) -> list[int]:
+        ids = self._spelt[token]
+        if self._ids[token] in ids:
+            raise InvalidField("messages", token, "messages without it: the tokenizer makes this token of any text")
+        return ids
+
+
+def unmarked(text: str) -> str:
+    """``text`` without marks."""
+    return text if text.isascii() else text.replace(START, "").replace(END, "")
