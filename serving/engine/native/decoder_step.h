@@ -64,7 +64,7 @@ inline void Decoder::step(const Step& step) {
             rms_norm(x, norm, shape.hidden, shape.eps, &normed[size_t(i) * shape.hidden]);
             rows_for.fill(*head, normed.data(), i);
         }
-        multiply(*head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, false, thread, threads);
+        multiply(*head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE, thread, threads);
     }
 }
 
@@ -77,7 +77,7 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
         rms_norm(x, layer.norm1, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.qkv, normed.data(), t);
     }
-    multiply(*layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), false, thread, threads);
+    multiply(*layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) rotate_row(layer, index, step, t);
@@ -88,7 +88,7 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
         if (split[t] >= 0) join(t);
         rows_for.fill(*layer.o, attended.data(), t);
     }
-    multiply(*layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), true, thread, threads);
+    multiply(*layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
@@ -97,7 +97,8 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
         rms_norm(x, layer.norm2, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.gate_up, normed.data(), t);
     }
-    multiply(*layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), false, thread, threads);
+    const Rows x = rows_for.of(*layer.gate_up, normed.data());
+    multiply(*layer.gate_up, x, T, wide.data(), Finish::WRITE, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
     for (int t = 0; t < T; t++) {
@@ -113,7 +114,7 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
         }
         rows_for.fill(*layer.down, gated.data(), t);
     }
-    multiply(*layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), true, thread, threads);
+    multiply(*layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), Finish::ADD, thread, threads);
 #pragma omp barrier
 }
 

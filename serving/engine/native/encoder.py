@@ -1,4 +1,4 @@
-"""The layers of a BERT-like encoder in one native call; its embeddings stay transformers' own code.
+"""A BERT-like encoder in one native call, from token ids to hidden states.
 
 Taken where the model is one of ``ENCODERS``, float32 on CPU, and every linear of them is a ``NativeWeight``. The
 embedder compares the result with the model's own before anyone is answered with it.
@@ -18,21 +18,27 @@ from . import library
 from .library import LANES
 from .weight import NativeWeight
 
-# Layers of one form: attention, residual, norm; GELU MLP, residual, norm; positions in the embeddings alone.
+# Of one form: words, positions and types are added, then a norm; layers of attention, residual, norm; GELU MLP,
+# residual, norm.
 ENCODERS = {"BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel"}
 
 
 class NativeEncoder:
-    def __init__(self, layers: Sequence[Any], packed: Sequence[Sequence[NativeWeight]]) -> None:
+    """``position_offset`` is the number of a text's first position."""
+
+    def __init__(self, model: Any, packed: Sequence[Sequence[NativeWeight]], position_offset: int) -> None:
         found = library.library()
         if found is None:
             raise RuntimeError("the native kernels are not available")
         self._library = found
+        layers = model.encoder.layer
         attention = layers[0].attention.self
         norms = [(layer.attention.output.LayerNorm, layer.output.LayerNorm) for layer in layers]
-        self._kept = [packed, [(norm.weight, norm.bias) for pair in norms for norm in pair]]
+        tables = _tables(model.embeddings, position_offset)
+        self._kept = [packed, tables, [(norm.weight, norm.bias) for pair in norms for norm in pair]]
+        self._vocabulary, self.hidden_size = tables[0].shape
         shape = library.EncoderShape(
-            hidden=packed[0][0].in_features,
+            hidden=self.hidden_size,
             heads=attention.num_attention_heads,
             head_dim=attention.attention_head_size,
             intermediate=packed[0][2].out_features,
@@ -47,17 +53,31 @@ class NativeEncoder:
             )
             for weights, pair in zip(packed, norms, strict=True)
         ]
-        self._handle = found.mlt_encoder_new(shape, (library.EncoderLayer * len(each))(*each))
+        embeddings = library.EncoderEmbeddings(*(table.data_ptr() for table in tables))
+        self._handle = found.mlt_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
         weakref.finalize(self, found.mlt_encoder_free, self._handle)
 
-    def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """``hidden`` [T, H], the embeddings of sequences of these lengths side by side, through all layers in place."""
+    def run(self, token_ids: np.ndarray[Any, np.dtype[np.int32]], lengths: Sequence[int]) -> torch.Tensor:
+        """Hidden states [T, H] of texts of these lengths side by side, none longer than the model takes. Raises
+        ``IndexError`` for a token outside the vocabulary."""
+        if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
+            raise IndexError(f"token ids must be in 0..{self._vocabulary - 1}")
         counts = np.array(lengths, dtype=np.int32)
-        self._library.mlt_encoder_run(self._handle, counts.ctypes.data, len(counts), hidden.data_ptr())
+        hidden = torch.empty((len(token_ids), self.hidden_size), dtype=torch.float32)
+        self._library.mlt_encoder_run(
+            self._handle, token_ids.ctypes.data, counts.ctypes.data, len(counts), hidden.data_ptr()
+        )
         return hidden
 
 
-def native_encoder(model: nn.Module) -> NativeEncoder | None:
+def _tables(embeddings: Any, position_offset: int) -> tuple[torch.Tensor, ...]:
+    """Words, positions from ``position_offset`` on with the first type added, the norm's weight and bias."""
+    positions = embeddings.position_embeddings.weight[position_offset:] + embeddings.token_type_embeddings.weight[0]
+    norm = embeddings.LayerNorm
+    return embeddings.word_embeddings.weight.contiguous(), positions.contiguous(), norm.weight, norm.bias
+
+
+def native_encoder(model: nn.Module, position_offset: int) -> NativeEncoder | None:
     """Of a model whose linears are packed already; None where it cannot run natively."""
     found = library.library()
     layers: Any = getattr(getattr(model, "encoder", None), "layer", None)
@@ -72,7 +92,7 @@ def native_encoder(model: nn.Module) -> NativeEncoder | None:
     packed = [_packed(layer) for layer in layers]
     if any(weights is None for weights in packed):
         return None
-    return NativeEncoder(layers, [weights for weights in packed if weights is not None])
+    return NativeEncoder(model, [weights for weights in packed if weights is not None], position_offset)
 
 
 def _packed(layer: Any) -> tuple[NativeWeight, ...] | None:

@@ -43,6 +43,12 @@ class EncoderLayer(ctypes.Structure):
     _fields_ = tuple((name, c_void_p) for name in ("qkv", "o", "up", "down", "norm1", "bias1", "norm2", "bias2"))
 
 
+class EncoderEmbeddings(ctypes.Structure):
+    """``positions`` [longest text, H] from a text's first position on, with what every token adds besides."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("words", "positions", "norm", "bias"))
+
+
 class EncoderShape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
@@ -108,6 +114,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_decoder_step", None, c_void_p, POINTER(Step))
     declare("mlt_sample", None, c_void_p, c_int32, c_int32, c_void_p, c_void_p)
     declare("mlt_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
-    declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderLayer))
+    declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderEmbeddings), POINTER(EncoderLayer))
     declare("mlt_encoder_free", None, c_void_p)
-    declare("mlt_encoder_run", None, c_void_p, c_void_p, c_int32, c_void_p)
+    declare("mlt_encoder_run", None, c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
+    declare("mlt_gelu", None, c_void_p, c_void_p, c_int32)

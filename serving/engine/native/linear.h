@@ -38,6 +38,8 @@ inline void* allocate(size_t bytes) {
     return memory;
 }
 
+enum class Finish { WRITE, ADD, GELU };  // y = .., y += .., y = gelu(..)
+
 struct Linear {
     Kind kind;
     int K, N, panels;
@@ -237,8 +239,15 @@ inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int 
     tile<KIND>(std::make_index_sequence<M>(), w, panel, x, stride, s, y, add);
 }
 
+// What a tile just wrote and is still near; N is a multiple of LANES.
+inline void gelu_tile(float* y, int rows, int panel, int N) {
+    const int end = std::min((panel + 1) * PANEL, N);
+    for (int m = 0; m < rows; m++, y += N)
+        for (int n = panel * PANEL; n < end; n += LANES) _mm512_storeu_ps(y + n, gelu(_mm512_loadu_ps(y + n)));
+}
+
 template <Kind KIND>
-inline void multiply_panels(const Linear& w, Rows x, int T, float* y, bool add, int first, int last) {
+inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const int stride = w.K / w.lane();
     const int tiles = (T + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
     const int near = std::max(1, NEAR / (w.K * 4 * TILE));  // tiles that stay in the second cache while panels pass
@@ -247,16 +256,19 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, bool add, 
             for (int i = from; i < std::min(from + near, tiles); i++) {
                 const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
                 const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
-                tile_of<KIND>(b - a, w, panel, rows, stride, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, add);
+                const float* scale = x.scale ? x.scale + a : nullptr;
+                float* out = y + size_t(a) * w.N;
+                tile_of<KIND>(b - a, w, panel, rows, stride, scale, out, finish == Finish::ADD);
+                if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
             }
 }
 
-// The share of thread `thread` of `threads` in y [T, N] (+)= x W^T + b.
-inline void multiply(const Linear& w, Rows x, int T, float* y, bool add, int thread, int threads) {
+// The share of thread `thread` of `threads` in y [T, N] from x W^T + b.
+inline void multiply(const Linear& w, Rows x, int T, float* y, Finish finish, int thread, int threads) {
     const int first = int(int64_t(w.panels) * thread / threads), last = int(int64_t(w.panels) * (thread + 1) / threads);
-    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, add, first, last);
-    else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, add, first, last);
-    else multiply_panels<Kind::BF16>(w, x, T, y, add, first, last);
+    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
+    else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
+    else multiply_panels<Kind::BF16>(w, x, T, y, finish, first, last);
 }
 
 }  // namespace mlt

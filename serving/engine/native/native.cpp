@@ -62,7 +62,7 @@ API void mlt_linear_multiply(const Linear* linear, int T, const float* x, float*
     {
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) prepared.fill(w, x, t);
-        multiply(w, prepared.of(w, x), T, y, false, omp_get_thread_num(), omp_get_num_threads());
+        multiply(w, prepared.of(w, x), T, y, Finish::WRITE, omp_get_thread_num(), omp_get_num_threads());
     }
 }
 
@@ -101,19 +101,24 @@ API void mlt_exponentials(uint64_t seed, uint64_t position, int size, float* tim
     }
 }
 
-API Encoder* mlt_encoder_new(const EncoderShape* shape, const EncoderLayer* layers) {
+API Encoder* mlt_encoder_new(const EncoderShape* shape, const EncoderEmbeddings* embeddings,
+                             const EncoderLayer* layers) {
     Encoder* encoder = new Encoder;
-    encoder->shape = *shape;
+    encoder->shape = *shape, encoder->embeddings = *embeddings;
     encoder->layers.assign(layers, layers + shape->layers);
     return encoder;
 }
 
 API void mlt_encoder_free(Encoder* encoder) { delete encoder; }
 
-API void mlt_encoder_run(Encoder* encoder, const int32_t* lengths, int count, float* hidden) {
-    encoder->run(lengths, count, hidden);
+// Of token ids of `count` texts side by side, hidden [T, H].
+API void mlt_encoder_run(Encoder* encoder, const int32_t* ids, const int32_t* lengths, int count, float* hidden) {
+    encoder->run(ids, lengths, count, hidden);
 }
 
+API void mlt_gelu(const float* x, float* y, int n) {
+    for (int i = 0; i < n; i += LANES) _mm512_storeu_ps(y + i, gelu(_mm512_loadu_ps(x + i)));
+}
 }
 
 #endif

@@ -230,6 +230,21 @@ ENCODERS = {
 }
 
 
+def test_gelu_is_exact_to_float32() -> None:
+    """The polynomial is off by what one rounding of a float32 is, and nothing is left of it far below zero."""
+    x = torch.cat([torch.linspace(-9, 9, 100_000), torch.tensor([-3e38, -0.0, 1e-30, 3e38] * 4)])
+    y, found = torch.empty_like(x), library()
+    assert found is not None
+    found.mlt_gelu(x.data_ptr(), y.data_ptr(), len(x))
+    exact = F.gelu(x.double())
+    assert float(((y - exact).abs() / x.double().abs().clamp(min=1e-30)).max()) < 2e-7
+    assert not y[x < -5.31].any()
+    assert torch.equal(y[x > 5.31], x[x > 5.31])
+    strange = torch.full((16,), float("nan"))
+    found.mlt_gelu(strange.data_ptr(), strange.data_ptr(), 16)
+    assert strange.isnan().all()
+
+
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
     """Hidden states of texts side by side are those of each text alone, by transformers and bitwise by ourselves."""
@@ -246,6 +261,36 @@ def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
             alone = model(input_ids=torch.tensor([text])).last_hidden_state[0]
             assert torch.allclose(found, alone, atol=2e-4)
             assert torch.equal(embedder.hidden([text]), found)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_threads_and_neighbours_change_no_bit_of_a_text(quantization: str, tmp_path: Path) -> None:
+    """Texts that threads take by groups, texts that all threads take together, one thread: the same bits."""
+    torch.manual_seed(0)
+    ENCODERS["bert"]().save_pretrained(tmp_path)
+    bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
+    embedder = load_embedder(bundle, EngineSettings(quantization=quantization))
+    assert embedder.native is not None
+    texts = [[2 + (7 * i + 3 * n) % 120 for i in range(1 + 13 * n % 97)] for n in range(60)] + [[9] * 650]
+    for threads in (2, 3, 1):
+        torch.set_num_threads(threads)
+        whole = embedder.hidden(texts).split([len(text) for text in texts])
+        for n in (0, 7, 22, 60):
+            assert torch.equal(embedder.hidden([texts[n]]), whole[n])
+            assert torch.equal(embedder.hidden([texts[n], texts[3], texts[60]])[: len(texts[n])], whole[n])
+        if threads == 2:
+            expected = torch.cat(whole)
+        assert torch.equal(torch.cat(whole), expected)
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """The table of words is never read beyond its ends."""
+    ENCODERS["bert"]().save_pretrained(tmp_path)
+    bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
+    embedder = load_embedder(bundle, EngineSettings())
+    for token in (-1, 131):
+        with pytest.raises(IndexError, match=r"0\.\.130"):
+            embedder.hidden([[5, token]])
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
