@@ -28,7 +28,8 @@ from .endpoints import Endpoints
 from .exchange import Exchange, request_id_from
 from .gate import Gate
 from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
-from .management import ANSWERS, Asked
+from .management import ANSWERS as MANAGEMENT
+from .management import Asked
 from .offload import Offload
 from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path
@@ -37,6 +38,7 @@ from .settings import ServerSettings
 from .tracing import OFF, Tracer
 
 REQUEST_ID = "X-Request-Id"
+ANSWERS = {**MANAGEMENT, "usage": usage.answer}
 
 
 def make_server(
@@ -69,7 +71,6 @@ def create_app(server: Server) -> Flask:
             methods=list(route.methods),
             provide_automatic_options=False,
         )
-    usage.add_routes(app, server)
     app.register_error_handler(HTTPException, _unrouted)
     return app
 
@@ -92,7 +93,8 @@ def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) 
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
         if route.handler in ANSWERS:
-            asked = Asked(caller=caller, name=name or "", body=_body(server))
+            query = request.args.to_dict(flat=False)
+            asked = Asked(caller=caller, name=name or "", body=_body(server), query=query)
             return ANSWERS[route.handler](server, asked)
         return PAGES[route.handler](server, **({"name": name} if name is not None else {}))
     except ServingError as error:

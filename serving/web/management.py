@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,11 +21,12 @@ GONE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request to the server itself: who, the endpoint of the path, the body's bytes."""
+    """A request to the server itself: who, the endpoint of the path, the body's bytes, the values of each parameter."""
 
     caller: Caller
     name: str = ""
     body: bytes = b""
+    query: Mapping[str, list[str]] = field(default_factory=dict)
 
     def object(self) -> dict[str, Any]:
         """The body, a JSON object. Raises ``InvalidField``."""

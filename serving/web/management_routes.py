@@ -1,4 +1,5 @@
-"""The routes of the management API and what their bodies look like, for ``routes`` and the OpenAPI document."""
+"""The routes of the management API and of usage, what their bodies and parameters look like, for ``routes`` and the
+OpenAPI document."""
 
 from __future__ import annotations
 
@@ -89,6 +90,23 @@ _PUT_LIMITS = {"type": "object", "additionalProperties": False, "properties": {"
 
 BASE = "/api/2.0/serving-endpoints"
 ONE = f"{BASE}/<name>"
+
+_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
+_TIME = {"type": "string", "description": "A day, an ISO 8601 time or milliseconds since the epoch"}
+USAGE = "/api/2.0/usage"
+USAGE_QUERY: dict[str, dict[str, Any]] = {
+    "start": _TIME,
+    "end": _TIME,
+    "tenant": _NAME,
+    "endpoint": _NAME,
+    "entity": _NAME,
+    "key_id": _NAME,
+    "status": {"enum": ["open", "ok", "error", "aborted", "recovered"]},
+    "by": {"type": "string", "description": "Sums by day, tenant, endpoint, entity, key_id; several with commas"},
+    "format": {"enum": ["json", "csv", "parquet"]},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "description": "Rows of a page"},
+    "cursor": {"type": "string", "description": "next_cursor of the page before"},
+}
 
 # (method, path, handler, summary, schema of the body)
 TABLE: tuple[tuple[str, str, str, str, dict[str, Any] | None], ...] = (

@@ -52,6 +52,7 @@ ERROR_SCHEMAS: dict[DialectName, dict[str, Any]] = {
 ERROR_SCHEMAS["mlflow"] = ERROR_SCHEMAS["databricks"]
 CONTENT = {"metrics": "text/plain", "ping": "text/plain", "version": "text/plain", "docs": "text/html"}
 CONTENT["get_serving_metrics"] = "text/plain"
+EXPORTS = {"usage": ("text/csv", "application/vnd.apache.parquet")}  # beside JSON
 
 
 @functools.cache
@@ -98,6 +99,7 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"{(\w+)}", path)
     ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", path).strip("_") or "root",
         "summary": route.summary,
@@ -125,6 +127,7 @@ def _responses(route: Route) -> dict[str, Any]:
     content: dict[str, Any] = {
         kind: {"schema": {"type": "object"} if kind == "application/json" else {"type": "string"}}
     }
+    content |= {export: {"schema": {"type": "string"}} for export in EXPORTS.get(route.handler, ())}
     if route.is_invocation:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{route.dialect}_error"}}}

@@ -1,17 +1,19 @@
 """Every route of the server, as one table.
 
 ``handler`` names what answers: "invoke" runs a task of an endpoint; the others are the functions of that name in
-``pages`` and ``management``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it follows from
-the body.
+``pages``, ``management`` and ``usage``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it
+follows from the body.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..request import Task
 from .management_routes import TABLE as MANAGEMENT
+from .management_routes import USAGE, USAGE_QUERY
 
 DialectName = Literal["openai", "databricks", "mlflow"]
 
@@ -21,7 +23,7 @@ class Route:
     """``open`` routes answer without an API key and while the server drains: probes depend on them.
 
     ``scope`` is what the key must have, None for any key. ``body`` is the JSON schema of a body that is no request of a
-    dialect.
+    dialect, ``query`` those of the parameters behind the path.
     """
 
     path: str
@@ -33,6 +35,7 @@ class Route:
     open: bool = False
     scope: str | None = "invoke"
     body: dict[str, Any] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def is_invocation(self) -> bool:
@@ -82,6 +85,18 @@ ROUTES += tuple(
         body=body,
     )
     for method, path, handler, summary, body in MANAGEMENT
+)
+
+ROUTES += (
+    Route(
+        path=USAGE,
+        methods=("GET",),
+        dialect="mlflow",
+        handler="usage",
+        summary="What was used, and its cost: rows, sums, CSV or Parquet",
+        scope=None,
+        query=USAGE_QUERY,
+    ),
 )
 
 PREFIXES: tuple[tuple[str, DialectName], ...] = (

@@ -1,83 +1,43 @@
 """``GET /api/2.0/usage``: the ledger by time, tenant and endpoint; in pages, in sums, as CSV or Parquet.
 
-A key sees its own tenant, a key with the scope "manage" sees all. Mounted by ``add_routes``.
+A key sees its own tenant, a key with the scope "manage" sees all.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 import msgspec
-from flask import Flask, Response, request
 
-from ..dialects import DIALECTS
-from ..errors import InternalError, InvalidField, NotFound, PermissionDenied, ServingError, Unauthenticated
+from ..errors import InvalidField, NotFound, PermissionDenied
 from ..metering.export import csv_lines, write_parquet
-from ..metering.keys import ANONYMOUS, Caller
+from ..metering.keys import Caller
 from ..metering.usage import MAX_PAGE, Usage, UsageFilter
-from ..metering.usage_filter import NAMES, filter_of, groups_of
-from . import logs
-from .answer import Answer, error_answer, json_answer
-from .exchange import Exchange, request_id_from
+from ..metering.usage_filter import filter_of, groups_of
+from .answer import Answer, json_answer
 from .invoke import Server
+from .management import Asked
+from .management_routes import USAGE_QUERY
 
-PATH = "/api/2.0/usage"
-FORMATS = ("json", "csv", "parquet")
-PARAMETERS = ("start", "end", *NAMES, "by", "format", "limit", "cursor")
+FORMATS = tuple(USAGE_QUERY["format"]["enum"])
 CSV_LINES = 200
 CHUNK_BYTES = 1 << 16
 
 
-def add_routes(app: Flask, server: Server) -> None:
-    """Mount the usage API on ``app``."""
-
-    def view() -> Response:
-        exchange = Exchange(
-            request_id=request_id_from(request.headers.get("X-Request-Id")), method=request.method, path=request.path
-        )
-        answer = _answered(server, exchange)
-        exchange.finish(answer.status)
-        response = Response(answer.body, status=answer.status, content_type=answer.content_type, headers=answer.headers)
-        response.headers["X-Request-Id"] = exchange.request_id
-        return response
-
-    app.add_url_rule(PATH, endpoint="usage", view_func=view, methods=["GET"], provide_automatic_options=False)
-
-
-def _answered(server: Server, exchange: Exchange) -> Answer:
-    try:
-        caller = caller_of(server, request.headers.get("Authorization", ""))
-        exchange.key = caller.key_id
-        if server.ledger is None:
-            raise NotFound("this server keeps no ledger; start it with --database")
-        return usage(Usage(server.ledger.store), caller, _single(request.args.to_dict(flat=False)))
-    except ServingError as error:
-        return error_answer(DIALECTS["mlflow"], error)
-    except Exception:
-        logs.event("fault", level=logging.ERROR, exc_info=True, request_id=exchange.request_id)
-        told = InternalError(f"internal error; the log has it under {exchange.request_id}")
-        return error_answer(DIALECTS["mlflow"], told)
-
-
-def caller_of(server: Server, authorization: str) -> Caller:
-    """Who asks, whatever the key may do. Raises ``Unauthenticated`` where the server asks for keys."""
-    if server.keys is None:
-        return ANONYMOUS
-    scheme, _, secret = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not secret:
-        raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
-    found: Caller = server.keys.verify(secret.strip(), scope=None)
-    return found
+def answer(server: Server, asked: Asked) -> Answer:
+    """Raises ``NotFound`` without a ledger, and what ``usage`` raises."""
+    if server.ledger is None:
+        raise NotFound("this server keeps no ledger; start it with --database")
+    return usage(Usage(server.ledger.store), asked.caller, _single(asked.query))
 
 
 def _single(asked: Mapping[str, list[str]]) -> dict[str, str]:
     for name, values in asked.items():
-        if name not in PARAMETERS:
-            raise InvalidField(name[:80], values[0], "no such parameter; known are " + ", ".join(PARAMETERS))
+        if name not in USAGE_QUERY:
+            raise InvalidField(name[:80], values[0], "no such parameter; known are " + ", ".join(USAGE_QUERY))
         if len(values) > 1:
             raise InvalidField(name, values, "one value")
     return {name: values[0] for name, values in asked.items()}
