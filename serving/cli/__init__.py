@@ -13,6 +13,7 @@ from .bench import bench
 from .chat import chat
 from .doctor import doctor
 from .endpoints import endpoints
+from .engine import engine, engine_key
 from .keys import keys
 from .limits import limits
 from .prices import prices
@@ -26,7 +27,7 @@ def cli() -> None:
     """Serve language models logged with MLflow."""
 
 
-for command in (serve, keys, limits, prices, usage, endpoints, chat, bench, doctor):
+for command in (serve, engine, engine_key, keys, limits, prices, usage, endpoints, chat, bench, doctor):
     cli.add_command(command)
 
 

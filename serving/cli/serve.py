@@ -11,10 +11,12 @@ import click
 import msgspec
 
 from ..settings import EngineSettings
+from ..transport.auth import check_address, read_key
 from ..web.settings import ServerSettings
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
 
 DEFAULTS = ServerSettings()
+CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
 
 
 @click.command()
@@ -45,6 +47,21 @@ DEFAULTS = ServerSettings()
 )
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
 @click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="[NAME=]tcp://HOST:PORT",
+    help="An engine on another host (mlflow-llm engine) that runs endpoint NAME's model; several are its replicas.",
+)
+@click.option("--engine-key-file", help="The key of those engines, made by mlflow-llm engine-key.")
+@click.option(
+    "--engine-timeout",
+    default=DEFAULTS.engine_timeout,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds that requests wait for such an engine while it is away.",
+)
+@click.option(
     "--trace-sample",
     default=DEFAULTS.trace_sample,
     show_default=True,
@@ -60,6 +77,8 @@ def serve(
     spec_file: str | None,
     profile: ProfileName,
     config: tuple[str, ...],
+    engines: tuple[str, ...],
+    engine_key_file: str | None,
     **server: Any,
 ) -> None:
     """Serve one or more models to OpenAI, Databricks and MLflow clients until a signal ends it."""
@@ -72,11 +91,19 @@ def serve(
             spec = msgspec.json.decode(file.read(), type=ServeSpec)
     else:
         named = {} if server["database"] and not models else _named(models, name)
+        addresses = engine_addresses(engines, tuple(named), engine_key_file)
+        overrides = engine_overrides(config)
+        _check_settings(overrides, named, addresses)
         say({"stage": "reading", "models": len(named)})
         spec = ServeSpec(
-            endpoints=endpoint_specs(named, engine_overrides(config), profile),
+            endpoints=tuple(
+                msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
+                if engine_key_file is not None and one.name in addresses
+                else one
+                for one in endpoint_specs(named, overrides, profile)
+            ),
             settings=ServerSettings(**server),
-            engine=engine_overrides(config),
+            engine=overrides,
             profile=profile,
         )
     run(spec, say)
@@ -112,6 +139,34 @@ def _named(models: tuple[str, ...], name: str | None) -> dict[str, str]:
             raise click.UsageError(f"two models are called {endpoint!r}; write -m URI=name")
         found[endpoint] = uri
     return found
+
+
+def engine_addresses(
+    given: tuple[str, ...], names: tuple[str, ...], key_file: str | None
+) -> dict[str, tuple[str, ...]]:
+    """``NAME=tcp://HOST:PORT`` as addresses by endpoint; NAME may be left out with one endpoint. Raises
+    ``UsageError``, ``PackagingError``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for one in given:
+        name, equals, address = one.rpartition("=")
+        name = name if equals or len(names) != 1 else names[0]
+        if name not in names:
+            raise click.UsageError(f"--engine {one}: name an endpoint: NAME=tcp://HOST:PORT, one of {', '.join(names)}")
+        if check_address(address) in found.get(name, ()):
+            raise click.UsageError(f"--engine {one}: given twice")
+        found[name] = (*found.get(name, ()), address)
+    if found:
+        read_key(key_file, "--engine-key-file, made by mlflow-llm engine-key, is needed with --engine")
+    elif key_file is not None:
+        raise click.UsageError("--engine-key-file goes with --engine")
+    return found
+
+
+def _check_settings(overrides: dict[str, Any], named: dict[str, str], addresses: dict[str, tuple[str, ...]]) -> None:
+    """Raises ``UsageError`` for a setting that no engine of this server would have."""
+    for key in overrides if named and len(addresses) == len(named) else ():
+        if key not in CLIENT_SETTINGS:
+            raise click.UsageError(f"-C {key}: the engines run on other hosts; give it to mlflow-llm engine there")
 
 
 def name_of(uri: str) -> str:

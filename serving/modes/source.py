@@ -11,10 +11,13 @@ from ..settings import EngineSettings
 class Source(Struct, frozen=True, kw_only=True):
     """``uri`` names a version even where an alias was asked for, so that a configuration never changes by itself.
 
-    ``core`` replaces the engine's own class.
+    ``core`` replaces the engine's own class. ``addresses`` (``tcp://host:port``) are engines that other hosts keep,
+    with the key in ``key_file``: a replica each, and none is started here.
     """
 
     uri: str
     bundle: Bundle
     engine: EngineSettings = EngineSettings()
     core: str | None = None
+    addresses: tuple[str, ...] = ()
+    key_file: str | None = None

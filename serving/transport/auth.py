@@ -42,10 +42,13 @@ def write_key(path: str) -> None:
         raise PackagingError(f"key file {path}: {error.strerror}") from None
 
 
-def read_key(path: str | None) -> bytes:
-    """The shared key in a file that only its owner may read. Raises ``PackagingError``."""
+NO_KEY = "an engine that listens on TCP needs key_file, a file with the key its clients share"
+
+
+def read_key(path: str | None, missing: str = NO_KEY) -> bytes:
+    """The shared key in a file that only its owner may read. Raises ``PackagingError``, ``missing`` for no path."""
     if not path:
-        raise PackagingError("an engine that listens on TCP needs key_file, a file with the key its clients share")
+        raise PackagingError(missing)
     try:
         with open(path, "rb") as file:
             mode, key = os.fstat(file.fileno()).st_mode, file.read().strip()

@@ -103,7 +103,8 @@ class Launcher:
             check_address(listen)
             read_key(key_file)
         self.bundle, self.settings, self.core = bundle, settings, core
-        self.listen, self.key_file, self.drain_timeout = listen, key_file, drain_timeout
+        self.listen, self.drain_timeout = listen, drain_timeout
+        self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has a working directory of its own
         self.client_id = uuid.uuid4().hex
         self.generation = ""
         self.secret: bytes | None = None

@@ -226,7 +226,7 @@ class Controller:
                     served=served.entity,
                     key=served.key,
                     info=status.info,
-                    addresses=_addresses(status),
+                    addresses=_addresses(status, elsewhere=_is_elsewhere(served.entity)),
                     facts=deployed.facts.get(served.entity.name, {}),
                 )
             )
@@ -275,6 +275,13 @@ class Controller:
                 self._supervisor.remove(key)
 
 
-def _addresses(status: EntityStatus) -> tuple[str, ...]:
-    """Replicas that have been ready; one that is being started again keeps its requests."""
-    return tuple(r.address for r in status.replicas if r.proven and r.index < status.wanted)
+def _is_elsewhere(entity: ServedEntity) -> bool:
+    return entity.source is not None and bool(entity.source.addresses)
+
+
+def _addresses(status: EntityStatus, *, elsewhere: bool) -> tuple[str, ...]:
+    """Replicas that have been ready; one that is being started again keeps its requests. Nobody knows whether one
+    ``elsewhere`` is being started, so it is left out while there is another."""
+    ready = tuple(r.address for r in status.ready if r.index < status.wanted)
+    proven = tuple(r.address for r in status.replicas if r.proven and r.index < status.wanted)
+    return (ready or proven) if elsewhere else proven

@@ -9,6 +9,7 @@ from typing import Any
 import gevent
 
 from ..engine.interface import AdapterInfo, Engine
+from ..modes.source import Source
 from ..modes.traffic import TrafficSplit
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
@@ -21,11 +22,12 @@ from .profiles import PROFILES, profile_in
 from .replicas import Replicas
 
 TURN = 0.05  # seconds between looks at the plan
+FIRST_SECONDS = 5.0  # for an engine of another host, which the keeper has just been connected to
 RETRY = 20  # turns after which a replica that did not answer is tried again
 
 
 class Follower:
-    """``open(address, stall_timeout)`` attaches to an engine. ``profile`` is for endpoints that name none.
+    """``open`` (``client_gevent.attach``) attaches to an engine. ``profile`` is for endpoints that name none.
 
     One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
     """
@@ -89,14 +91,21 @@ class Follower:
             engine = Replicas(
                 entity.info,
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in adapters.items()),
-                open=functools.partial(self._attach, entity.served.source.engine.stall_timeout),
+                open=functools.partial(self._attach, entity.served.source),
                 want=functools.partial(self._board.want, key),
             )
+        engine.info = entity.info  # an engine started again elsewhere may have other settings
         self._engines[key] = engine
         return engine.set_addresses(entity.addresses)
 
-    def _attach(self, stall_timeout: float, address: str) -> Engine:
-        engine: Engine = self._open(address, stall_timeout=stall_timeout)
+    def _attach(self, source: Source, address: str) -> Engine:
+        engine: Engine = self._open(
+            address,
+            key_file=source.key_file,
+            stall_timeout=source.engine.stall_timeout,
+            first_timeout=FIRST_SECONDS if source.addresses else None,
+            content_hash=source.bundle.content_hash,
+        )
         return engine
 
     def _routed(self, planned: PlannedEndpoint) -> Routed:
@@ -147,6 +156,8 @@ class Follower:
 
     def _let_go(self) -> None:
         """Close what has no request left; the keeper ends it then."""
+        for engine in (*self._engines.values(), *self._retiring.values()):
+            engine.rescue()
         changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
         over = [key for key, engine in self._retiring.items() if not self._gate.running(engine)]
         for key in over:

@@ -55,8 +55,17 @@ def with_files(entity: ServedEntity) -> ServedEntity:
 
 def config_of(spec: EndpointSpec) -> EndpointConfig:
     """What the command line asked for, as a configuration of one served entity."""
+    if spec.addresses and (spec.scale_to_zero_enabled or spec.max_provisioned_throughput is not None):
+        raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
     name, version = _named(spec.entity)
-    source = Source(uri=spec.entity, bundle=spec.bundle, engine=spec.engine, core=spec.core)
+    source = Source(
+        uri=spec.entity,
+        bundle=spec.bundle,
+        engine=spec.engine,
+        core=spec.core,
+        addresses=spec.addresses,
+        key_file=spec.key_file,
+    )
     entity = ServedEntity(
         name=spec.entity,
         entity_name=name,

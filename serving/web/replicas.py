@@ -17,7 +17,13 @@ from ..request import ValidRequest
 from . import logs
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
-BEST_FIRST: tuple[Literal["ready", "stalled", "starting", "dead"], ...] = ("ready", "stalled", "starting", "dead")
+BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], ...] = (
+    "ready",
+    "draining",
+    "stalled",
+    "starting",
+    "dead",
+)
 NOT_SUMMED = ("status", "last_step_age")
 
 
@@ -33,10 +39,21 @@ class _Replica:
         self.streams.add(stream)
         return stream
 
+    def hand_over(self, other: _Replica) -> None:
+        """Let ``other`` go on with all that runs here."""
+        for stream in list(self.streams):
+            self.streams.discard(stream)
+            self.engine.hand_over(stream, other.engine)  # type: ignore[attr-defined]
+            other.streams.add(stream)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine.health().status == "ready"
+
     @property
     def load(self) -> tuple[bool, int]:
         """Orders replicas: those that make progress first, then by what this worker has running there."""
-        return (self.engine.health().status != "ready", len(self.streams))
+        return (not self.is_ready, len(self.streams))
 
 
 class Replicas:
@@ -84,6 +101,13 @@ class Replicas:
             self._arrived.clear()
         return len(opened) == len(addresses)
 
+    def rescue(self) -> None:
+        """What runs on a replica that makes no progress goes on where there is one that does."""
+        each = (*self._active.values(), *(replica for _, replica in self._leaving))
+        for replica in (replica for replica in each if len(replica.streams)):
+            if not replica.is_ready and (others := [other for other in self._active.values() if other.is_ready]):
+                replica.hand_over(min(others, key=lambda other: other.load))
+
     def let_go(self) -> bool:
         """Close the clients of former replicas on which nothing runs any more; whether there were any."""
         over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
@@ -127,10 +151,11 @@ class Replicas:
             replica.engine.unload_adapter(name)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Of the first replica; those of the model while none runs."""
-        for replica in self._active.values():
-            return replica.engine.adapters()
-        return self._adapters
+        """Of one replica, the first that makes progress; those of the model while none runs."""
+        if not self._active:
+            return self._adapters
+        found = min(self._active.values(), key=lambda replica: not replica.is_ready)
+        return found.engine.adapters()
 
     def health(self) -> Health:
         """The sums over all replicas, the best of their states; "ready" where none is wanted."""

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ..errors import NotFound, PackagingError, ServingError
 from ..modes.endpoint_config import EndpointConfig, ServedEntity
 from ..modes.endpoints import EndpointRow
+from ..transport.process import ENGINE_CORE
 from ..transport.supervisor import EngineModel, Supervisor
 from .scaler import Scaler, Served
 
@@ -106,9 +107,13 @@ class Rollout:
             entity = find(entity)
             assert entity.source is not None
             source = entity.source
-            model = EngineModel(bundle=source.bundle, settings=source.engine)
-            if source.core is not None:
-                model = EngineModel(bundle=source.bundle, settings=source.engine, core=source.core)
+            model = EngineModel(
+                bundle=source.bundle,
+                settings=source.engine,
+                core=source.core or ENGINE_CORE,
+                addresses=source.addresses,
+                key_file=source.key_file,
+            )
             served = Served(endpoint=self.row.name, version=self.version, entity=entity, key=model.key())
             found.append((served, model))
         return found
@@ -117,7 +122,7 @@ class Rollout:
         kept = self._supervisor.entities()
         for served, model in found:
             running = self._supervisor.status(served.key).wanted if served.key in kept else 0
-            self._supervisor.add(served.key, model, replicas=max(1, running))
+            self._supervisor.add(served.key, model, replicas=max(1, running, len(model.addresses)))
         self.served = tuple(served for served, _ in found)
         self.stage = "warming"
 

@@ -64,7 +64,8 @@ class _Seen(Struct):
 
 
 class Scaler:
-    """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to.
+    """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to;
+    on engines of other hosts it has as many as there are.
 
     ``reserved_time`` None: there is no ledger, so nothing can be reserved. ``idle_seconds`` without a request scale an
     entity to zero that may be.
@@ -119,7 +120,7 @@ class Scaler:
         measured = msgspec.convert(facts, Measured) if facts else None
         policy = self._policy(served.entity, measured)
         if policy is None:
-            return 1
+            return max(1, len(served.entity.source.addresses if served.entity.source is not None else ()))
         place = _place(served)
         if (seen := self._seen.get(place)) is None:
             state = ScaleState(replicas=max(status.wanted, 1))

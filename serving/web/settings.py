@@ -18,7 +18,8 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slow reader can make us hold is then bounded. ``offload_bytes``: a body from this size on is decoded and tokenised
     on a thread, so that the event loop goes on serving streams; below it the switch costs more than it saves.
     ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``scale_to_zero_after`` (seconds without a
-    request) ends the engine of an entity with ``scale_to_zero_enabled``. ``database`` is the URL of the store that
+    request) ends the engine of an entity with ``scale_to_zero_enabled``. ``engine_timeout`` (seconds) is how long
+    requests wait for an engine of another host that is away. ``database`` is the URL of the store that
     holds keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger
     has not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
     requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
@@ -37,6 +38,7 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offload_bytes: int = 8 * 2**10
     drain_timeout: float = 30.0
     scale_to_zero_after: float = 300.0
+    engine_timeout: float = 60.0
     database: str | None = None
     require_keys: bool = False
     state_dir: str | None = None

@@ -17,7 +17,8 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 class EndpointSpec(Struct, frozen=True, kw_only=True):
     """``entity`` names the served model (its URI's last part by default). ``core`` replaces the engine's own class.
 
-    The last three are as in the management API: tokens/s reserved, and whether an idle engine may end.
+    ``addresses`` and ``key_file``: see ``modes.source.Source``. The last three are as in the management API: tokens/s
+    reserved, and whether an idle engine may end; engines of other hosts have neither.
     """
 
     name: str
@@ -27,6 +28,8 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     profile: ProfileName = "open"
     created: int = 0
     core: str | None = None
+    addresses: tuple[str, ...] = ()
+    key_file: str | None = None
     min_provisioned_throughput: int | None = None
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False

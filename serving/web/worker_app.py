@@ -35,7 +35,8 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
     server.store = store
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)
     server.management = ManagedEndpoints(store, locate=located)
-    opened = functools.partial(attach, journal=str(ledger.journal_dir) if ledger is not None else "")
+    journal = str(ledger.journal_dir) if ledger is not None else ""
+    opened = functools.partial(attach, journal=journal, timeout=spec.settings.engine_timeout)
     follower = Follower(Board(directory), endpoints, server.gate, open=opened, ledger=ledger, profile=spec.profile)
     follower.adopt()
     for endpoint in endpoints.entities():

@@ -25,7 +25,7 @@ def write_instant_model(root: Path, **model: float) -> Bundle:
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(root / "tokenizer")
-    (root / "model").mkdir()
+    (root / "model").mkdir(parents=True)
     (root / "model" / "instant.json").write_text(json.dumps({"vocab_size": len(tokenizer), **model}))
     return Bundle(
         content_hash=f"instant-{root.name}",

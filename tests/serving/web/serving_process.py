@@ -53,6 +53,8 @@ def running(
     engine: EngineSettings | None = None,
     name: str = "assistant",
     seconds: float = 120,
+    addresses: tuple[str, ...] = (),
+    key_file: str | None = None,
     more: tuple[EndpointSpec, ...] = (),
     **settings: object,
 ) -> Iterator[Running]:
@@ -70,6 +72,8 @@ def running(
                     core=core,
                     created=1,
                     engine=engine or EngineSettings(idle_timeout=0.3),
+                    addresses=addresses,
+                    key_file=key_file,
                 ),
                 *more,
             ),

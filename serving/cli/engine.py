@@ -1,0 +1,88 @@
+"""``mlflow-llm engine``: an engine on this host, for servers on others; ``mlflow-llm engine-key``: what they share."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from typing import Any
+
+import click
+import msgspec
+
+from ..transport.auth import check_address, read_key, write_key
+from ..transport.engine_model import EngineModel
+from ..transport.host import EngineHost
+from .serve import endpoint_specs, engine_overrides, name_of
+
+LISTEN = "tcp://127.0.0.1:5601"
+
+
+@click.command()
+@click.option("-m", "--model-uri", "model_uri", help="URI of the model. E.g. models:/assistant@champion")
+@click.option("--listen", default=LISTEN, show_default=True, help="Where servers connect, tcp://host:port.")
+@click.option("--key-file", required=True, help="The key that servers share, made by mlflow-llm engine-key.")
+@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
+@click.option(
+    "--drain-timeout", default=30.0, show_default=True, type=click.FloatRange(0), help="Seconds after SIGTERM."
+)
+@click.option(
+    "--spec", "spec_file", type=click.Path(exists=True, dir_okay=False), help="Model and settings in a file (JSON)."
+)
+@click.option("--runtime-dir", hidden=True)
+def engine(
+    model_uri: str | None,
+    listen: str,
+    key_file: str,
+    config: tuple[str, ...],
+    drain_timeout: float,
+    spec_file: str | None,
+    runtime_dir: str | None,
+) -> None:
+    """Keep an engine on this host for `mlflow-llm serve --engine tcp://HOST:PORT` elsewhere, until a signal ends it."""
+    from ..web.warm import generate_one
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    check_address(listen)
+    read_key(key_file)
+    model = msgspec.structs.replace(
+        _model(model_uri, spec_file, config), listen=listen, key_file=key_file, drain_timeout=drain_timeout
+    )
+    host = EngineHost(model, prove=generate_one, say=say, state_dir=runtime_dir)
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda *_: host.stop())
+    host.run()
+
+
+@click.command("engine-key")
+@click.argument("file")
+def engine_key(file: str) -> None:
+    """Make a new key for engines on other hosts in FILE, which its owner alone may read. Copy it to every host."""
+    write_key(file)
+    click.echo(f"a new key is in {file}", err=True)
+
+
+def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]) -> EngineModel:
+    if (model_uri is None) == (spec_file is None):
+        raise click.UsageError("name a model with -m, or a file with --spec")
+    if model_uri is None:
+        with open(str(spec_file), "rb") as file:
+            return msgspec.json.decode(file.read(), type=EngineModel)
+    overrides = engine_overrides(config)
+    click.echo("reading the model", err=True)
+    (spec,) = endpoint_specs({name_of(model_uri): model_uri}, overrides)
+    return EngineModel(bundle=spec.bundle, settings=spec.engine)
+
+
+def say(stage: str, **told: Any) -> None:
+    """What happens to the engine, for people, on standard error."""
+    text = {
+        "loading": "loading",
+        "ready": f"first token ({told.get('seconds')} s); listening on {told.get('address')}",
+        "restarting": "the engine has ended or hangs; it is started again",
+        "failed": f"the engine does not start: {told.get('message')}; it is tried again",
+        "draining": f"ending; what runs has {told.get('seconds')} s",
+        "ended": "ended",
+    }[stage]
+    click.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
