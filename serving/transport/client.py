@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import zmq
 
 from ..bundle import Bundle
 from ..engine.interface import AdapterInfo, EngineInfo, Health
@@ -27,6 +26,7 @@ from .finder import Finder
 from .launch import Launcher, Progress
 from .link import Link
 from .stream import EventBuffer, Place, RemoteStream
+from .wait import ThreadWait, Wait
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
 
@@ -52,8 +52,6 @@ class RemoteEngine:
     """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
     ``options`` are those of ``link.Link``; for ``journal`` and ``content_hash`` see ``ClientState``."""
-
-    backend: Any = zmq
 
     def __init__(
         self,
@@ -81,6 +79,9 @@ class RemoteEngine:
         thread.start()
         return thread
 
+    def _wait(self) -> Wait:
+        return ThreadWait()
+
     def _rest(self) -> None:
         """Threads take turns by themselves."""
 
@@ -91,7 +92,7 @@ class RemoteEngine:
         self._closed = False
         self._lock = threading.Lock()
         self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal, content_hash=self._content_hash)
-        self._link = Link(self.backend, self._make_finder(), self._state, rest=self._rest, **self._options)
+        self._link = Link(self._wait(), self._make_finder(), self._state, rest=self._rest, **self._options)
         started = self._queue()
         self._owner = self._spawn(lambda: self._main(started))
         error = started.get()

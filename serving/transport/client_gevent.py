@@ -5,13 +5,13 @@ Where a supervisor keeps the engine, ``attach`` to it; ``connect`` also starts i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import gevent
 import gevent.monkey
 import gevent.queue
-import zmq.green
+from gevent.hub import Waiter
 
 from ..bundle import Bundle
 from ..settings import EngineSettings
@@ -19,13 +19,40 @@ from .attach import Attached
 from .client import RemoteEngine
 from .launch import Launcher, Progress
 
+READ = 1  # of the event loop's events
 _ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
+
+
+class GreenWait:
+    """``wait.Wait`` for a loop on a greenlet: others run meanwhile. Watchers of the event loop are kept between waits,
+    which zmq.green does not: it makes and drops several for each."""
+
+    def __init__(self) -> None:
+        self._hub = gevent.get_hub()
+        self._readers: list[tuple[int, Any]] = []
+
+    def watch(self, fds: Collection[int]) -> None:
+        for _, reader in self._readers:
+            reader.close()
+        self._readers = [(fd, self._hub.loop.io(fd, READ)) for fd in fds]
+
+    def wait(self, seconds: float) -> Collection[int]:
+        waiter = Waiter(self._hub)
+        timer = self._hub.loop.timer(seconds)
+        timer.start(waiter.switch, None)
+        for fd, reader in self._readers:
+            reader.start(waiter.switch, fd)
+        try:
+            fd = waiter.get()
+        finally:
+            timer.close()
+            for _, reader in self._readers:
+                reader.stop()
+        return () if fd is None else (fd,)
 
 
 class GeventEngine(RemoteEngine):
     """``RemoteEngine`` on greenlets; to be made in the worker that uses it, after the fork."""
-
-    backend: Any = zmq.green
 
     def _open(self) -> None:
         self._hub = gevent.get_hub()
@@ -37,6 +64,9 @@ class GeventEngine(RemoteEngine):
 
     def _spawn(self, run: Callable[[], None]) -> Any:
         return gevent.spawn(run)
+
+    def _wait(self) -> GreenWait:
+        return GreenWait()
 
     def _rest(self) -> None:
         gevent.sleep(0)

@@ -12,16 +12,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
-from zmq.utils.monitor import parse_monitor_message
+import zmq
 
 from ..errors import PackagingError, ServingError, ShuttingDown, Unavailable
 from . import messages as m
-from .auth import secure_client
 from .client_state import ClientState, died
 from .finder import Finder
+from .line import Line
+from .wait import Wait
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Command = Callable[[ClientState], None]
 
 
 class Link:
-    """``backend`` is ``zmq`` or ``zmq.green``. ``keep`` finds the engine again even when nothing of ours runs on it.
+    """``wait`` is how its owner waits. ``keep`` finds the engine again even when nothing of ours runs on it.
 
     ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are
     seconds without an engine, even one that loads: ``timeout`` before the first welcome, ``away_timeout`` after which
@@ -45,7 +45,7 @@ class Link:
 
     def __init__(
         self,
-        backend: Any,
+        wait: Wait,
         finder: Finder,
         state: ClientState,
         *,
@@ -57,7 +57,7 @@ class Link:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.timeout, self.away_timeout, self._cancelled = timeout, away_timeout, cancelled
-        self.zmq, self.finder, self.state, self.keep, self.rest = backend, finder, state, keep, rest
+        self.wait, self.finder, self.state, self.keep, self.rest = wait, finder, state, keep, rest
         self.stall_timeout = stall_timeout
         self.stopping = False
         self.stalled = False
@@ -65,14 +65,13 @@ class Link:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._context = backend.Context()
-        self._socket: Any = None
-        self._monitor: Any = None
+        wait.watch([self._wake_read])
+        self._context = zmq.Context()
+        self._line: Line | None = None
         self._still = 0.0  # seconds without progress, as counted by this loop's own turns
-        self._turned_at = self._pinged_at = 0.0
+        self._turned_at = self._pinged_at = self._looked_at = 0.0
         self._failures = self._dead_turns = self._refusals = 0
         self._endpoint = ""
-        self._connected = False  # the other side has taken our key
         self._away = 0.0  # seconds without an engine, as ``_still``
         self._told = ""
 
@@ -93,7 +92,7 @@ class Link:
     def open(self) -> None:
         """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises; ``Unavailable``."""
         while not (self.stopping or self._cancelled()):
-            if self._socket is None:
+            if self._line is None:
                 self._connect(self.finder.generation if self.stalled else "")
             self._turn()
             if self.state.welcome:
@@ -106,7 +105,7 @@ class Link:
 
     def _refused(self) -> str:
         """Why whoever listens there is not our engine; "" where nobody said so."""
-        if self._refusals >= REFUSALS:
+        if self._refusals >= REFUSALS and not (self._line is not None and self._line.connected):
             return f"{self._endpoint} refuses us: the engine there has another key, or what listens there is no engine"
         return f"{self._endpoint}: {self.state.refused}" if self.state.refused else ""
 
@@ -115,7 +114,7 @@ class Link:
         error: ServingError = ShuttingDown("the client was closed")
         try:
             while not self.stopping:
-                if self._socket is None and (self.state.busy or self.keep):
+                if self._line is None and (self.state.busy or self.keep):
                     self._reconnect()
                 self._turn()
                 self._tell_absence()
@@ -132,12 +131,13 @@ class Link:
     def close(self) -> None:
         """Say goodbye and free all: idempotent."""
         self.stopping = True
-        if self._socket is not None:
+        if self._line is not None:
             self.state.outbox.append(m.encode(m.Goodbye()))
             self._flush()
         self._disconnect(linger=100)
         self._context.term()
         self.finder.close()
+        self.wait.watch([])
         for fd in (self._wake_read, self._wake_write):
             if fd >= 0:
                 os.close(fd)
@@ -161,38 +161,31 @@ class Link:
             self._failures += 1
 
     def _connect(self, stalled: str) -> None:
-        endpoint = self.finder.find(stalled, lambda: self.stopping)
+        self._endpoint = self.finder.find(stalled, lambda: self.stopping)
         self.stalled = False
-        socket = self._context.socket(self.zmq.DEALER)
-        socket.setsockopt(self.zmq.SNDHWM, 0)
-        socket.setsockopt(self.zmq.RCVHWM, 0)
-        if self.finder.secret is not None:
-            secure_client(socket, self.finder.secret)
-        self._monitor = socket.get_monitor_socket(self.zmq.EVENT_HANDSHAKE_SUCCEEDED | self.zmq.EVENT_DISCONNECTED)
-        socket.connect(endpoint)
-        self._socket, self._endpoint = socket, endpoint
+        self._line = Line(self._context, self._endpoint, self.finder.secret)
+        self.wait.watch([self._wake_read, *self._line.fds])
         self._still = 0.0
         self.state.hello(self.finder.client_id)
 
     def _disconnect(self, linger: int = 0) -> None:
-        if self._socket is None:
+        if self._line is None:
             return
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger)
-        self._socket = self._monitor = None
+        self.wait.watch([self._wake_read])
+        self._line.close(linger)
+        self._line = None
 
     def _turn(self) -> None:
         self._count_time()
         self._run_commands()
-        self._flush()
-        if self._poll() or self._is_dead():
+        more = self._receive()
+        if self._flush() or more:
+            self.rest()
+        elif self._pause() or self._is_dead():
             self._receive()  # what it said before it died
             self._lost()
             return
-        self._receive()
         self._watch()
-        self.rest()
 
     def _count_time(self) -> None:
         """In turns of this loop, so that our own sleep is not the engine's."""
@@ -202,7 +195,7 @@ class Link:
         self._still += passed
         if self.state.welcome:
             self._away = 0.0
-        elif not self._connected:
+        elif self._line is None or not self._line.connected:
             self._away += passed
 
     def _tell_absence(self) -> None:
@@ -220,64 +213,54 @@ class Link:
 
     def _is_dead(self) -> bool:
         """The broken connection says it first, behind the last message; this is for one that does not break."""
-        self._dead_turns = 0 if self._socket is None or self.finder.alive() else self._dead_turns + 1
+        if self._turned_at - self._looked_at < TURN:
+            return False
+        self._looked_at = self._turned_at
+        self._dead_turns = 0 if self._line is None or self.finder.alive() else self._dead_turns + 1
         return self._dead_turns > DEAD_TURNS
 
     def _run_commands(self) -> None:
         while self._commands:
             self._commands.popleft()(self.state)
 
-    def _flush(self) -> None:
-        outbox = self.state.outbox
-        with contextlib.suppress(self.zmq.Again):  # only where the connection has just broken
-            while self._socket is not None and outbox:
-                self._socket.send(outbox[0], self.zmq.NOBLOCK)
-                outbox.popleft()
+    def _flush(self) -> bool:
+        """Whether anything was sent."""
+        return self._line is not None and self._line.send(self.state.outbox)
 
-    def _poll(self) -> bool:
+    def _pause(self) -> bool:
         """Wait for something to do; whether the connection has broken."""
-        poller = self.zmq.Poller()
-        poller.register(self._wake_read, self.zmq.POLLIN)
-        if self._socket is not None:
-            poller.register(self._socket, self.zmq.POLLIN)
-            poller.register(self._monitor, self.zmq.POLLIN)
-        wait = min(TURN * 2**self._failures, 5.0) if self._socket is None and self.keep else TURN
-        ready = dict(poller.poll(int(wait * 1000)))
+        ready = self.wait.wait(min(TURN * 2**self._failures, 5.0) if self._line is None and self.keep else TURN)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        return self._monitor is not None and self._monitor in ready and self._is_broken()
+        if self._line is None or not self._line.is_broken(ready):
+            return False
+        self._refusals = 0 if self._line.connected else self._refusals + 1
+        return True
 
-    def _is_broken(self) -> bool:
-        """What the connection's monitor says."""
-        with contextlib.suppress(self.zmq.Again):
-            while True:
-                told = parse_monitor_message(self._monitor.recv_multipart(self.zmq.NOBLOCK))["event"]
-                if told == self.zmq.EVENT_DISCONNECTED:
-                    self._refusals += not self._connected
-                    return True
-                self._connected, self._refusals = True, 0
-        return False
+    def _receive(self) -> bool:
+        """Take what has come; whether there may be more to do."""
+        for _ in range(FRAMES_PER_TURN):
+            frame = None if self._line is None else self._line.receive()
+            if frame is None:
+                return self._is_left()
+            try:
+                self.state.receive(frame)
+            except msgspec.DecodeError as error:
+                logger.warning("a message that cannot be read: %s", error)
+        return True
 
-    def _receive(self) -> None:
-        if self._socket is None:
-            return
-        with contextlib.suppress(self.zmq.Again):
-            for _ in range(FRAMES_PER_TURN):
-                frame = self._socket.recv(self.zmq.NOBLOCK)
-                try:
-                    self.state.receive(frame)
-                except msgspec.DecodeError as error:
-                    logger.warning("a message that cannot be read: %s", error)
-        # what the engine had taken it has failed itself; what it never saw is for the next one
-        if self.state.closing is not None or self.state.lost:
-            self._lost()
+    def _is_left(self) -> bool:
+        """What the engine had taken it has failed itself; what it never saw is for the next one."""
+        if self._line is None or (self.state.closing is None and not self.state.lost):
+            return False
+        self._lost()
+        return True
 
     def _lost(self) -> None:
-        if self._socket is None:
+        if self._line is None:
             return
         self._disconnect()
-        self._connected = False
         self.state.disconnected()
         self._still = 0.0
 
@@ -286,7 +269,7 @@ class Link:
         now = self._turned_at
         if self.state.moved:
             self.state.moved, self._still = False, 0.0
-        if self._socket is None or not (self.state.busy or self.keep or not self.state.welcome):
+        if self._line is None or not (self.state.busy or self.keep or not self.state.welcome):
             return
         if self._still > self.stall_timeout:
             logger.warning("the engine makes no progress")
