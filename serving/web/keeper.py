@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
 
 
 def _await_end(over: threading.Event, changed: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: its lock, held here, would be waited for when the interpreter ends
+        pass
     over.set()
     changed.set()
 

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from ..errors import ShuttingDown
 from .endpoints import Endpoints
 from .worker_figures import locked
 
@@ -104,13 +105,16 @@ class EngineCollector(Collector):
 
 
 def exposition(endpoints: Endpoints) -> bytes:
-    """All metrics of all workers in Prometheus' text format."""
+    """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
     engines = CollectorRegistry()
     engines.register(EngineCollector(endpoints))
     if DIRECTORY not in os.environ:
         return generate_latest(OWN) + generate_latest(engines)
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
-    with locked(Path(os.environ[DIRECTORY]), alone=False):
-        counted = generate_latest(workers)
+    try:
+        with locked(Path(os.environ[DIRECTORY]), alone=False):
+            counted = generate_latest(workers)
+    except FileNotFoundError:
+        raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
     return counted + generate_latest(engines)

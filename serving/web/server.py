@@ -25,6 +25,7 @@ from .spec import ServeSpec
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
+METRICS = "metrics"
 KEEPER_SECONDS = 2.0
 BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
 
@@ -37,8 +38,8 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
     directory = Path(tempfile.mkdtemp(prefix="mlflow-llm-server-"))
     try:
         (directory / SPEC).write_bytes(msgspec.json.encode(spec))
-        (directory / "metrics").mkdir()
-        os.environ[PROMETHEUS_DIRECTORY] = str(directory / "metrics")
+        (directory / METRICS).mkdir()
+        os.environ[PROMETHEUS_DIRECTORY] = str(directory / METRICS)
         with exporting(directory, spec.settings), Keeper(directory) as keeper:
             keeper.await_ready(progress or (lambda _: None))
             Application(spec, directory, keeper, progress).run()
@@ -128,7 +129,7 @@ class Application(BaseApplication):
             "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 16384,
-            "child_exit": _forget_worker,
+            "child_exit": self._forget_worker,
             "when_ready": self._listening,
         }
         for name, value in values.items():
@@ -159,8 +160,7 @@ class Application(BaseApplication):
             host, port = arbiter.LISTENERS[0].sock.getsockname()[:2]
             self.progress({"stage": "listening", "host": host, "port": port})
 
+    def _forget_worker(self, arbiter: Any, worker: Any) -> None:
+        from .worker_figures import merge_ended  # prometheus_client, once imported, looks no more for the directory
 
-def _forget_worker(arbiter: Any, worker: Any) -> None:
-    from .worker_figures import merge_ended  # prometheus_client, once imported, looks no more for the directory
-
-    merge_ended(Path(os.environ[PROMETHEUS_DIRECTORY]), worker.pid)
+        merge_ended(self.directory / METRICS, worker.pid)

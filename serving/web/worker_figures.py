@@ -21,15 +21,21 @@ KINDS = ("counter", "histogram")
 
 @contextlib.contextmanager
 def locked(directory: Path, *, alone: bool) -> Iterator[None]:
-    """Hold the lock, shared or ``alone``. It is held for milliseconds."""
+    """Hold the lock, shared or ``alone``. It is held for milliseconds.
+
+    Raises ``FileNotFoundError`` where the directory is gone: it goes with its server, which a worker may outlive.
+    """
     with open(directory / LOCK, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
 
 def merge_ended(directory: Path, pid: int) -> None:
-    """Move the figures of the ended process ``pid`` to those of its predecessors. Harmless where it left none."""
-    with locked(directory, alone=True):
+    """Move the figures of the ended process ``pid`` to those of its predecessors.
+
+    Harmless where it left none, and where the server has ended and nobody will read them.
+    """
+    with contextlib.suppress(FileNotFoundError), locked(directory, alone=True):
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
             if path.exists():

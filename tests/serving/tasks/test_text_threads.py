@@ -24,7 +24,14 @@ def test_threads_get_what_one_thread_gets(text):
 def test_long_texts_let_others_run(text):
     """While one thread tokenises megabytes, and while it only counts, another gets its turns; the ids are the same."""
     long = "some words, and more of them. " * 60_000
-    for work in (lambda: text.encode(long), lambda: text.surely_over(long, 400_000)):
+    marked = [{"role": "user", "content": "<|end|>" + long}]
+    works = (
+        lambda: text.encode(long),
+        lambda: text.surely_over(long, 400_000),
+        lambda: text.chat(marked),
+        lambda: list(text.encode_embeddings([long[:2000]] * 900, 512)),
+    )
+    for work in works:
         turns, over = 0, threading.Event()
 
         def ticker(over: threading.Event = over) -> None:

@@ -213,5 +213,6 @@ def test_merging(tmp_path: Path, ended: Callable[[int], int]) -> None:
     assert b'requests_total{endpoint="a"} 7.0' in whole
     for pid in (*pids, 1):
         merge_ended(tmp_path, pid)
+    merge_ended(tmp_path / "gone", 1)
     assert sorted(path.name for path in tmp_path.glob("*.db")) == ["counter_ended.db", "histogram_ended.db"]
     assert sorted(scrape().splitlines()) == sorted(whole.splitlines())

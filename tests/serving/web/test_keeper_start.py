@@ -1,0 +1,35 @@
+"""A keeper whose start fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+from serving_process import INSTANT_CORE
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.web.settings import ServerSettings
+from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
+
+
+def test_a_failed_start_ends_with_its_reason_alone(tmp_path: Path, instant_bundle: Bundle) -> None:
+    """The keeper says why and ends while its server still holds its standard input: nothing is said of that."""
+    broken = msgspec.structs.replace(instant_bundle, model_dir=str(tmp_path / "nowhere"))
+    endpoint = EndpointSpec(name="assistant", entity="assistant", bundle=broken, core=INSTANT_CORE)
+    spec = ServeSpec(endpoints=(endpoint,), settings=ServerSettings(), runtime_dir=str(tmp_path / "r"))
+    (tmp_path / "spec.json").write_bytes(msgspec.json.encode(spec))
+    command = [sys.executable, "-m", "mlflow_llm.serving.web.keeper", str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stderr is not None
+        said = [json.loads(line) for line in keeper.stdout]
+        complained = keeper.stderr.read()
+        assert keeper.wait(60) == 1
+    assert said[-1]["stage"] == "failed"
+    assert said[-1]["message"].startswith("assistant: ")
+    assert "Fatal" not in complained
+    assert "stdin" not in complained
