@@ -102,7 +102,7 @@ class Encoder {
     struct Text { int row, length; };
     struct Group { int first, last, row, rows; };  // texts [first, last)
     struct Room {
-        std::vector<float> qkv, attended, wide;
+        std::vector<float> wide, attended;  // q,k,v or what is between up and down; by heads
         Prepared rows_for;
     };
 
@@ -135,7 +135,7 @@ class Encoder {
             const auto grow = [](std::vector<float>& buffer, size_t size) {
                 if (buffer.size() < size) buffer.resize(size);
             };
-            grow(room.qkv, T * width * 3), grow(room.attended, T * width), grow(room.wide, T * shape.intermediate);
+            grow(room.wide, T * std::max(width * 3, size_t(shape.intermediate))), grow(room.attended, T * width);
             room.rows_for.room(T, std::max({shape.hidden, int(width), shape.intermediate}));
         }
         team.wait();
@@ -162,12 +162,12 @@ class Encoder {
             multiply(w, room.rows_for.of(w, x), T, y, finish, team.thread, team.threads);
             team.wait();
         };
-        linear(*layer.qkv, hidden, room.qkv.data(), Finish::WRITE);
+        linear(*layer.qkv, hidden, room.wide.data(), Finish::WRITE);
         for (int i = team.thread; i < (group.last - group.first) * shape.heads; i += team.threads) {
             static thread_local HeadAttention head;
             const Text& text = texts[group.first + i / shape.heads];
             const size_t row = text.row - group.row, at = i % shape.heads * D;
-            const float* q = &room.qkv[row * 3 * W + at];
+            const float* q = &room.wide[row * 3 * W + at];
             head.attend(q, q + W, q + 2 * W, 3 * W, text.length, D, shape.scaling, &room.attended[row * W + at], W);
         }
         team.wait();
