@@ -10,7 +10,7 @@ import sqlalchemy as sa
 
 from ..errors import AlreadyExists, NotFound
 from ..metering.store import Store
-from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits
+from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
 from ..request import Task
 from .endpoint_config import EndpointConfig, ServedEntity
 
@@ -77,6 +77,16 @@ def change_endpoint(connection: sa.Connection, name: str, now_ms: int | None, **
     if now_ms is not None:
         values["updated_ms"] = now_ms
     connection.execute(sa.update(endpoints).where(endpoints.c.name == name).values(**values))
+
+
+def delete_endpoint(connection: sa.Connection, name: str) -> None:
+    """With its configs, tags, limits and what was counted towards them."""
+    for table in (limits, windows):
+        connection.execute(sa.delete(table).where(table.c.scope == "endpoint", table.c.subject == name))
+    connection.execute(sa.delete(limits).where(limits.c.scope == "user", limits.c.subject == name))
+    of_users = windows.c.subject.startswith(f"{name}\n", autoescape=True)
+    connection.execute(sa.delete(windows).where(windows.c.scope == "user", of_users))
+    connection.execute(sa.delete(endpoints).where(endpoints.c.name == name))
 
 
 def decode_config(text: str) -> EndpointConfig:

@@ -24,12 +24,13 @@ from msgspec import Struct
 
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.store import Store
-from ..metering.tables import endpoints, limits, windows
+from ..metering.tables import endpoints
 from ..request import Task
 from .endpoint_config import NAME, EndpointConfig, ServedEntity, parse_config, parse_rate_limits, parse_tags
 from .endpoint_rows import (
     begin_update,
     change_endpoint,
+    delete_endpoint,
     find_row,
     insert_endpoint,
     must_be_new,
@@ -130,12 +131,7 @@ class Endpoints:
         def work(connection: sa.Connection) -> None:
             self._store.lock_ledger(connection)
             find_row(connection, name)
-            for table in (limits, windows):
-                connection.execute(sa.delete(table).where(table.c.scope == "endpoint", table.c.subject == name))
-            connection.execute(sa.delete(limits).where(limits.c.scope == "user", limits.c.subject == name))
-            of_users = windows.c.subject.startswith(f"{name}\n", autoescape=True)
-            connection.execute(sa.delete(windows).where(windows.c.scope == "user", of_users))
-            connection.execute(sa.delete(endpoints).where(endpoints.c.name == name))
+            delete_endpoint(connection, name)
 
         self._store.write(work)
 
@@ -236,17 +232,8 @@ class Endpoints:
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
             _, tasks = stored_config(connection, name, version)
-            change_endpoint(
-                connection,
-                name,
-                self._now_ms(),
-                ready="READY",
-                config_update="NOT_UPDATING",
-                message="",
-                active_version=version,
-                pending_version=None,
-                tasks=" ".join(tasks),
-            )
+            now = {"active_version": version, "pending_version": None, "tasks": " ".join(tasks), "message": ""}
+            change_endpoint(connection, name, self._now_ms(), ready="READY", config_update="NOT_UPDATING", **now)
             set_outcome(connection, name, version, "active")
             return True
 
