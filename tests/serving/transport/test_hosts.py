@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -80,7 +81,8 @@ class Wire:
         """Break the connections that are there; new ones are taken."""
         ends, self._ends = self._ends, []
         for end in ends:
-            end.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # its peer was faster
+                end.shutdown(socket.SHUT_RDWR)
             end.close()
 
     def close(self) -> None:
