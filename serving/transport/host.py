@@ -92,7 +92,7 @@ class EngineHost:
             self._say("draining", seconds=self._model.drain_timeout)
         sent: list[signal.Signals] = []
         until = time.monotonic() + self._model.drain_timeout + END_SECONDS
-        while state.engine_alive:
+        while state.engine_alive and time.monotonic() < until + END_SECONDS:
             wanted = signal.SIGQUIT if self._at_once.is_set() else signal.SIGTERM
             if time.monotonic() > until:
                 wanted = signal.SIGKILL
