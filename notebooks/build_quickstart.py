@@ -30,12 +30,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
+warnings.filterwarnings("ignore")
+
 import mlflow
 import pandas as pd
 
 from mlflow_llm.flavors import llm
 
-warnings.filterwarnings("ignore")
 logging.getLogger("mlflow").setLevel(logging.ERROR)
 logging.getLogger("alembic").setLevel(logging.ERROR)
 

@@ -53,10 +53,11 @@ def bench(
     json_file: Any,
     **sampling: Any,
 ) -> None:
-    """Measure a server with a closed loop of callers: each sends its next chat when the last one is complete.
+    """Measure a server's times and throughput.
 
-    Every prompt is another one, and replies go on to --max-tokens whatever the model says. TTFT is the time to the
-    first text, TPOT the mean time between later tokens of a reply, e2e the whole request.
+    A closed loop of callers: each sends its next chat when the last one is complete. Every prompt is another one,
+    and replies go on to --max-tokens whatever the model says. TTFT is the time to the first text, TPOT the mean
+    time between later tokens of a reply, e2e the whole request.
     """
     counts = _numbers(concurrency)
     client = Client(url, key)

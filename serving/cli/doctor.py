@@ -39,9 +39,10 @@ Section = dict[str, Any]
 @click.option("-m", "--model-uri", help="Also load this model and generate a token.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def doctor(model_uri: str | None, as_json: bool) -> None:
-    """Show environment, versions, threads and memory; with a model, prove that it gives a token.
+    """Check this machine for a server.
 
-    Exit status 1 where something is missing.
+    Versions, threads, memory and limits; with a model, proof that it gives a token. Exit status 1 where
+    something is missing.
     """
     found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits()}
     problems = _problems(found)

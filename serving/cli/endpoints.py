@@ -16,7 +16,7 @@ HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "STATUS", "RUNNING", "WAITING")
 @url_options
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def endpoints(url: str, key: str | None, as_json: bool) -> None:
-    """List the server's endpoints and adapters, and how busy they are."""
+    """List endpoints, adapters and their load."""
     client = Client(url, key, timeout=30)
     models = client.get("/v1/models")["data"]
     if as_json:

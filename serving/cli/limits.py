@@ -30,10 +30,10 @@ def shown(kind: str, value: int) -> str:
 
 @click.group()
 def limits() -> None:
-    """Set, list and remove limits; the strictest that applies to a request wins.
+    """Set, list and remove limits.
 
-    Kinds: itpm, otpm (input and output tokens a minute), qpm, qph (queries a minute, an hour), in_flight (requests at
-    once), budget, budget_day, budget_month (money).
+    The strictest that applies to a request wins. Kinds: itpm, otpm (input and output tokens a minute), qpm, qph
+    (queries a minute, an hour), in_flight (requests at once), budget, budget_day, budget_month (money).
     """
 
 

@@ -14,7 +14,10 @@ from .store import database, micro_units, opened, table, units
 
 @click.group()
 def prices() -> None:
-    """Set and list prices, in currency units a million tokens."""
+    """Set and list prices.
+
+    In currency units a million tokens.
+    """
 
 
 @prices.command("set")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -29,15 +31,31 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 )
 @click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64))
-@click.option("--profile", default="open", show_default=True, type=click.Choice(get_args(ProfileName)))
 @click.option(
-    "--database", envvar="MLFLOW_LLM_DATABASE", help="URL of the store for keys and ledger, e.g. sqlite:///serving.db"
+    "--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64), help="Gateway processes."
+)
+@click.option(
+    "--profile",
+    default="open",
+    show_default=True,
+    type=click.Choice(get_args(ProfileName)),
+    help="Which requests are taken: all that the engine can, or what Databricks takes.",
+)
+@click.option(
+    "--database",
+    envvar="MLFLOW_LLM_DATABASE",
+    help="URL of the store for keys and ledger, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE).",
 )
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
 @click.option("--timeout", default=DEFAULTS.timeout, show_default=True, help="Seconds a request may take.")
 @click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
-@click.option("--max-queued", default=DEFAULTS.max_queued, show_default=True, type=click.IntRange(0))
+@click.option(
+    "--max-queued",
+    default=DEFAULTS.max_queued,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Requests that may wait at an endpoint; beyond, they get a 503.",
+)
 @click.option(
     "--scale-to-zero-after",
     default=DEFAULTS.scale_to_zero_after,
@@ -70,7 +88,13 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 )
 @click.option("--trace-content", is_flag=True, help="Put prompts and replies into traces.")
 @click.option("--trace-experiment", default=DEFAULTS.trace_experiment, show_default=True, help="For the traces.")
-@click.option("--log-level", default=DEFAULTS.log_level, type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--log-level",
+    default=DEFAULTS.log_level,
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Of the log on standard error.",
+)
 def serve(
     models: tuple[str, ...],
     name: str | None,
@@ -87,9 +111,10 @@ def serve(
     if server["require_keys"] and not server["database"]:
         raise click.UsageError("--require-keys needs --database")
     if spec_file is not None:
-        with open(spec_file, "rb") as file:
-            spec = msgspec.json.decode(file.read(), type=ServeSpec)
+        spec = _spec(spec_file)
+        _check_free(spec.settings.host, spec.settings.port)
     else:
+        _check_free(server["host"], server["port"])
         named = {} if server["database"] and not models else _named(models, name)
         addresses = engine_addresses(engines, tuple(named), engine_key_file)
         overrides = engine_overrides(config)
@@ -107,6 +132,24 @@ def serve(
             profile=profile,
         )
     run(spec, say)
+
+
+def _spec(path: str) -> ServeSpec:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=ServeSpec)
+    except (OSError, msgspec.DecodeError) as error:
+        raise click.ClickException(f"--spec {path}: {error}") from None
+
+
+def _check_free(host: str, port: int) -> None:
+    """Before minutes of loading. Raises ``ClickException`` where the server could not listen."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def say(told: dict[str, Any]) -> None:

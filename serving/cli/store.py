@@ -13,9 +13,8 @@ from ..errors import InvalidField
 from ..metering.money import MILLION
 from ..metering.store import Store
 
-database = click.option(
-    "--database", envvar="MLFLOW_LLM_DATABASE", required=True, help="URL of the store, e.g. sqlite:///serving.db"
-)
+DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
+database = click.option("--database", envvar="MLFLOW_LLM_DATABASE", required=True, help=DATABASE)
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ from ..metering.export import csv_lines, write_parquet
 from ..metering.retention import fold
 from ..metering.usage import Usage, UsageFilter, UsageSum
 from ..metering.usage_filter import filter_of, groups_of
-from .store import database, opened, table, units
+from .store import DATABASE, database, opened, table, units
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 TITLES = ("requests", "prompt", "cached", "completion", "cost")
 
 
 @click.group(invoke_without_command=True)
-@database
+@click.option("--database", envvar="MLFLOW_LLM_DATABASE", help=f"{DATABASE}  [required]")
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--tenant", help="Only this tenant's.")
@@ -30,11 +30,16 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write a picture by day, tenant and model to this file.")
 @click.pass_context
-def usage(context: click.Context, /, database: str, by: str, as_json: bool, **asked: str | None) -> None:
-    """Print the bill: requests, tokens and cost by day, tenant and model."""
-    context.obj = database
+def usage(context: click.Context, /, database: str | None, by: str, as_json: bool, **asked: str | None) -> None:
+    """Print the bill.
+
+    Requests, tokens and cost by day, tenant and model, or by what --by says.
+    """
     if context.invoked_subcommand is not None:
+        context.default_map = {"fold": {"database": database}} if database else None
         return
+    if database is None:  # required here alone: "usage fold --help" needs none
+        raise click.UsageError("Missing option '--database'.")
     what, groups = filter_of(asked), groups_of(by)
     with opened(database) as store:
         source = Usage(store)
@@ -78,12 +83,13 @@ def _write_files(source: Usage, what: UsageFilter, asked: dict[str, str | None])
 
 
 @usage.command("fold")
+@database
 @click.argument("days", type=int)
-@click.pass_obj
 def fold_(database: str, days: int) -> None:
-    """Replace requests older than DAYS by sums a day; every total stays what it is.
+    """Replace old requests by sums a day.
 
-    A month's budget is counted by requests, so DAYS is at least 32.
+    Those older than DAYS; every total stays what it is. A month's budget is counted by requests, so DAYS is at
+    least 32.
     """
     with opened(database) as store:
         click.echo(f"folded {fold(store, days)} requests")

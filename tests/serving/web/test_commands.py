@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -288,3 +289,36 @@ def test_percentiles_and_prompts() -> None:
     assert len(prompt(7, 80).split()) == 80
     assert prompt(7, 80) == prompt(7, 80)
     assert prompt(7, 80).split()[0] != prompt(8, 80).split()[0]
+
+
+def test_serve_looks_at_its_address_first() -> None:
+    """A port that is taken is said before any model is read, in one line."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = CliRunner().invoke(cli, ["serve", "-m", "models:/nobody/1", "--port", port])
+    assert (done.exit_code, done.stderr) == (1, f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+
+
+@pytest.mark.parametrize("text", ['{"endpoints": [', '{"settings": {"port": "x"}}'])
+def test_serve_of_a_spec_that_is_none(text: str, tmp_path: Path) -> None:
+    """A file that is no spec is an error with its name and the reason."""
+    file = tmp_path / "spec.json"
+    file.write_text(text)
+    done = CliRunner().invoke(cli, ["serve", "--spec", str(file)])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: --spec {file}: ")
+
+
+@pytest.mark.parametrize("place", ["before", "behind", "environment"])
+def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
+    """``usage fold`` takes --database on either side of its name, and its --help needs none."""
+    url = f"sqlite:///{tmp_path}/store.db"
+    given = ["--database", url]
+    arguments = {"before": [*given, "fold", "40"], "behind": ["fold", *given, "40"], "environment": ["fold", "40"]}
+    runner = CliRunner(env={"MLFLOW_LLM_DATABASE": url if place == "environment" else None})
+    done = runner.invoke(cli, ["usage", *arguments[place]])
+    assert (done.exit_code, done.stdout) == (0, "folded 0 requests\n")
+    without = CliRunner(env={"MLFLOW_LLM_DATABASE": None})
+    assert without.invoke(cli, ["usage", "fold", "--help"]).exit_code == 0
+    assert "Missing option '--database'" in without.invoke(cli, ["usage", "fold", "40"]).stderr
+    assert "Missing option '--database'" in without.invoke(cli, ["usage"]).stderr
