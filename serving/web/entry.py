@@ -39,7 +39,10 @@ class Resolved(Struct, frozen=True, kw_only=True):
 def resolve(uris: tuple[str, ...]) -> tuple[Resolved, ...]:
     """The bundles of model URIs or local directories. Raises ``PackagingError``, or ``NotFound`` for no such model."""
     command = [sys.executable, "-m", "mlflow_llm.serving.web.entry", *uris]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    # a session of its own: Ctrl-C is ours to answer, and ends it without a trace
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, start_new_session=True
+    )
     lines = done.stdout.decode().strip().splitlines()
     try:
         answer = json.loads(lines[-1])

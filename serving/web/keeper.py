@@ -39,8 +39,9 @@ ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was k
 
 
 def say(stage: str, **fields: object) -> None:
-    with contextlib.suppress(BrokenPipeError, ValueError):
-        print(json.dumps({"stage": stage, **fields}), flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        # unbuffered: what a server that is gone did not take would be complained of at the end
+        os.write(sys.stdout.fileno(), json.dumps({"stage": stage, **fields}).encode() + b"\n")
 
 
 def main(argv: list[str]) -> int:
