@@ -23,11 +23,15 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Tokens(Struct, frozen=True, tag="t", array_like=True):
-    """Tokens just sampled for sequence ``index``, end-of-text included; ``logprobs`` is () or one a token."""
+    """Tokens just sampled for sequence ``index``, end-of-text included; ``logprobs`` is () or one a token.
+
+    ``num_cached_tokens`` comes with the first of them: what ``Finished`` is to say, should the engine not live so long.
+    """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int | None = None
 
 
 class PromptScored(Struct, frozen=True, tag="p", array_like=True):

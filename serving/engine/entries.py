@@ -74,7 +74,9 @@ class Entries:
         if held:
             token_ids = tuple(result.token_id for result in held)
             logprobs: tuple[TokenLogprob, ...] = tuple(r.logprob for r in held if r.logprob is not None)
-            self.tell(self.of(sequence), Tokens(sequence.index, token_ids, logprobs))
+            first = sequence.num_generated - len(held) == sequence.num_resumed
+            cached = sequence.num_cached if first else None
+            self.tell(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached))
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         """The end of one sequence, and of its request where it was the last."""

@@ -27,7 +27,8 @@ from .interface import AdapterInfo, EngineInfo, Health
 
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``step_delay`` and ``load_delay`` are seconds. A prompt that holds ``poison_token_id`` raises in the step, one
-    that holds ``stall_token_id`` stops all progress: the two faults a real model can have."""
+    that holds ``stall_token_id`` stops all progress: the two faults a real model can have. With ``prefix_cache`` a
+    prompt that was read before counts as cached, but for its last token."""
 
     vocab_size: int = 1000
     max_model_len: int = 8192
@@ -36,6 +37,7 @@ class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     load_delay: float = 0.0
     poison_token_id: int | None = None
     stall_token_id: int | None = None
+    prefix_cache: bool = False
 
 
 class _Running:
@@ -60,6 +62,7 @@ class InstantCore:
         self.settings = settings
         self._running: dict[str, _Running] = {}
         self._outbox: list[tuple[str, str, Event]] = []
+        self._read: set[tuple[int, ...]] = set()
         self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
         self._steps = self._generated = self._generated_reserved = 0
         self._last_step = time.monotonic()
@@ -149,17 +152,26 @@ class InstantCore:
                 continue
             if not sequence.started_at:
                 sequence.started_at = now
+                sequence.num_cached = self._look_up(running.request.sequences[sequence.index].prompt_token_ids)
                 self._score(running, sequence)
             reason = "deadline" if late else self._ended(running, sequence, sampling, None)
             if reason is None:
                 token_id = sequence.next(self.model.vocab_size)
                 self._generated += 1
                 self._generated_reserved += request.reserved
-                event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs))
+                cached = sequence.num_cached if sequence.num_generated == sequence.num_resumed + 1 else None
+                event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs), cached)
                 self._outbox.append((running.client, request.request_id, event))
                 reason = self._ended(running, sequence, sampling, token_id)
             if reason is not None:
                 self._end(running, sequence, reason)
+
+    def _look_up(self, prompt: tuple[int, ...]) -> int:
+        if not self.model.prefix_cache:
+            return 0
+        cached = len(prompt) - 1 if prompt in self._read else 0
+        self._read.add(prompt)
+        return cached
 
     def _ended(
         self, running: _Running, sequence: InstantSequence, sampling: Sampling, last: int | None
@@ -172,7 +184,7 @@ class InstantCore:
     def _end(self, running: _Running, sequence: InstantSequence, reason: FinishReason) -> None:
         sequence.done = True
         waited = max(sequence.started_at - running.queued_at, 0.0) if sequence.started_at else 0.0
-        event = Finished(sequence.index, reason, 0, sequence.num_generated, waited)
+        event = Finished(sequence.index, reason, sequence.num_cached, sequence.num_generated, waited)
         self._outbox.append((running.client, running.request.request_id, event))
 
     def _forget_done(self, running: _Running) -> None:

@@ -26,14 +26,15 @@ def digest(token_ids: tuple[int, ...]) -> int:
 class InstantSequence:
     """A prompt and what was made of it so far; ``state`` is the hash of all its tokens."""
 
-    __slots__ = ("done", "index", "num_generated", "num_tokens", "started_at", "state")
+    __slots__ = ("done", "index", "num_cached", "num_generated", "num_resumed", "num_tokens", "started_at", "state")
 
     def __init__(self, request: ValidRequest, index: int) -> None:
         source = request.sequences[index]
         self.index = index
         self.done = False
         self.started_at = 0.0
-        self.num_generated = len(source.resumed_token_ids)
+        self.num_cached = 0
+        self.num_generated = self.num_resumed = len(source.resumed_token_ids)
         self.num_tokens = len(source.prompt_token_ids) + self.num_generated
         greedy = request.sampling is None or request.sampling.temperature == 0
         self.state = mix(0 if greedy else source.seed + 1, len(request.adapter or ""))

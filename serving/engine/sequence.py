@@ -32,8 +32,8 @@ class SequenceState:
 
     __slots__ = (
         "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index",
-        "key", "limit", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_tokens",
-        "prompt_scores", "request", "reserved", "sampling", "seed", "status", "stop_ids",
+        "key", "limit", "num_cached", "num_computed", "num_preemptions", "num_prompt",
+        "num_resumed", "num_tokens", "prompt_scores", "request", "reserved", "sampling", "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +54,8 @@ class SequenceState:
         self.stop_ids = frozenset(sampling.stop_token_ids)
         self.num_prompt = len(source.prompt_token_ids)
         self.limit = min(self.num_prompt + sampling.max_tokens, max_tokens)
-        self.num_tokens = self.num_prompt + len(source.resumed_token_ids)
+        self.num_resumed = len(source.resumed_token_ids)
+        self.num_tokens = self.num_prompt + self.num_resumed
         self._tokens = np.empty(max(self.limit, self.num_tokens) + 1, dtype=np.int32)
         self._tokens[: self.num_tokens] = source.prompt_token_ids + source.resumed_token_ids
         self.num_computed = 0

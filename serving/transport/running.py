@@ -74,6 +74,8 @@ class RunningRequest:
             return
         if isinstance(event, Tokens):
             self.delivered[index].extend(event.token_ids)
+            if event.num_cached_tokens is not None:
+                self._cached.setdefault(index, event.num_cached_tokens)
         elif isinstance(event, PromptScored):
             self.scored.add(index)
         elif isinstance(event, Finished):

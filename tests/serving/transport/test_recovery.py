@@ -48,6 +48,25 @@ def test_killed_engine_loses_nothing(place, make_bundle, n, temperature):
     place.assert_clean()
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_cached_tokens_are_those_of_the_first_attempt(place, make_bundle, known):
+    """What was found in the cache, or not, when a request began is told at its end, whichever engine ends it."""
+    bundle = make_bundle(step_delay=0.004, prefix_cache=True)
+    with place.connect(bundle) as engine:
+        if known:
+            list(engine.submit(completion("before", max_tokens=1, prompt=(5, 6, 7, 8))))
+        pid = engine.info.pid
+        stream = engine.submit(completion(max_tokens=60, temperature=0.0, prompt=(5, 6, 7, 8)))
+        first = next(stream)
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: engine.info.pid != pid)
+        if not known:  # the second engine knows the prompt by now
+            list(engine.submit(completion("other", max_tokens=1, prompt=(5, 6, 7, 8))))
+        _, ends = by_sequence([first, *stream])
+        assert ends[0].num_cached_tokens == (3 if known else 0)
+    place.assert_clean()
+
+
 def test_hung_engine_is_replaced(place, make_bundle):
     """An engine that stands still with work is killed after stall_timeout and its request goes on elsewhere."""
     bundle = make_bundle(step_delay=0.003)
