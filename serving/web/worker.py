@@ -26,11 +26,21 @@ if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokeni
 
 TICK = 0.1
 FLUSH_SECONDS = 2.0
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
 
 class DrainingWorker(GeventWorker):
     """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event."""
+
+    wsgi: Any = None  # until it is loaded
+
+    def init_process(self) -> None:
+        # the arbiter's handlers, inherited, would only note a signal; nothing runs here yet that would have to end well
+        for ending in ENDINGS:
+            signal.signal(ending, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+        super().init_process()
 
     @property
     def server(self) -> Server:
@@ -55,9 +65,10 @@ class DrainingWorker(GeventWorker):
             super().handle_error(req, client, addr, exc)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.wsgi is None:
+            os._exit(0)
         self.alive = False
-        if self.wsgi is not None:
-            self.server.gate.draining = True
+        self.server.gate.draining = True
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         # at once means at once: engine and ledger take our death as they take kill -9, without loss
@@ -117,6 +128,14 @@ class ServerArbiter(Arbiter):
     def manage_workers(self) -> None:
         self.app.keeper.look()
         super().manage_workers()
+
+    def spawn_worker(self) -> Any:
+        """With the signals that end it held back until the worker answers them itself: one in between would be lost."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+        try:
+            return super().spawn_worker()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
 
     def signal(self, sig: int, frame: Any) -> None:
         if sig == signal.SIGTERM and self.terminated:

@@ -53,13 +53,14 @@ def running(
     engine: EngineSettings | None = None,
     name: str = "assistant",
     seconds: float = 120,
+    until: str = "",
     addresses: tuple[str, ...] = (),
     key_file: str | None = None,
     more: tuple[EndpointSpec, ...] = (),
     **settings: object,
 ) -> Iterator[Running]:
-    """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, and end it with all its
-    processes."""
+    """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, or says ``until``, and end
+    it with all its processes."""
     port = free_port()
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
@@ -92,18 +93,23 @@ def running(
             )
         server = Running(process, port, log)
         try:
-            _await(server, seconds)
+            _await(server, seconds, until)
             yield server
         finally:
             _end(process)
             _await_engines(Path(runtime))
 
 
-def _await(server: Running, seconds: float) -> None:
+def _await(server: Running, seconds: float, said: str) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if server.process.poll() is not None:
             break
+        if said:
+            if said in server.log():
+                return
+            time.sleep(0.01)
+            continue
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer:
             if answer.status == 200:
                 return

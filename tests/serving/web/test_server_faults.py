@@ -9,11 +9,13 @@ import signal
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from serving_process import Running
+from instant_model import write_instant_model
+from serving_process import Running, running
 from test_server import BODY, ask, asking, health, until
 
 LONG = BODY | {"max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
@@ -64,6 +66,18 @@ def worker_of(server: Running, besides: set[psutil.Process] = frozenset()) -> ps
         if mine and process not in besides:
             return process
     return None
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_is_ended_while_its_workers_start(tmp_path: Path, ending: signal.Signals) -> None:
+    """A signal that comes before the workers are ready ends them at once, not when their time to drain is over."""
+    bundle = write_instant_model(tmp_path / "model")
+    with running(bundle, workers=2, until="listening", drain_timeout=300) as server:
+        server.process.send_signal(ending)
+        assert server.process.wait(100) == 0
+        log = server.log()
+    assert "SIGKILL" not in log
+    assert "Traceback" not in log
 
 
 def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
