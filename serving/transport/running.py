@@ -73,9 +73,11 @@ class RunningRequest:
         if index not in self.open or (isinstance(event, PromptScored) and index in self.scored):
             return
         if isinstance(event, Tokens):
-            self.delivered[index].extend(event.token_ids)
             if event.num_cached_tokens is not None:
                 self._cached.setdefault(index, event.num_cached_tokens)
+                if self.delivered[index]:  # the first of a later attempt only
+                    event = msgspec.structs.replace(event, num_cached_tokens=None)
+            self.delivered[index].extend(event.token_ids)
         elif isinstance(event, PromptScored):
             self.scored.add(index)
         elif isinstance(event, Finished):

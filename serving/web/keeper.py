@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import signal
@@ -27,6 +26,7 @@ from ..modes.endpoint_config import ServedEntity
 from ..modes.endpoints import Endpoints
 from ..modes.source import Source
 from ..transport.supervisor import Supervisor
+from . import logs
 from .board import Board
 from .controller import TICK, Controller
 from .registry import config_of, with_files
@@ -46,7 +46,7 @@ def say(stage: str, **fields: object) -> None:
 
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logs.configure("warning")
     server, directory = os.getppid(), Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     over, changed = threading.Event(), threading.Event()

@@ -8,7 +8,8 @@ import sys
 import time
 from typing import Any
 
-NAME = "mlflow_llm.server"
+PACKAGE = "mlflow_llm"  # what its other parts say is told in the same form
+NAME = f"{PACKAGE}.server"
 
 
 class JsonLines(logging.Formatter):
@@ -35,7 +36,7 @@ def logger() -> logging.Logger:
 
 def configure(level: str = "info") -> None:
     """Send this server's log to standard error, once."""
-    log = logger()
+    log = logging.getLogger(PACKAGE)
     log.setLevel(level.upper())
     log.propagate = False
     if not log.handlers:
