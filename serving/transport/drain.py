@@ -13,8 +13,9 @@ class Drain:
         self._until: float | None = None
 
     @property
-    def begun(self) -> bool:
-        return self._until is not None
+    def under_way(self) -> bool:
+        """Not where no time is given: who asks for something just then waits for the engine's successor."""
+        return self._until is not None and time.monotonic() < self._until
 
     def begin(self, *, at_once: bool = False) -> None:
         """Asking again changes nothing, but for ``at_once``."""

@@ -245,7 +245,7 @@ class EngineServer:
 
     def _health(self) -> Health:
         health = self.core.health()
-        return msgspec.structs.replace(health, status="draining") if self._drain.begun else health
+        return msgspec.structs.replace(health, status="draining") if self._drain.under_way else health
 
     def _drop(self, identity: bytes) -> None:
         peer = self._peers.pop(identity, None)

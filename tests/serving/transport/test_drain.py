@@ -22,7 +22,7 @@ def test_nobody_asked(clock):
     """Until it is asked to end, an engine goes on, with work or without."""
     asked = Drain(5.0)
     clock[0] += 1000
-    assert not asked.begun
+    assert not asked.under_way
     assert not asked.over(busy=False)
 
 
@@ -34,8 +34,10 @@ def test_what_runs_has_its_time(clock):
     clock[0] += 4
     asked.begin()
     assert not asked.over(busy=True)
+    assert asked.under_way
     clock[0] += 1
     assert asked.over(busy=True)
+    assert not asked.under_way
 
 
 def test_at_once(clock):

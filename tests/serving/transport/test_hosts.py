@@ -156,20 +156,19 @@ def test_a_broken_connection(place, make_bundle, key):
     """A connection that breaks, twice, while the engine works on: each stream goes on, and no sequence stays behind."""
     address, bundle = free_address(), make_bundle(step_delay=0.01)
     requests = [completion(f"r{i}", max_tokens=150, prompt=(i, 1)) for i in range(3)]
-    with place.connect(bundle, listen=address, key_file=key) as local:
-        wire = Wire(address)
-        with attach(wire.address, key_file=key) as remote:
-            streams = [remote.submit(request) for request in requests]
-            found = [[next(stream)] for stream in streams]
-            for _ in range(2):
-                wire.cut()
-                for events, stream in zip(found, streams, strict=True):
-                    events += [next(stream) for _ in range(20)]
-            for request, events, stream in zip(requests, found, streams, strict=True):
-                assert timeless([*events, *stream]) == undisturbed(bundle, request)
-            assert eventually(lambda: local.health().num_running == 0)
-        wire.close()
-    place.assert_clean()
+    wire = Wire(address)
+    with place.connect(bundle, listen=address, key_file=key) as local, attach(wire.address, key_file=key) as remote:
+        streams = [remote.submit(request) for request in requests]
+        found = [[next(stream)] for stream in streams]
+        for _ in range(2):
+            wire.cut()
+            for events, stream in zip(found, streams, strict=True):
+                events += [next(stream) for _ in range(20)]
+        for request, events, stream in zip(requests, found, streams, strict=True):
+            assert timeless([*events, *stream]) == undisturbed(bundle, request)
+        assert eventually(lambda: local.health().num_running == 0)
+    place.assert_clean()  # before the wire is closed: the goodbye is on its way
+    wire.close()
 
 
 def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
