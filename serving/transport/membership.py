@@ -27,25 +27,27 @@ class Membership:
             self._lock = self._state.register_client(self._client_id)
 
     def leave(self) -> None:
-        """Unregister, and remove what a killed engine left if nobody else lives to use it."""
+        """Unregister, and remove what an ended engine left if nobody else lives to use it."""
         self._release()
-        self._await_last_thread()
-        if not self._state.engine_alive:
-            self._state.remove_if_abandoned()
+        deadline = time.monotonic() + END_TIMEOUT
+        while not self._is_settled() and time.monotonic() < deadline:
+            self._sleep(POLL_INTERVAL)
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release(unlink=self._lock.is_current)
             self._lock = None
 
-    def _await_last_thread(self) -> None:
-        """An engine that was killed just now keeps its lock until its last thread is gone; it will clean up no more."""
-        deadline = time.monotonic() + END_TIMEOUT
+    def _is_settled(self) -> bool:
+        """Whether an engine is there that will clean up, or nothing is left to do for those who leave."""
+        if self._state.engine_alive:
+            return not self._is_ending()
+        return self._state.remove_if_abandoned()
+
+    def _is_ending(self) -> bool:
+        """An engine that wrote its failure down, or was killed, keeps its lock a moment longer and cleans up no more."""
         status = self._state.read_status()
-        while status is not None and status.pid > 0 and _is_ended(status.pid) and self._state.engine_alive:
-            if time.monotonic() > deadline:
-                return
-            self._sleep(POLL_INTERVAL)
+        return status is not None and (status.state == "failed" or (status.pid > 0 and _is_ended(status.pid)))
 
 
 def _is_ended(pid: int) -> bool:

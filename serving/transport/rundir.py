@@ -182,17 +182,19 @@ class StateDir:
         with contextlib.suppress(OSError):
             os.rmdir(self.runtime)
 
-    def remove_if_abandoned(self) -> None:
-        """Remove what a killed engine left, unless somebody lives to use it."""
+    def remove_if_abandoned(self) -> bool:
+        """Remove what an ended engine left, unless somebody lives to use it. False while another is at work here, who
+        may have seen somebody that is gone by now."""
         if not os.path.isdir(self.runtime):
-            return
+            return True
         lock = self.try_lock()
         if lock is None:
-            return  # whoever holds it is at work here
+            return False
         if self.engine_alive or self.live_clients():
             lock.release()
         else:
             self.remove(lock)
+        return True
 
     def log_tail(self, num_bytes: int = 2000) -> str:
         try:
