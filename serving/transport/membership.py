@@ -45,7 +45,7 @@ class Membership:
         return self._state.remove_if_abandoned()
 
     def _is_ending(self) -> bool:
-        """An engine that wrote its failure down, or was killed, keeps its lock a moment longer and cleans up no more."""
+        """An engine that wrote its failure down, or was killed, keeps its lock for a moment and cleans up no more."""
         status = self._state.read_status()
         return status is not None and (status.state == "failed" or (status.pid > 0 and _is_ended(status.pid)))
 
