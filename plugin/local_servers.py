@@ -195,12 +195,29 @@ def _signal_and_wait(pid: int, wait: float) -> None:
         process.send_signal(signal.SIGTERM)
     except psutil.Error:
         return
-    _, alive = psutil.wait_procs([process], timeout=wait)
-    if alive:
+    if not _ended_within([process], wait):
         for member in family:
             with contextlib.suppress(psutil.Error):
                 member.kill()
-        psutil.wait_procs(family, timeout=5)
+        _ended_within(family, 5)
+
+
+def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
+    """Wait for all. Another command's child is collected by PID 1, which in many a container never does: for psutil a
+    zombie still runs, for us it has ended."""
+    end = time.monotonic() + seconds
+    while not all(_has_ended(process) for process in processes):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def must_be_new(name: str) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 from tiny_models import FAMILIES, make_model, save_bundle
 
 from mlflow_llm.serving.bundle import Bundle
+
+# A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
+# process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import transformers as tf
+from processes import alive_after
 from tiny_models import COMMON, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -54,7 +55,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("XDG_RUNTIME_DIR", root)
         yield Path(root)
         left = [p for p in psutil.process_iter() if belongs(p, root)]
-        _, alive = psutil.wait_procs(left, timeout=30)
+        alive = alive_after(left)
         told = [" ".join(p.cmdline()) for p in alive]
         for process in alive:
             process.kill()

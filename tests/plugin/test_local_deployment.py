@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
@@ -147,6 +148,29 @@ def test_run_local_and_help(place: Path, saved_model: Path) -> None:
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
         process.wait(30)
     assert "Traceback" not in (place / "log").read_text().replace("KeyboardInterrupt", "")
+
+
+NEVER_COLLECTS = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid, flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_server_that_nobody_collects_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command's server is PID 1's child, often a zombie for good: it has ended all the same."""
+    killed: list[int] = []
+    monkeypatch.setattr(psutil.Process, "kill", lambda process: killed.append(process.pid))
+    parent = subprocess.Popen([sys.executable, "-c", NEVER_COLLECTS], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        local_servers.stop_process(pid, wait=5.0)
+        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert killed == []
+    finally:
+        parent.kill()
+        parent.communicate()
 
 
 def answers(port: int) -> bool:

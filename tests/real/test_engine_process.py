@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import alive_after
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.events import Finished, Tokens
@@ -73,8 +73,7 @@ def test_killed_engine_keeps_the_text(smollm2_dir: Path, runtime: str, temperatu
         assert engine.info.pid != first
         last = engine.info.pid
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (psutil.pid_exists(last) or os.path.exists(runtime)):
+    while time.monotonic() < deadline and os.path.exists(runtime):
         time.sleep(0.05)
-    assert not psutil.pid_exists(last)
-    assert not psutil.pid_exists(first)
+    assert not alive_after([first, last], 20)
     assert not os.path.exists(runtime)

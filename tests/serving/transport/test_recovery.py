@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from transport_place import by_sequence, completion, eventually, gone
+from processes import gone
+from transport_place import by_sequence, completion, eventually
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Failed, Finished

@@ -55,14 +55,6 @@ def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
     return condition()
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has let go of all it had: a dying one loses its command line before its locks."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
-
-
 class Place:
     """A runtime directory of the test's own (short: a socket's path has 107 bytes), and who runs there."""
 

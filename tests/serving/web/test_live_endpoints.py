@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from instant_model import write_instant_model
+from processes import alive_after, gone
 from serving_process import INSTANT_CORE, Running, running
 from test_server import BODY, asking, until
 
@@ -114,7 +115,7 @@ def engines(server: Running) -> list[int]:
             pid = json.loads(status.read_text())["pid"]
         except FileNotFoundError:
             continue
-        if psutil.pid_exists(pid):
+        if not gone(pid):
             found.append(pid)
     return found
 
@@ -204,13 +205,13 @@ def test_endpoints_come_and_go(live: Running, endpoints: Endpoints) -> None:
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.status == 200
 
-    def gone() -> bool:
+    def is_gone() -> bool:
         with asking(live, BODY | {"model": "other"}) as answer:
             answer.read()
             return answer.status == 404
 
-    until(gone)
-    until(lambda: all(gone() for _ in range(4)))
+    until(is_gone)
+    until(lambda: all(is_gone() for _ in range(4)))
 
 
 def keepers(server: Running) -> list[psutil.Process]:
@@ -265,7 +266,6 @@ def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
             answer.readline()
             server.process.kill()
             assert answer.read().decode().rstrip().endswith("[DONE]")
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert not alive
+        assert not alive_after(family)
         assert not directory.exists()
-        until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+        assert not alive_after(pids)

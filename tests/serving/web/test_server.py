@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from instant_model import write_instant_model
+from processes import alive_after
 from serving_process import Running, running
 
 BODY = {
@@ -154,8 +155,7 @@ def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
         assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
         assert lines[-1] == "[DONE]"
         assert server.process.wait(60) == 0, server.log()[-4000:]
-        _, alive = psutil.wait_procs(family, timeout=60)
-        assert not alive
+        assert not alive_after(family, 60)
 
 
 def test_second_sigterm_stops_at_once(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from flask.testing import FlaskClient
 from instant_model import write_instant_model
+from processes import alive_after
 from serving_process import running
 from test_server import BODY, ask, until
 
@@ -226,7 +227,7 @@ def test_a_server_traces(tmp_path: Path, collector: tuple[str, list[Any]], monke
         span, _ = spans(collector[1])[line["request_id"]]
         assert (span.trace_id.hex(), span.span_id.hex()) == (line["trace_id"], line["span_id"])
     assert len(exporters) == 1
-    until(lambda: not exporters[0].is_running())
+    assert not alive_after(exporters)
 
 
 def test_an_exporter_without_a_store_says_so(tmp_path: Path) -> None:

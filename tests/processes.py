@@ -1,0 +1,30 @@
+"""Whether processes have ended, also where nobody collects them.
+
+A process whose parent died belongs to PID 1, and in many a container PID 1 never asks for its exit status: it stays a
+zombie, which ``psutil.pid_exists`` and ``psutil.wait_procs`` take for alive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import psutil
+
+
+def gone(process: psutil.Process | int) -> bool:
+    """Whether a process has let go of all it had: a dying one loses its command line before its locks."""
+    try:
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return not found.is_running() or found.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def alive_after(processes: Iterable[psutil.Process | int], seconds: float = 30.0) -> list[psutil.Process | int]:
+    """Those that have not ended within so many seconds; returns as soon as all have."""
+    end = time.monotonic() + seconds
+    left = list(processes)
+    while (left := [process for process in left if not gone(process)]) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left
