@@ -42,13 +42,17 @@ find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
 pip wheel --quiet --no-deps --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)
 
-# PostgreSQL's server is Debian's package; where it cannot be had, its tests are skipped and say so.
+# Debian's packages; where they cannot be had, the tests that need them are skipped and say so.
 postgres_there() { command -v initdb || ls /usr/lib/postgresql/*/bin/initdb; }
-if ! postgres_there > /dev/null 2>&1 && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
-    say "PostgreSQL"
+missing=
+postgres_there > /dev/null 2>&1 || missing=postgresql
+command -v ip > /dev/null || missing="$missing iproute2"
+if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    say "packages: $missing"
     {
         timeout 120 apt-get -qq update
-        DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends postgresql
+        # shellcheck disable=SC2086  # one word each
+        DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends $missing
     } > "$scratch/apt.log" 2>&1 || tail -n 1 "$scratch/apt.log"
 fi
 

@@ -24,13 +24,15 @@ from mlflow_llm.serving.transport.engine_model import EngineModel
 class EngineProcess:
     """``start`` it as often as wanted, always at the same address; ``end`` is SIGTERM, and waits."""
 
-    def __init__(self, bundle: Bundle, key_file: str, runtime: Path, *options: str, address: str | None) -> None:
+    def __init__(
+        self, bundle: Bundle, key_file: str, runtime: Path, *options: str, address: str | None, prefix: tuple[str, ...]
+    ) -> None:
         self.address = address or f"tcp://127.0.0.1:{free_port()}"
         self.runtime, self._log = runtime, runtime / "log"
         model = EngineModel(bundle=bundle, core=INSTANT_CORE, settings=EngineSettings(idle_timeout=0.3))
         spec = runtime / "model.json"
         spec.write_bytes(msgspec.json.encode(model))
-        command = [sys.executable, "-m", "mlflow_llm.serving.cli", "engine", "--spec", str(spec)]
+        command = [*prefix, sys.executable, "-m", "mlflow_llm.serving.cli", "engine", "--spec", str(spec)]
         self._command = [
             *command,
             "--listen",
@@ -85,11 +87,13 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def engine_process(bundle: Bundle, key_file: str, *options: str, address: str | None = None) -> Iterator[EngineProcess]:
-    """Started, ready or not; ended with nothing left."""
+def engine_process(
+    bundle: Bundle, key_file: str, *options: str, address: str | None = None, prefix: tuple[str, ...] = ()
+) -> Iterator[EngineProcess]:
+    """Started, ready or not; ended with nothing left. ``prefix`` are words before the command."""
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mle-") as runtime:
-        engine = EngineProcess(bundle, key_file, Path(runtime), *options, address=address)
+        engine = EngineProcess(bundle, key_file, Path(runtime), *options, address=address, prefix=prefix)
         engine.start()
         try:
             yield engine
