@@ -77,6 +77,12 @@ class EngineProcess:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120)
 
+    def kill(self) -> None:
+        """The command alone, with SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

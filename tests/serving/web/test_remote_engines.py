@@ -138,6 +138,25 @@ def test_the_only_engine_comes_back(bundle: Bundle, key: str, expected: tuple[st
             assert waiting.result()[0] == 200
 
 
+def test_a_killed_command_is_started_again(bundle: Bundle, key: str, expected: tuple[str, dict]) -> None:
+    """kill -9 of ``mlflow-llm engine``: its engine goes on, streams included; started again it finds that engine, and
+    ends it with itself."""
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key) as server,
+    ):
+        pid = engine.pid()
+        assert streams(server, 3, engine.kill) == [expected] * 3
+        assert ask(server, BODY)[0] == 200
+        engine.start()
+        until(lambda: engine.log().count("listening on") == 2)
+        assert engine.pid() == pid
+        assert streams(server, 3, lambda: None) == [expected] * 3
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "it is started again" in engine.log())
+        assert ask(server, BODY)[0] == 200
+
+
 def test_a_drain_that_is_over_ends_streams(bundle: Bundle, key: str) -> None:
     """What runs when the drain is over gets a final error event; requests that wait too long for an engine that is away
     get a 503 with Retry-After; a server without its engine ends as ever."""
