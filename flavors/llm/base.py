@@ -30,9 +30,9 @@ def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
     return BaseReference(uri=fixed, content_hash=manifest.content_hash), load_bundle_from(root)
 
 
-def resolve_base(reference: BaseReference, verify: Verify | None) -> Bundle:
+def resolve_base(reference: BaseReference, verify: Verify | None, *, weights: bool = True) -> Bundle:
     """The parts of the base that an adapter was logged over. Raises ``PackagingError`` where it is another."""
-    root = fetch(reference.uri)
+    root = fetch(reference.uri, weights=weights)
     found = manifests.read(root).content_hash
     if found != reference.content_hash:
         raise PackagingError(
@@ -41,19 +41,33 @@ def resolve_base(reference: BaseReference, verify: Verify | None) -> Bundle:
         )
     from .resolve import load_bundle_from
 
-    return load_bundle_from(root, verify=verify)
+    return load_bundle_from(root, verify=verify, weights=weights)
 
 
-def fetch(uri: str) -> Path:
-    """A local directory with the model at ``uri``. What lies in a local store is used where it is, not copied."""
+def fetch(uri: str, *, weights: bool = True) -> Path:
+    """A local directory with the model at ``uri``, with or without its weights. What lies in a local store is used
+    where it is, not copied. Raises ``PackagingError``."""
     import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
-        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri))
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri)) if weights else _fetch_few(uri)
     except (MlflowException, OSError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise PackagingError(f"{uri} cannot be fetched: {reason}") from None
+
+
+def _fetch_few(uri: str) -> Path:
+    """All but the weights, file by file: they are a few megabytes of what may be a hundred gigabytes."""
+    from mlflow.models.model import MLMODEL_FILE_NAME
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    store = get_artifact_repository(uri)
+    root = Path(store.download_artifacts(manifests.MANIFEST)).parent
+    for path in (MLMODEL_FILE_NAME, *manifests.read(root).files):
+        if not manifests.is_weights(path) and not (root / path).is_file():
+            store.download_artifacts(path, dst_path=str(root))
+    return root
 
 
 def _fixed_version(uri: str) -> str:

@@ -101,10 +101,15 @@ def read(root: Path) -> Manifest:
     return manifest
 
 
-def check(manifest: Manifest, root: Path, verify: Verify | None = None) -> None:
+def is_weights(path: str) -> bool:
+    """Whether only an engine needs the file; who asks an engine elsewhere needs no more than all the others."""
+    return path.startswith(("model/", "adapters/")) and path.endswith(".safetensors")
+
+
+def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weights: bool = True) -> None:
     """Compare the files under ``root`` with the manifest. Raises ``PackagingError`` naming the first that differs.
 
-    ``verify`` None takes ``MLFLOW_LLM_VERIFY``, "size" where that is unset.
+    ``verify`` None takes ``MLFLOW_LLM_VERIFY``, "size" where that is unset. Without ``weights`` those may be missing.
     """
     chosen = verify or os.environ.get(VERIFY_VARIABLE) or "size"
     if chosen not in ("size", "full"):
@@ -116,6 +121,8 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None) -> None:
         raise PackagingError(f"{extra[0]}: this file is not in {MANIFEST}; it was added after the model was saved")
     for path, entry in manifest.files.items():
         if path not in present:
+            if not weights and is_weights(path):
+                continue
             raise PackagingError(f"{path} is missing from the saved model")
         _check_file(root / path, path, entry, full=chosen == "full")
 

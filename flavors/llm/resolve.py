@@ -38,12 +38,13 @@ def load_bundle(model_uri: str | os.PathLike[str], verify: Verify | None = None)
     return load_bundle_from(_local(model_uri), verify=verify)
 
 
-def load_bundle_from(root: Path, verify: Verify | None = None) -> Bundle:
+def load_bundle_from(root: Path, verify: Verify | None = None, *, weights: bool = True) -> Bundle:
+    """``weights``: they must be there. Without them a bundle is good for its texts: tokenizer and templates."""
     manifest = manifests.read(root)
-    manifests.check(manifest, root, verify)
+    manifests.check(manifest, root, verify, weights=weights)
     own = _own_adapters(manifest, root)
     if manifest.base is not None:
-        return _join(manifest, root, own, resolve_base(manifest.base, verify))
+        return _join(manifest, root, own, resolve_base(manifest.base, verify, weights=weights))
     return Bundle(
         content_hash=manifest.content_hash,
         tasks=manifest.tasks,
@@ -112,12 +113,12 @@ def saved_config(root: Path) -> dict[str, Any]:
     return dict(flavors.get(PYFUNC, {}).get(MODEL_CONFIG) or {})
 
 
-def _local(model_uri: str | os.PathLike[str], dst_path: str | None = None) -> Path:
+def _local(model_uri: str | os.PathLike[str], dst_path: str | None = None, *, weights: bool = True) -> Path:
     path = Path(model_uri)
     if path.is_dir() and dst_path is None:
         return path.absolute()
     if dst_path is None:
-        return fetch(str(model_uri))
+        return fetch(str(model_uri), weights=weights)
     import mlflow
 
     return Path(mlflow.artifacts.download_artifacts(artifact_uri=str(model_uri), dst_path=dst_path))

@@ -125,7 +125,7 @@ def serve(
                 msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
                 if engine_key_file is not None and one.name in addresses
                 else one
-                for one in endpoint_specs(named, overrides, profile)
+                for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses))
             ),
             settings=ServerSettings(**server),
             engine=overrides,
@@ -234,13 +234,20 @@ def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
 
 
 def endpoint_specs(
-    models: dict[str, str], overrides: dict[str, Any], profile: ProfileName = "open"
+    models: dict[str, str], overrides: dict[str, Any], profile: ProfileName = "open", elsewhere: tuple[str, ...] = ()
 ) -> tuple[EndpointSpec, ...]:
-    """Resolve ``{name: URI}``; saved engine settings hold unless overridden. Raises ``PackagingError``."""
+    """Resolve ``{name: URI}``; saved engine settings hold unless overridden. Of the names in ``elsewhere`` the engines
+    are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
     from ..web.entry import resolve
 
+    if not models:
+        return ()
+    ordered = sorted(models, key=lambda name: name in elsewhere)
+    here = tuple(models[name] for name in ordered if name not in elsewhere)
+    resolved = dict(zip(ordered, resolve(here, tuple(models[name] for name in ordered[len(here) :])), strict=True))
     specs = []
-    for (name, uri), found in zip(models.items(), resolve(tuple(models.values())) if models else (), strict=True):
+    for name, uri in models.items():
+        found = resolved[name]
         settings = found.settings(overrides)
         specs.append(
             EndpointSpec(

@@ -1,7 +1,8 @@
 """Where MLflow meets the server: model URIs become bundles. The only module of the server that imports MLflow.
 
-``python -m mlflow_llm.serving.web.entry URI…`` runs in a process of its own and prints one JSON object: the server's
-own processes need no MLflow, whose import would cost each of them seconds and a few hundred megabytes.
+``python -m mlflow_llm.serving.web.entry URI… [--texts URI…]`` runs in a process of its own and prints one JSON object:
+the server's own processes need no MLflow, whose import would cost each of them seconds and a few hundred megabytes.
+Of URIs behind ``--texts`` the weights stay where they are: their engines are on other hosts.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ class Resolved(Struct, frozen=True, kw_only=True):
             raise PackagingError(f"engine settings: {error}") from None
 
 
-def resolve(uris: tuple[str, ...]) -> tuple[Resolved, ...]:
-    """The bundles of model URIs or local directories. Raises ``PackagingError``, or ``NotFound`` for no such model."""
-    command = [sys.executable, "-m", "mlflow_llm.serving.web.entry", *uris]
+TEXTS = "--texts"
+
+
+def resolve(uris: tuple[str, ...], texts: tuple[str, ...] = ()) -> tuple[Resolved, ...]:
+    """The bundles of model URIs or local directories, then those of ``texts``, without weights. Raises
+    ``PackagingError``, or ``NotFound`` for no such model."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.web.entry", *uris, TEXTS, *texts]
     # a session of its own: Ctrl-C is ours to answer, and ends it without a trace
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, start_new_session=True
@@ -55,7 +60,7 @@ def resolve(uris: tuple[str, ...]) -> tuple[Resolved, ...]:
     return msgspec.convert(answer["models"], tuple[Resolved, ...])
 
 
-def main(uris: list[str]) -> int:
+def main(words: list[str]) -> int:
     from mlflow.exceptions import MlflowException
 
     from mlflow_llm.flavors import llm
@@ -63,10 +68,15 @@ def main(uris: list[str]) -> int:
 
     try:
         found = []
-        for uri in uris:
-            fixed = _fixed(uri)
-            root = llm.resolve._local(fixed)
-            found.append(Resolved(bundle=load_bundle_from(root), config=saved_config(root), uri=fixed))
+        weights = True
+        for word in words:
+            if word == TEXTS:
+                weights = False
+                continue
+            fixed = _fixed(word)
+            root = llm.resolve._local(fixed, weights=weights)
+            bundle = load_bundle_from(root, weights=weights)
+            found.append(Resolved(bundle=bundle, config=saved_config(root), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
         missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))

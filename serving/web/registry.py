@@ -47,7 +47,8 @@ def with_files(entity: ServedEntity) -> ServedEntity:
     assert source is not None, "stored configs have their sources"
     if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
         return entity
-    (found,) = resolve((source.uri,))
+    uris = (source.uri,)
+    (found,) = resolve((), texts=uris) if source.addresses else resolve(uris)
     if found.bundle.content_hash != source.bundle.content_hash:
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=found.bundle))

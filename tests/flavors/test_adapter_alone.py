@@ -14,6 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.resolve import load_bundle_from
+from mlflow_llm.serving.errors import PackagingError
 
 
 @pytest.fixture
@@ -61,6 +63,21 @@ def test_answers_as_if_whole(base, llama_dir, adapter_dir):
     assert texts["models:/assistant/2", "formal"] == texts["models:/whole/1", "formal"]
     assert texts["models:/assistant/2", None] == texts["models:/whole/1", None]
     assert texts["models:/assistant/2", "formal"] != texts["models:/assistant/2", None]
+
+
+def test_without_weights(base, adapter_dir):
+    """For an engine elsewhere the weights of adapter and base may be missing, here the base's; nothing else may."""
+    log_alone(adapter_dir, base=base)
+    whole = llm.load_bundle("models:/assistant/2")
+    (Path(whole.model_dir) / "model.safetensors").unlink()
+    (Path(whole.adapters["formal"]) / "adapter_model.safetensors").unlink()
+    root = Path(mlflow.artifacts.download_artifacts("models:/assistant/2"))
+    assert load_bundle_from(root, weights=False) == whole
+    with pytest.raises(MlflowException, match=r"adapters/formal/adapter_model\.safetensors is missing"):
+        llm.load_bundle("models:/assistant/2")
+    (Path(whole.adapters["formal"]) / "adapter_config.json").unlink()
+    with pytest.raises(PackagingError, match=r"adapters/formal/adapter_config\.json is missing"):
+        load_bundle_from(root, weights=False)
 
 
 def test_alias_is_pinned(base, adapter_dir):
