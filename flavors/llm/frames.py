@@ -23,6 +23,7 @@ import pandas as pd
 
 from ...serving.errors import InvalidField, RequestError
 
+MAX_DEPTH = 128  # more than any field may have: that field is then refused by its own name
 FORMS = "an object with messages, prompt or input; a list of them; or a DataFrame with a row for each"
 
 
@@ -77,14 +78,16 @@ def _is_missing(value: Any) -> bool:
     return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """JSON's own types all the way down, where pandas, numpy and Parquet put theirs."""
+    if depth > MAX_DEPTH:
+        raise InvalidField("body", "a deep nest of objects and lists", f"at most {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, np.ndarray):
-        return [_plain(entry) for entry in value.tolist()]
+        return [_plain(entry, depth + 1) for entry in value.tolist()]
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, depth + 1) for entry in value]
     if isinstance(value, np.generic):
         return value.item()
     return value

@@ -57,6 +57,11 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
     help="Requests that may wait at an endpoint; beyond, they get a 503.",
 )
 @click.option(
+    "--default-max-tokens",
+    type=click.IntRange(1),
+    help="max_tokens of requests without it, which is what rate limits reserve (default: up to the context length).",
+)
+@click.option(
     "--scale-to-zero-after",
     default=DEFAULTS.scale_to_zero_after,
     show_default=True,

@@ -7,8 +7,11 @@ endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
+
+from ..request import RawCompletion, RawRequest, Task
 from . import wire
 from .codec import CodedErrorDialect
 from .tables import DATABRICKS
@@ -46,3 +49,10 @@ class DatabricksDialect(CodedErrorDialect):
         self.style = wire.Style(
             cached_tokens=False, usage_in_last=True, index_by_prompt=index == "prompt", embedding_id=True
         )
+
+    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
+        """``use_raw_prompt`` is false unless given, as the document has it: the template is applied."""
+        raw = super().decode(body, task)
+        if isinstance(raw, RawCompletion) and raw.use_raw_prompt is None:
+            return msgspec.structs.replace(raw, use_raw_prompt=False)
+        return raw

@@ -12,6 +12,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..errors import InvalidField
@@ -19,6 +20,7 @@ from ..errors import InvalidField
 Reader = Callable[[Any, str], Any]
 INT64 = 2**63
 UINT64_MAX = 2**64 - 1
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +138,23 @@ def one_of(*options: Any) -> Reader:
 
 
 def obj(value: Any, path: str) -> dict[str, Any]:
+    """An object of any content, ``MAX_DEPTH`` levels of it: templates and those who walk it recurse."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise InvalidField(path, value, "an object")
+    if not is_shallow(value):
+        raise InvalidField(path, value, f"an object of at most {MAX_DEPTH} levels")
     return value
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether objects and lists lie in each other at most ``MAX_DEPTH`` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = chain.from_iterable(entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [entry for entry in inside if isinstance(entry, dict | list | tuple)]
+        if not level:
+            return True
+    return False
 
 
 def list_of(item: Reader, allowed: str) -> Reader:

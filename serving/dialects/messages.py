@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ..errors import InvalidField
-from .fields import string, unknown_field
+from .fields import obj, string, unknown_field
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys that clients copy back from our own replies; only null (or an empty list) says nothing.
@@ -119,7 +119,7 @@ def _tool_call(value: Any, path: str) -> dict[str, Any]:
 def _arguments(value: Any, path: str) -> Any:
     """The arguments' JSON text as the object that templates print; the document's dict is taken as well."""
     if isinstance(value, dict):
-        return value
+        return obj(value, path)
     text = string(value, path)
     try:
         found = json.loads(text) if text.strip() else {}
@@ -127,4 +127,4 @@ def _arguments(value: Any, path: str) -> Any:
         raise InvalidField(path, value, "a JSON object in a string") from None
     if not isinstance(found, dict):
         raise InvalidField(path, value, "a JSON object in a string")
-    return found
+    return obj(found, path)

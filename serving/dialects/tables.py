@@ -79,7 +79,7 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 
 COMMON = (
     _field("model", string, "model", "string", "endpoint, served entity, or endpoint:adapter"),
-    _field("user", string, "user", "string", "an id of the end user, kept with the request's record"),
+    _field("user", string, "user", "string", "an id of the end user, kept in the request's line of the log"),
 )
 
 ADAPTER = (_field("adapter", string, "adapter", "string", "a LoRA adapter of the model"),)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import ContextTooLong, InvalidField
 from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling
 from .endpoint import EndpointView
+from .template_reads import TemplateReads
 
 BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
 
@@ -39,8 +40,10 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
         raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
     if profile.strict_turns:
         check_turns(raw.messages)
+    reads = endpoint.text.reads(raw.chat_template)
+    _check_tool_calls(raw.messages, reads)
     messages = _with_system(raw.messages, endpoint)
-    variables = _template_variables(raw.chat_template_kwargs)
+    variables = _template_variables(raw.chat_template_kwargs, reads)
     return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables)
 
 
@@ -130,11 +133,23 @@ RESERVED = frozenset(
 )
 
 
-def _template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+def _template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> dict[str, Any]:
     for name, value in (given or {}).items():
         if not name.isidentifier() or name in RESERVED:
             raise InvalidField(f"chat_template_kwargs.{name[:64]}", value, "variables of the template, by their names")
+        if reads.variables is not None and name not in reads.variables:
+            names = ", ".join(sorted(reads.variables - RESERVED)) or "none"
+            raise InvalidField(
+                f"chat_template_kwargs.{name[:64]}", value, f"variables that this template reads: {names}"
+            )
     return given or {}
+
+
+def _check_tool_calls(messages: tuple[dict[str, Any], ...], reads: TemplateReads) -> None:
+    for i, message in enumerate(messages):
+        if message.get("tool_calls") and not reads.tool_calls:
+            allowed = "none: the chat template of this model leaves tool calls out"
+            raise InvalidField(f"messages[{i}].tool_calls", message["tool_calls"], allowed)
 
 
 def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoint: EndpointView, path: str) -> Prompt:

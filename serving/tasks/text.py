@@ -19,6 +19,7 @@ from ..bundle import Bundle, EmbeddingSpec
 from ..errors import InvalidField, PackagingError
 from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from .template_reads import TemplateReads
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
 SHORT = 2048  # characters or tokens, which take less time than to hand the lock to and fro
@@ -48,6 +49,7 @@ class TextModel:
         plain.encode_special_tokens = True
         sources = set(self.templates.values())
         self._controls = {source: ControlText(self._hf, self._backend, plain, source) for source in sources}
+        self._reads = {source: TemplateReads(source) for source in sources}
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
 
@@ -137,6 +139,10 @@ class TextModel:
         if found is None:
             raise InvalidField("chat_template", name, "one of " + ", ".join(sorted(self.templates)))
         return found
+
+    def reads(self, template: str | None) -> TemplateReads:
+        """What a template reads. Raises as ``template`` does."""
+        return self._reads[self.template(template)]
 
     def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any]) -> str:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..engine.interface import Engine
-from ..errors import NotFound
+from ..errors import InvalidField, NotFound
 from ..metering.keys import ANONYMOUS
 from ..modes import Mode
 from ..modes.traffic import TrafficSplit
@@ -84,13 +84,21 @@ class Endpoints:
         return iter(tuple(entity for routed in self._by_name.values() for entity in routed.entities.values()))
 
     def find(
-        self, called: str | None, *, sticky_key: str | None = None, caller: str | None = None
+        self,
+        called: str | None,
+        model: str | None = None,
+        *,
+        sticky_key: str | None = None,
+        caller: str | None = None,
     ) -> tuple[Endpoint, str | None]:
         """The served entity and adapter that ``called`` names: an endpoint, an entity, or ``endpoint:adapter``.
 
-        None is the only endpoint there is. An endpoint's traffic split chooses the entity, by ``sticky_key`` where it
-        is given, by ``caller`` (a key's id) where the endpoint is sticky. Raises ``NotFound``.
+        None is the only endpoint there is. ``model``, of the body where the path names the endpoint, may say more of
+        the same one: an entity, an adapter. An endpoint's traffic split chooses the entity, by ``sticky_key`` where it
+        is given, by ``caller`` (a key's id) where the endpoint is sticky. Raises ``NotFound``, ``InvalidField``.
         """
+        if model is not None and model != called:
+            return self._within(called, model, sticky_key, caller)
         if called is None:
             return self._only().choose(sticky_key, caller), None
         if endpoint := self._named(called, sticky_key, caller):
@@ -107,11 +115,29 @@ class Endpoints:
         now = routed.entities.get(endpoint.entity) if routed is not None else None
         return now or self.find(name, sticky_key=sticky_key, caller=caller)[0], adapter
 
+    def _within(
+        self, called: str | None, model: str, sticky_key: str | None, caller: str | None
+    ) -> tuple[Endpoint, str | None]:
+        of_path, adapter = self.find(called, sticky_key=sticky_key, caller=caller)
+        if model == of_path.name:
+            return of_path, adapter
+        routed = self._by_name.get(of_path.name)
+        if routed is not None and model in routed.entities:
+            return routed.entities[model], adapter
+        found, wanted = self.find(model, sticky_key=sticky_key, caller=caller)
+        if found.name != of_path.name or (adapter is not None and wanted != adapter):
+            raise InvalidField("model", model, f"{called}, as in the path")
+        return found, wanted
+
     def _named(self, name: str, sticky_key: str | None, caller: str | None) -> Endpoint | None:
         routed = self._by_name.get(name)
         if routed is not None:
             return routed.choose(sticky_key, caller)
-        return next((e for e in self.entities() if e.entity == name), None)
+        found = [entity for entity in self.entities() if entity.entity == name]
+        if len(found) > 1:
+            owners = " and ".join(entity.name for entity in found)
+            raise InvalidField("model", name, f"the name of an endpoint: {owners} have a served entity of this name")
+        return found[0] if found else None
 
     def _only(self) -> Routed:
         if len(self) != 1:

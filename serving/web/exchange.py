@@ -44,6 +44,7 @@ class Exchange:
     reasons: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
     key: str | None = None
+    user: str | None = None
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float | None = None
@@ -112,6 +113,7 @@ class Exchange:
             endpoint=self.endpoint or None,
             adapter=self.adapter or None,
             key=self.key,
+            user=self.user,
             task=self.task or None,
             stream=self.stream or None,
             prompt_tokens=self._counts()["prompt"] or None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gevent
@@ -27,16 +27,25 @@ RETRY = 20  # turns after which a replica that did not answer is tried again
 
 
 class Follower:
-    """``open`` (``client_gevent.attach``) attaches to an engine. ``profile`` is for endpoints that name none.
+    """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
+    that name none.
 
     One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
     """
 
     def __init__(
-        self, board: Board, endpoints: Endpoints, gate: Gate, *, open: Any, ledger: Any, profile: str = "open"
+        self,
+        board: Board,
+        endpoints: Endpoints,
+        gate: Gate,
+        *,
+        open: Any,
+        ledger: Any,
+        profile: str = "open",
+        profiles: Mapping[str, Profile] = PROFILES,
     ) -> None:
         self._board, self._endpoints, self._gate = board, endpoints, gate
-        self._open, self._ledger, self._profile = open, ledger, profile
+        self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
         self._engines: dict[str, Replicas] = {}
         self._retiring: dict[str, Replicas] = {}
         self._texts: dict[tuple[Any, ...], TextModel] = {}
@@ -109,7 +118,7 @@ class Follower:
         return engine
 
     def _routed(self, planned: PlannedEndpoint) -> Routed:
-        profile = PROFILES[planned.profile or self._profile]
+        profile = self._profiles[planned.profile or self._profile]
         entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
         split = None
         if len(entities) > 1:

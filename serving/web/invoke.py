@@ -25,6 +25,7 @@ from .answer import Answer, json_answer
 from .endpoints import Endpoint, Endpoints
 from .exchange import Exchange
 from .gate import Gate
+from .json_body import read_object
 from .offload import Offload
 from .routes import Route
 from .running import ClientGone, Pull, RunningRequests, ending_at, watching
@@ -32,6 +33,7 @@ from .settings import ServerSettings
 from .tracing import Tracer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
 STICKY_HEADER = "X-Sticky-Key"
 SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -77,6 +79,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     raw = server.offload(size, _decode, incoming)
     endpoint, raw = _address(server.endpoints, incoming, raw)
     exchange.endpoint, exchange.adapter, exchange.stream = endpoint.name, raw.adapter or "", raw.stream
+    exchange.user = raw.user and raw.user[:MAX_USER]
     exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
     with ExitStack() as held:
@@ -99,19 +102,16 @@ def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchan
 
 
 def _decode(incoming: Incoming) -> RawRequest:
-    try:
-        body = msgspec.json.decode(incoming.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidField("body", incoming.body[:40], f"a JSON object ({str(error)[:120]})") from None
-    if not isinstance(body, dict):
-        raise InvalidField("body", body, "a JSON object")
-    return incoming.dialect.decode(body, incoming.route.task)
+    return read_object(incoming.body, lambda body: incoming.dialect.decode(body, incoming.route.task))
 
 
 def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
     endpoint, adapter = endpoints.find(
-        incoming.name or raw.model, sticky_key=incoming.sticky_key, caller=incoming.caller.key_id
+        incoming.name or raw.model,
+        raw.model if incoming.name else None,
+        sticky_key=incoming.sticky_key,
+        caller=incoming.caller.key_id,
     )
     if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
         raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from ..errors import Conflict, InvalidField, NotFound
+from ..errors import Conflict, NotFound
 from ..metering.keys import Caller
 from ..modes.endpoints import Endpoints
 from . import metrics, openapi
 from .answer import Answer, json_answer
 from .invoke import Server
+from .json_body import read_object
 
 GONE_SECONDS = 2.0
 
@@ -29,14 +28,8 @@ class Asked:
     query: Mapping[str, list[str]] = field(default_factory=dict)
 
     def object(self) -> dict[str, Any]:
-        """The body, a JSON object. Raises ``InvalidField``."""
-        try:
-            body = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidField("body", self.body[:40], f"a JSON object ({str(error)[:120]})") from None
-        if not isinstance(body, dict):
-            raise InvalidField("body", body, "a JSON object")
-        return body
+        """The body, a JSON object. Raises ``RequestError``."""
+        return read_object(self.body, dict)
 
 
 def _endpoints(server: Server) -> Endpoints:

@@ -15,6 +15,13 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
+def profiles_of(default_max_tokens: int | None) -> Mapping[str, Profile]:
+    """``PROFILES`` on a server that has a default for ``max_tokens``."""
+    return {
+        name: dataclasses.replace(profile, default_max_tokens=default_max_tokens) for name, profile in PROFILES.items()
+    }
+
+
 def profile_in(mode: Mode | None, profile: Profile) -> Profile:
     """``profile`` with the fields that the mode takes: an entity's mode decides, whatever its server's profile is."""
     if mode is None:

@@ -17,6 +17,7 @@ from .board import Board
 from .endpoints import Endpoints
 from .follower import Follower
 from .offload import give_way
+from .profiles import profiles_of
 from .registry import locate
 from .settings import ServerSettings, default_state_dir
 from .spec import ServeSpec, store_url
@@ -37,7 +38,15 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
     server.management = ManagedEndpoints(store, locate=located)
     journal = str(ledger.journal_dir) if ledger is not None else ""
     opened = functools.partial(attach, journal=journal, timeout=spec.settings.engine_timeout)
-    follower = Follower(Board(directory), endpoints, server.gate, open=opened, ledger=ledger, profile=spec.profile)
+    follower = Follower(
+        Board(directory),
+        endpoints,
+        server.gate,
+        open=opened,
+        ledger=ledger,
+        profile=spec.profile,
+        profiles=profiles_of(spec.settings.default_max_tokens),
+    )
     follower.adopt()
     for endpoint in endpoints.entities():
         if getattr(endpoint.engine, "count", 1):

@@ -6,6 +6,7 @@ import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS
 from mlflow_llm.serving.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.tasks.template_reads import TemplateReads
 from mlflow_llm.serving.tasks.validate import validate
 
 HI = [{"role": "user", "content": "hello world"}]
@@ -233,6 +234,7 @@ def test_fields_of_endpoint_kinds(endpoint_of):
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
         ({"temperature": math.nan}, "temperature"),
     ],
 )
@@ -242,6 +244,37 @@ def test_limits(endpoint, body, field):
         _valid(endpoint, messages=HI, **body)
     assert caught.value.param == field
     assert len(caught.value.message) < 400
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_tool_calls_need_a_template_that_tells_them(endpoint):
+    """Calls in the history are refused where the template would leave them out: the model would see an empty turn."""
+    history = [*HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, *HI]
+    with pytest.raises(InvalidField, match="leaves tool calls out") as caught:
+        _valid(endpoint, messages=history)
+    assert caught.value.param == "messages[1].tool_calls"
+    assert _valid(endpoint, messages=[*HI, {"role": "assistant", "content": "x", "tool_calls": []}, *HI]).n == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "tool_calls"),
+    [
+        (
+            "{{ messages }}{% if tools %}{{ enable_thinking }}{% endif %}",
+            {"messages", "tools", "enable_thinking"},
+            False,
+        ),
+        ("{% for m in messages %}{{ m.tool_calls }}{% break %}{% endfor %}{% set x = 1 %}{{ x }}", {"messages"}, True),
+        ("{% generation %}{{ a }}{% endgeneration %}", {"a"}, False),
+        ("{% nobody_knows %}", None, False),
+    ],
+)
+def test_what_a_template_reads(source, variables, tool_calls):
+    """Names from outside, with transformers' own tags; None where the source cannot be read."""
+    reads = TemplateReads(source)
+    assert (reads.variables, reads.tool_calls) == (variables, tool_calls)
 
 
 def test_prompts_by_token_ids(endpoint, text):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.errors import InternalError, Overloaded
+from mlflow_llm.serving.web import exchange
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.invoke import Server
 
@@ -91,6 +93,26 @@ def test_adapter_by_model_name(client: FlaskClient) -> None:
     assert base["choices"][0]["message"]["content"] != adapted["choices"][0]["message"]["content"]
 
 
+PATHS = ["/serving-endpoints/assistant/invocations", "/endpoints/assistant/invocations"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_model_beside_the_path(client: FlaskClient, path: str) -> None:
+    """Where the path names the endpoint, the body's model may name an adapter of it, or itself; another is refused."""
+    body = {"prompt": "hello", "max_tokens": 4, "seed": 1}
+    base, adapted = (client.post(path, json=body | {"model": m}).json for m in ("assistant", "assistant:pirate"))
+    assert base["choices"] == client.post(path, json=body).json["choices"]
+    assert adapted["choices"] == client.post(path, json=body | {"adapter": "pirate"}).json["choices"]
+    assert adapted["choices"] != base["choices"]
+    assert client.post(path, json=body | {"model": "model-1"}).json["choices"] == base["choices"]
+    assert client.post(path, json=body | {"model": "other"}).status_code == 404
+    both = client.post(path, json=body | {"model": "assistant:pirate", "adapter": "formal"})
+    assert (both.status_code, "'formal' is not allowed" in both.json["message"]) == (400, True)
+    named = path.replace("assistant", "assistant:pirate")
+    assert client.post(named, json=body | {"model": "assistant:nobody"}).status_code == 404
+    assert client.post(named, json=body | {"model": "assistant"}).json["choices"] == adapted["choices"]
+
+
 @pytest.mark.parametrize("model", ["nobody", "assistant:nobody", "nobody:pirate"])
 def test_unknown_models(client: FlaskClient, model: str) -> None:
     """An unknown model is a 404 in OpenAI's words."""
@@ -106,6 +128,71 @@ def test_bodies_that_are_no_object(client: FlaskClient, body: bytes) -> None:
         answer = client.post(path, data=body, content_type="application/json")
         assert answer.status_code == 400
         assert key in answer.json
+
+
+def nested(depth: int, value: str = "1") -> str:
+    return "[" * depth + value + "]" * depth
+
+
+@pytest.mark.parametrize("depth", [70, 300, 700, 900, 5000])
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "arguments", "written arguments", "metadata"])
+def test_deep_values(client: FlaskClient, field: str, depth: int) -> None:
+    """A value nested too deep is a 400 that names its field, whoever would have walked it."""
+    value = f'{{"x":{nested(depth)}}}'
+    message = '{"role": "user", "content": "x"}'
+    if "arguments" in field:
+        arguments = json.dumps(value) if "written" in field else value
+        call = f'{{"id": "1", "type": "function", "function": {{"name": "f", "arguments": {arguments}}}}}'
+        body = f'{{"messages": [{message}, {{"role": "assistant", "tool_calls": [{call}]}}, {message}]}}'
+    else:
+        body = f'{{"messages": [{message}], "{field}": {value}}}'
+    answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
+    assert answer.status_code == 400
+    if depth < 900:  # else JSON's own decoder may be the first to refuse it
+        assert answer.json["error"]["param"].endswith(field.split()[-1])
+        assert "of at most 64 levels" in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"messages": [{"role": "user", "content": "my secret is \\ud83d"}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "ab \\ud83d cd"}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "my secret is', "body"),
+        (b'{"messages": [{"role": "user", "content": "my secret is"}], "metadata": {"x": NaN}}', "body"),
+    ],
+)
+def test_values_that_are_no_json(client: FlaskClient, body: bytes, field: str) -> None:
+    """What JSON cannot say is refused by the name of its field where it has one, and no prompt is repeated."""
+    answer = client.post("/v1/chat/completions", data=body, content_type="application/json")
+    assert (answer.status_code, answer.json["error"]["param"]) == (400, field)
+    if field == "body":
+        assert "secret" not in answer.json["error"]["message"]
+
+
+def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -> None:
+    """``use_raw_prompt`` is false there unless given, as the document has it; OpenAI's and MLflow's prompts are raw."""
+
+    def prompt_tokens(path: str, **given: bool) -> int:
+        answer = client.post(path, json={"model": "assistant", "prompt": "hello", "max_tokens": 1} | given)
+        return int(answer.json["usage"]["prompt_tokens"])
+
+    raw = prompt_tokens("/v1/completions")
+    assert prompt_tokens("/endpoints/assistant/invocations") == raw
+    for path in (PATHS[0], "/serving-endpoints/completions"):
+        assert prompt_tokens(path) == prompt_tokens(path, use_raw_prompt=False) > raw
+        assert prompt_tokens(path, use_raw_prompt=True) == raw
+
+
+def test_the_callers_own_user_is_in_the_log(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``user`` is kept in the request's line, at most 256 characters of it."""
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(exchange.logs, "event", lambda event, **told: lines.append({"event": event, **told}))
+    client.post("/v1/chat/completions", json=CHAT | {"user": "alice" * 100})
+    assert [line["user"] for line in lines if line["event"] == "request"] == [("alice" * 100)[:256]]
 
 
 @pytest.mark.parametrize(

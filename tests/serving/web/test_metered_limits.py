@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.modes import PayPerToken
 from mlflow_llm.serving.web import invoke
 from mlflow_llm.serving.web.app import create_app
+from mlflow_llm.serving.web.endpoints import Routed
 from mlflow_llm.serving.web.invoke import Server
+from mlflow_llm.serving.web.profiles import profiles_of
 
 BODY = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
 PROMPT = 14 + len("Hi")  # template and text, a byte a token
@@ -26,8 +29,9 @@ NOW = 1_800_000_000
 class Place:
     """One server, its limits and its clock."""
 
-    def __init__(self, client: FlaskClient, store: Store, keys: Keys, clock: list[float]) -> None:
-        self.client, self.store, self.keys, self.clock = client, store, keys, clock
+    def __init__(self, server: Server, store: Store, keys: Keys, clock: list[float]) -> None:
+        self.server, self.store, self.keys, self.clock = server, store, keys, clock
+        self.client: FlaskClient = create_app(server).test_client()
         self.limits = Limits(store)
         self.secret, self.key = keys.create("acme")
 
@@ -60,7 +64,7 @@ def place(
     server = make(keys=keys, mode=PayPerToken(ledger))
     monkeypatch.setattr(invoke.time, "time", lambda: clock[0])
     ledger.prices.set("*", Price(input=1_000_000, output=10_000_000), effective=NOW)
-    yield Place(create_app(server).test_client(), store, keys, clock)
+    yield Place(server, store, keys, clock)
     check_integrity(store)
     ledger.close()
     store.close()
@@ -114,6 +118,20 @@ def test_the_strictest_wins(place: Place) -> None:
     assert place.ask(max_tokens=3).json["error"]["message"].startswith("qph: the endpoint's")
     other, _ = place.keys.create("zeta")
     assert place.ask(other).json["error"]["message"].startswith("qph: the endpoint's")
+
+
+def test_a_default_of_max_tokens_is_reserved(place: Place) -> None:
+    """Without ``max_tokens`` the server's default is reserved, and is what the request gets."""
+    place.limits.set("tenant", "acme", "otpm", 100)
+    assert place.ask(max_tokens=None).json["error"]["message"].endswith("more than the limit ever allows")
+    endpoint = next(iter(place.server.endpoints))
+    view = dataclasses.replace(endpoint.view, profile=profiles_of(40)["open"])
+    changed = dataclasses.replace(endpoint, view=view)
+    place.server.endpoints.replace((Routed(name="assistant", entities={"model-1": changed}),))
+    assert used(place.ask(max_tokens=None))[1] == 40
+    assert used(place.ask(max_tokens=None))[1] == 40
+    assert place.ask(max_tokens=None).status_code == 429
+    assert used(place.ask(max_tokens=20))[1] == 20
 
 
 def test_what_is_not_used_comes_back(place: Place) -> None:

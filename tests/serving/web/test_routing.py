@@ -13,7 +13,7 @@ import pytest
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.engine.interface import AdapterInfo
-from mlflow_llm.serving.errors import NotFound, Unavailable
+from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.modes.endpoint_config import Route
 from mlflow_llm.serving.modes.traffic import TrafficSplit
@@ -56,7 +56,10 @@ def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: Endpoints) -> N
     shares = Counter(endpoints.find("chat")[0].entity for _ in range(400))
     assert abs(shares["a"] - 100) <= 4
     assert {endpoints.find("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
-    assert {endpoints.find("a")[0].entity for _ in range(20)} == {"a"}
+    assert {endpoints.find("chat", "a")[0].entity for _ in range(20)} == {"a"}
+    assert endpoints.find("loyal", "b")[0].name == "loyal"
+    with pytest.raises(InvalidField, match="chat and loyal have a served entity of this name"):
+        endpoints.find("a")
     for unknown in ("c", "chat:c", "c:pirate", None):
         with pytest.raises(NotFound):
             endpoints.find(unknown)
