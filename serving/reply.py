@@ -25,12 +25,16 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class TextLogprob(Struct, frozen=True, kw_only=True):
-    """One token's text, its bytes (a token may be part of a character), log probability and alternatives."""
+    """One token's text, its bytes (a token may be part of a character), log probability and alternatives.
+
+    ``start`` is where its first character stands in the choice's text: tokens that are parts of one have the same.
+    """
 
     token: str
     bytes: tuple[int, ...]
     token_id: int
     logprob: float | None
+    start: int = 0
     top: tuple[TextLogprob, ...] = ()
 
 

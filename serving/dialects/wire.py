@@ -75,7 +75,7 @@ def _text_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[st
     return {
         "index": _index(request, choice.index, style),
         "text": choice.text,
-        "logprobs": text_logprobs(request, choice.logprobs, 0),
+        "logprobs": text_logprobs(request, choice.logprobs),
         "finish_reason": finish_reason(choice.finish_reason),
     }
 
@@ -121,30 +121,35 @@ def _chat_logprob(entry: TextLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.bytes)}
 
 
-def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...], offset: int) -> dict[str, Any] | None:
-    """The completions API's parallel lists; ``offset`` is where the first token's text starts in the choice's text."""
+def text_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
+    """The completions API's parallel lists."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None
-    offsets = []
-    for entry in found:
-        offsets.append(offset)
-        offset += len(entry.token)
     return {
-        "tokens": [entry.token for entry in found],
+        "tokens": [_named(entry) for entry in found],
         "token_logprobs": [entry.logprob for entry in found],
         "top_logprobs": [_top(entry) for entry in found],
-        "text_offset": offsets,
+        "text_offset": [entry.start for entry in found],
     }
 
 
+def _named(entry: TextLogprob) -> str:
+    """The token's text, or as OpenAI writes a part of a character: ``bytes:\\xe6\\x97``."""
+    data = bytes(entry.bytes)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode("ascii", "backslashreplace")
+
+
 def _top(entry: TextLogprob) -> dict[str, float | None] | None:
-    """Two tokens can have one text (each half of a character): the likelier, which comes first, keeps the key."""
+    """Two tokens can have one text (a special token's name and the same words): the likelier, first, keeps the key."""
     if entry.logprob is None:
         return None
     found: dict[str, float | None] = {}
     for top in entry.top:
-        found.setdefault(top.token, top.logprob)
-    found.setdefault(entry.token, entry.logprob)
+        found.setdefault(_named(top), top.logprob)
+    found.setdefault(_named(entry), entry.logprob)
     return found
 
 
@@ -159,7 +164,6 @@ class Stream:
         self._error_body = error_body
         self._head = head(request, streamed=True)
         self._started: set[int] = set()
-        self._offsets: dict[int, int] = {}
         self._held: dict[str, Any] | None = None  # the last chunk with choices, where it is to carry usage
 
     def encode(self, piece: Piece) -> bytes:
@@ -182,12 +186,10 @@ class Stream:
             logprobs = chat_logprobs(self._request, piece.logprobs)
             content = {**self._role(piece.index), "content": piece.text}
             return {"index": piece.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
-        offset = self._offsets.get(piece.index, 0)
-        self._offsets[piece.index] = offset + sum(len(entry.token) for entry in piece.logprobs)
         return {
             "index": _index(self._request, piece.index, self._style),
             "text": piece.text,
-            "logprobs": text_logprobs(self._request, piece.logprobs, offset),
+            "logprobs": text_logprobs(self._request, piece.logprobs),
             "finish_reason": None,
         }
 

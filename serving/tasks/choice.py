@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
+
 from ..events import PromptScored, TokenLogprob, Tokens
 from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
 from ..request import Sampling, ValidRequest
+from .detokenize import starts
 from .stops import Match, StopMatcher
 from .text import TextModel
 
@@ -52,9 +55,13 @@ class ChoiceText:
 
     def scored(self, event: PromptScored) -> Iterator[Piece]:
         """The echoed prompt with its log probabilities; the first token has none."""
-        first = self._request.sequences[self._index].prompt_token_ids[0]
-        head = self._logprob(first, None)
-        yield Delta(index=self._index, text=self._echo, logprobs=(head, *map(self._scored, event.logprobs)))
+        token_ids = self._request.sequences[self._index].prompt_token_ids
+        begun, length = starts(self._text.detokenizer(skip_special_tokens=False), token_ids)
+        # the tokens end where the text does; what the tokenizer put before it (BOS) is not in the text
+        shift = len(self._echo) - length
+        entries = (self._logprob(token_ids[0], None), *map(self._scored, event.logprobs))
+        placed = [_at(max(0, place + shift), entry) for place, entry in zip(begun, entries, strict=True)]
+        yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))
 
     def push(self, event: Tokens) -> Iterator[Piece]:
         """One delta for the event's tokens, and ``Ended`` where a stop string is complete."""
@@ -64,7 +71,9 @@ class ChoiceText:
             self.num_tokens += 1
             taken.append(token_id)
             if event.logprobs and not self._ends(token_id, self.num_tokens):
-                self._waiting.append((self._pushed, self._scored(event.logprobs[position])))
+                start = self._pushed + self._detokenizer.ahead(token_id)
+                scored = _at(len(self._echo) + start, self._scored(event.logprobs[position]))
+                self._waiting.append((start, scored))
             parts.append(self._feed(token_id, self.num_tokens))
             if self.matched is not None:
                 break
@@ -142,3 +151,7 @@ class ChoiceText:
         return TextLogprob(
             token=data.decode(errors="replace"), bytes=tuple(data), token_id=token_id, logprob=logprob, top=top
         )
+
+
+def _at(start: int, entry: TextLogprob) -> TextLogprob:
+    return msgspec.structs.replace(entry, start=start)

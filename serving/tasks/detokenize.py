@@ -24,6 +24,11 @@ class Detokenizer(Protocol):
         """The text that is certain with this token; "" while a character is incomplete."""
         ...
 
+    def ahead(self, token_id: int) -> int:
+        """How many characters ``push`` would give out before the first one of ``token_id``: what was incomplete and is
+        not gone on with. 0 where the token goes on with an incomplete character, or there is none."""
+        ...
+
     def flush(self) -> str:
         """The rest at the end of the sequence, incomplete bytes as U+FFFD."""
         ...
@@ -41,6 +46,15 @@ class ByteDetokenizer:
         if token_id >= len(self._bytes):  # a padded embedding row: it has no text
             return ""
         return self._decoder.decode(self._bytes[token_id])
+
+    def ahead(self, token_id: int) -> int:
+        incomplete = self._decoder.getstate()[0]
+        first = self._bytes[token_id][:1] if token_id < len(self._bytes) else b""
+        if not incomplete or not first:
+            return 0
+        trial = codecs.getincrementaldecoder("utf-8")("replace")
+        # the first byte's own character is the last one given out, or waits
+        return len(trial.decode(incomplete + first)) - (not trial.getstate()[0])
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -62,6 +76,14 @@ class WindowDetokenizer:
         self._ids.append(token_id)
         return self._deliver(final=False)
 
+    def ahead(self, token_id: int) -> int:
+        if self._read == len(self._ids):
+            return 0
+        before, held = self._decode(self._ids[self._start : self._read]), self._decode(self._ids[self._start :])
+        after = self._decode([*self._ids[self._start :], token_id])
+        goes_on = after.endswith("\ufffd") or not after.startswith(held)
+        return 0 if goes_on else len(held) - len(before)
+
     def flush(self) -> str:
         return self._deliver(final=True)
 
@@ -79,6 +101,15 @@ class WindowDetokenizer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=self._skip)
         return text
+
+
+def starts(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[list[int], int]:
+    """Where the first character of each token stands in the text of all of them, and the text's length."""
+    found, length = [], 0
+    for token_id in token_ids:
+        found.append(length + detokenizer.ahead(token_id))
+        length += len(detokenizer.push(token_id))
+    return found, length + len(detokenizer.flush())
 
 
 def byte_table(backend: Any, special_ids: frozenset[int]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]] | None:

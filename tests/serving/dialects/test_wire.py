@@ -4,6 +4,7 @@ import base64
 import json
 from array import array
 
+import msgspec
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
@@ -97,8 +98,9 @@ def test_chat_logprobs():
 
 def test_completions_logprobs():
     """Completions logprobs are parallel lists with offsets into the text; an echoed first token has null."""
+    shown = msgspec.structs.replace(LOGPROB, start=3)
     first = TextLogprob(token="<s>", bytes=(60, 115, 62), token_id=1, logprob=None)
-    reply = Reply(choices=(_choice(logprobs=(first, LOGPROB)),), usage=USAGE)
+    reply = Reply(choices=(_choice(logprobs=(first, shown)),), usage=USAGE)
     found = DIALECTS["openai"].encode(_request("completions", logprobs=2), reply)["choices"][0]["logprobs"]
     assert found == {
         "tokens": ["<s>", "Hé"],
@@ -106,6 +108,22 @@ def test_completions_logprobs():
         "top_logprobs": [None, {"Hé": -0.5, "x": -2.0}],
         "text_offset": [0, 3],
     }
+
+
+def test_completions_logprobs_of_parts():
+    """A part of a character is written by its bytes, so that two parts are told apart; chat logprobs have ``bytes``."""
+    parts = [
+        TextLogprob(token=data.decode(errors="replace"), bytes=tuple(data), token_id=i, logprob=-float(i), start=1)
+        for i, data in enumerate((b"\xe6\x97", b" \xe6", "日".encode()))
+    ]
+    entry = msgspec.structs.replace(parts[0], top=tuple(parts))
+    reply = Reply(choices=(_choice(logprobs=(entry, parts[2])),), usage=USAGE)
+    found = DIALECTS["openai"].encode(_request("completions", logprobs=3), reply)["choices"][0]["logprobs"]
+    assert found["tokens"] == ["bytes:\\xe6\\x97", "日"]
+    assert found["top_logprobs"][0] == {"bytes:\\xe6\\x97": 0.0, "bytes: \\xe6": -1.0, "日": -2.0}
+    assert found["text_offset"] == [1, 1]
+    chat = DIALECTS["openai"].encode(_request(logprobs=3), reply)["choices"][0]["logprobs"]["content"]
+    assert (chat[0]["token"], chat[0]["bytes"]) == ("\ufffd", [0xE6, 0x97])
 
 
 def _streamed(dialect, request, *pieces):
@@ -165,7 +183,8 @@ def test_completions_stream_offsets():
     """text_offset goes on over the chunks of one choice."""
     encoder = DIALECTS["openai"].stream(_request("completions", logprobs=1))
     for expected in ([0], [2]):
-        chunk = json.loads(encoder.encode(Delta(index=0, text="Hé", logprobs=(LOGPROB,)))[6:])
+        entry = msgspec.structs.replace(LOGPROB, start=expected[0])
+        chunk = json.loads(encoder.encode(Delta(index=0, text="Hé", logprobs=(entry,)))[6:])
         assert chunk["object"] == "text_completion"
         assert chunk["choices"][0]["logprobs"]["text_offset"] == expected
 

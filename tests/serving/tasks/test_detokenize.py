@@ -3,6 +3,10 @@
 import random
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlflow_llm.serving.tasks.detokenize import starts
 
 
 def _streamed(text, ids, skip=True):
@@ -55,3 +59,53 @@ def test_token_bytes_join_to_text(text):
     """The bytes of the tokens of a text, joined, are the text's UTF-8."""
     ids = text.encode("größe 😀", add_special_tokens=False)
     assert b"".join(text.token_bytes(i) for i in ids).decode() == "größe 😀"
+
+
+BYTES = st.lists(
+    st.one_of(st.binary(min_size=1, max_size=5), st.text(min_size=1, max_size=3).map(str.encode)), max_size=20
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(written=BYTES)
+def test_starts_of_any_bytes(text, written):
+    """Each token of whole characters stands in the text where it is said to start, whatever stands before it."""
+    single = {text.token_bytes(i): i for i in range(text.vocab_size) if len(text.token_bytes(i)) == 1}
+    ids = [single[bytes([byte])] for data in written for byte in data]
+    begun, length = starts(text.detokenizer(False), ids)
+    whole = text.decode(ids, skip_special_tokens=False)
+    assert length == len(whole)
+    assert begun == sorted(begun)
+    for start, token_id in zip(begun, ids, strict=True):
+        data = text.token_bytes(token_id)
+        assert whole.startswith(data.decode() if data.isascii() else "", start)
+        assert start < len(whole)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_starts_of_whole_tokens(text, seed):
+    """Tokens of several characters, parts of characters and special tokens: the whole ones stand where they start."""
+    draw = random.Random(seed)
+    ids = [draw.randrange(text.vocab_size) for _ in range(60)]
+    begun, _ = starts(text.detokenizer(False), ids)
+    whole = text.decode(ids, skip_special_tokens=False)
+    for start, token_id in zip(begun, ids, strict=True):
+        if "\ufffd" not in (token := text.token_text(token_id)):
+            assert whole.startswith(token, start)
+
+
+def test_starts_of_parts(text):
+    """Parts of one character have one start; an incomplete character is one U+FFFD before what follows it."""
+    single = {text.token_bytes(i): i for i in range(text.vocab_size)}
+    written = [b"a", b"\xc3", b"\xa9", b" ", b"\xe6", b"b", b"\xf0", b"\xe6", b"\x97", b"c"]
+    assert starts(text.detokenizer(), [single[data] for data in written]) == ([0, 1, 1, 2, 3, 4, 5, 6, 6, 7], 8)
+
+
+def test_starts_with_byte_fallback(fallback_text):
+    """A character of byte tokens has one start; the space before the first word is not in the text."""
+    ids = fallback_text.encode("the 😀 dog", False)
+    begun, length = starts(fallback_text.detokenizer(), ids)
+    named = [fallback_text.token_bytes(i) for i in ids]
+    assert named[:6] == [b" the", b" ", b"\xf0", b"\x9f", b"\x98", b"\x80"]
+    assert begun[:7] == [0, 3, 4, 4, 4, 4, 5]
+    assert length == len("the 😀 dog")

@@ -140,6 +140,34 @@ def test_echo_with_logprobs_scores_the_prompt(text, ask):
     assert choice.logprobs[0].logprob is None
     assert [entry.token_id for entry in choice.logprobs] == [*prompt, token]
     assert request.sampling.prompt_logprobs == 1
+    assert choice.logprobs[0].start == choice.logprobs[1].start == 0  # the BOS is not in the text
+    assert choice.logprobs[-1].start == len("hello")
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_where_tokens_start(text, ask, chunk):
+    """A token's start is its place in the reply's text, behind an echo, parts of characters and what is skipped."""
+    single = {text.token_bytes(i): i for i in range(text.vocab_size)}
+    ids = [single[data] for data in (b"a", b"\xc3", b"\xa9", b"<s>", b"b", b"\xe6", b"c")]
+    logprobs = [TokenLogprob(i, -1.0) for i in ids]
+    parts = [slice(i, i + chunk) for i in range(0, len(ids), chunk)]
+    events = [Tokens(0, tuple(ids[part]), tuple(logprobs[part])) for part in parts]
+    prompt = [single[b"x"], single[b"\xe6"]]
+    request = ask(prompt=prompt, echo=True, logprobs=0)
+    scored = PromptScored(0, (TokenLogprob(prompt[1], -0.1),))
+    choice = _reply(ScriptedEngine([scored, *events, Finished(0, "length")]), request, text).choices[0]
+    assert choice.text == "x\ufffdaéb\ufffdc"
+    assert [entry.start for entry in choice.logprobs] == [0, 1, 2, 3, 3, 4, 4, 5, 6]
+
+
+def test_a_stop_string_behind_half_a_character(text, ask):
+    """What is trimmed away with a stop string has no log probabilities, where half a character stands before it too."""
+    single = {text.token_bytes(i): i for i in range(text.vocab_size)}
+    ids = [single[data] for data in (b"a", b"\xe6", b"b")]
+    events = [Tokens(0, (i,), (TokenLogprob(i, -1.0),)) for i in ids]
+    choice = _reply(ScriptedEngine([*events, Finished(0, "stop")]), ask(logprobs=0, stop="b"), text).choices[0]
+    assert choice.text == "a\ufffd"
+    assert [entry.token_id for entry in choice.logprobs] == ids[:2]
 
 
 def test_deadline_is_an_error_or_a_length(text, ask):
