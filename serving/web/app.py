@@ -32,7 +32,7 @@ from .management import ANSWERS as MANAGEMENT
 from .management import Asked
 from .offload import Offload
 from .pages import PAGES
-from .routes import ROUTES, Route, dialect_of_path
+from .routes import ROUTES, Route, dialect_of_path, one_slash
 from .running import ClientGone, RunningRequests
 from .settings import ServerSettings
 from .tracing import OFF, Tracer
@@ -57,9 +57,17 @@ def make_server(
     )
 
 
+class App(Flask):
+    """Flask that takes a path with repeated slashes as the one meant, where it would redirect, in HTML, to it."""
+
+    def wsgi_app(self, environ: Any, start_response: Any) -> Any:
+        environ["PATH_INFO"] = one_slash(environ.get("PATH_INFO", ""))
+        return super().wsgi_app(environ, start_response)
+
+
 def create_app(server: Server) -> Flask:
     """The WSGI application of one worker."""
-    app = Flask("mlflow_llm", static_folder=None)
+    app = App("mlflow_llm", static_folder=None)
     app.extensions["mlflow_llm"] = server
     app.config["MAX_CONTENT_LENGTH"] = server.settings.max_body_bytes
     app.url_map.strict_slashes = False

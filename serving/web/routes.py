@@ -7,6 +7,7 @@ follows from the body.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -105,6 +106,11 @@ PREFIXES: tuple[tuple[str, DialectName], ...] = (
     ("/api/2.0/serving-endpoints", "databricks"),
     ("/.well-known", "databricks"),
 )
+
+
+def one_slash(path: str) -> str:
+    """``/v1//models`` → ``/v1/models``: how a base URL that ends in a slash is joined to a path."""
+    return re.sub("/{2,}", "/", path)
 
 
 def dialect_of_path(path: str) -> DialectName:
