@@ -24,8 +24,9 @@ from ..metering.keys import ANONYMOUS, Caller
 from . import logs, usage
 from .answer import Answer, error_answer
 from .bodies import read_body
+from .connections import settle
 from .endpoints import Endpoints
-from .exchange import Exchange, request_id_from
+from .exchange import REQUEST_ID, Exchange, request_id_from
 from .gate import Gate
 from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
 from .management import ANSWERS as MANAGEMENT
@@ -37,7 +38,6 @@ from .running import ClientGone, RunningRequests
 from .settings import ServerSettings
 from .tracing import OFF, Tracer
 
-REQUEST_ID = "X-Request-Id"
 ANSWERS = {**MANAGEMENT, "usage": usage.answer}
 
 
@@ -80,7 +80,13 @@ def create_app(server: Server) -> Flask:
             provide_automatic_options=False,
         )
     app.register_error_handler(HTTPException, _unrouted)
+    app.after_request(_settled)
     return app
+
+
+def _settled(response: Response) -> Response:
+    settle(request.environ)
+    return response
 
 
 def _view(server: Server, route: Route) -> Callable[..., Response]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gevent
+from gunicorn.http.errors import ParseException
 
 from ..errors import PayloadTooLarge, RequestError
 from .running import ClientGone
@@ -32,7 +33,7 @@ def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
         return _all(environ["wsgi.input"], limit) if environ.get("wsgi.input_terminated") else b""
     except TimeoutError:
         raise ClientGone from None
-    except (OSError, ValueError) as error:  # how WSGI servers tell of chunks that are none
+    except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
 
 

@@ -13,6 +13,7 @@ from ..request import ValidRequest
 from . import logs, metrics, tracing
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
+REQUEST_ID = "X-Request-Id"
 _CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import traceback
 from typing import Any
 
+from gunicorn.http import Request
 from gunicorn.http import errors as http
 
 from ..dialects import DIALECTS
 from ..errors import RequestError
+from . import logs
+from .exchange import REQUEST_ID, request_id_from
+from .routes import dialect_of_path, one_slash
 
 REFUSED: tuple[tuple[type[Exception], int, str], ...] = (
     (http.LimitRequestHeaders, 431, "Request Header Fields Too Large"),
@@ -20,13 +26,37 @@ REFUSED: tuple[tuple[type[Exception], int, str], ...] = (
 )
 
 
-def refuse(client: Any, error: BaseException) -> bool:
-    """Answer on the socket ``client`` where ``error`` is the request's fault; whether it is."""
+def refuse(client: Any, error: BaseException, address: str = "") -> bool:
+    """Answer on the socket ``client`` where ``error`` is the request's fault; whether it is.
+
+    In the dialect of the path and under the caller's id, as far as the parser came to know them.
+    """
     for kind, status, reason in REFUSED:
         if isinstance(error, kind):
-            body = json.dumps(DIALECTS["mlflow"].error(RequestError(f"{reason}: {str(error)[:200]}")).body)
+            path, request_id = _read(error)
+            told = RequestError(f"{reason}: {str(error)[:200]}")
+            body = json.dumps(DIALECTS[dialect_of_path(one_slash(path))].error(told).body)
             head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
             with contextlib.suppress(OSError):
-                client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode("ascii"))
+                client.sendall((head + body).encode("ascii"))
+            logs.event(
+                "refused",
+                level=logging.WARNING,
+                request_id=request_id,
+                address=address,
+                path=path or None,
+                status=status,
+                error=told.message,
+            )
             return True
     return False
+
+
+def _read(error: BaseException) -> tuple[str, str]:
+    """Path and id of the request that ``error`` ended. Only the frames that it went through still have that."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = frame.f_locals.get("self")
+        if isinstance(found, Request):
+            return found.path or "", request_id_from(dict(found.headers).get(REQUEST_ID.upper()))
+    return "", request_id_from(None)

@@ -56,11 +56,23 @@ class DrainingWorker(GeventWorker):
         client.settimeout(self.server.settings.io_timeout)
         AsyncWorker.handle(self, listener, client, addr)
 
+    def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
+        from .connections import RequestBody, linger
+
+        req.body = body = RequestBody(req)
+        try:
+            super().handle_request(listener_name, req, sock, addr)
+        except StopIteration:  # how gunicorn says that the connection ends
+            if not body.is_whole:
+                linger(sock)
+            raise
+
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        from .connections import linger
         from .refusals import refuse
 
-        if refuse(client, exc):
-            self.log.warning("refused %s: %s", addr[0] if addr else "", str(exc)[:200])
+        if refuse(client, exc, addr[0] if addr else ""):
+            linger(client)
         else:
             super().handle_error(req, client, addr, exc)
 

@@ -95,8 +95,18 @@ def test_refused(fast: Running, case: str) -> None:
     status, head, body = raw(fast, data)
     assert status == expected, body
     assert b"application/json" in head
-    assert isinstance(json.loads(body), dict)
+    assert b"\r\nX-Request-Id: req-" in head
+    # MLflow's form where no path is known, or one of no dialect
+    assert list(json.loads(body)) == (["error_code", "message"] if case in LINES else ["error"])
     assert not [word for word in TREE if word in body]
+
+
+def test_refused_under_the_callers_id(fast: Running) -> None:
+    """A refusal has the caller's X-Request-Id where the parser has read it, and is in the log under it."""
+    data = request(b"X-Request-Id: mine-1\r\nContent-Length: abc\r\n", GOOD)
+    assert b"\r\nX-Request-Id: mine-1\r\n" in raw(fast, data)[1] + b"\r\n"
+    entries = [json.loads(line) for line in fast.log().splitlines() if '"mine-1"' in line]
+    assert [(entry["event"], entry["status"], entry["path"]) for entry in entries] == [("refused", 400, PATH)]
 
 
 def test_serves_on(fast: Running) -> None:

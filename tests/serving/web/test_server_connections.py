@@ -1,0 +1,112 @@
+"""Which connections take another request: none whose last body broke off or was left unread."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import pytest
+from serving_process import Running
+from test_server import BODY
+
+GOOD = json.dumps(BODY).encode()
+NEXT = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+CHAT = b"/v1/chat/completions"
+
+
+def post(headers: bytes, body: bytes = b"", path: bytes = CHAT) -> bytes:
+    return b"POST " + path + b" HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n" + body
+
+
+def chunked(body: bytes, path: bytes = CHAT) -> bytes:
+    return post(b"Transfer-Encoding: chunked\r\n", body, path)
+
+
+def sized(body: bytes, path: bytes = CHAT, more: bytes = b"") -> bytes:
+    return post(b"Content-Length: %d\r\n" % len(body) + more, body, path)
+
+
+def exchange(server: Running, data: bytes, *, end: bool = False) -> tuple[list[int], bytes]:
+    """The statuses of all answers to ``data`` until the server closes, and everything it said."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as caller:
+        caller.sendall(data)
+        if end:
+            caller.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := caller.recv(65536):
+            answer += part
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)], answer
+
+
+LAST = {
+    "no size": (chunked(b"zz\r\n"), [400]),
+    "a negative size": (chunked(b"-5\r\n"), [400]),
+    "a chunk that goes on": (chunked(b"2\r\n{}{}\r\n0\r\n\r\n"), [400]),
+    "a bad trailer": (chunked(b"2\r\n{}\r\n0\r\nno colon\r\n\r\n"), [400]),
+    "an extension with a bare CR": (chunked(b"2;a\rb\r\n{}\r\n0\r\n\r\n"), [400]),
+    "chunks over the limit": (chunked(b"110000\r\n" + b" " * 0x110000 + b"\r\n0\r\n\r\n"), [413]),
+    "chunks to no route": (chunked(b"zz\r\n", b"/v1/nothing"), [404]),
+    "good chunks to no route": (chunked(b"2\r\n{}\r\n0\r\n\r\n", b"/v1/nothing"), [404]),
+    "a length over the limit": (post(b"Content-Length: 100000000\r\n"), [413]),
+    "a length of 30 digits": (post(b"Content-Length: " + b"9" * 30 + b"\r\n"), [413]),
+    "a large body to no route": (sized(b"x" * 70_000, b"/v1/nothing"), [404]),
+    "a 413 that was waited for": (post(b"Content-Length: 100000000\r\nExpect: 100-continue\r\n"), [100, 413]),
+    "a 404 that was waited for": (post(b"Content-Length: 9\r\nExpect: 100-continue\r\n", path=b"/v1/x"), [100, 404]),
+    "an encoded body that was waited for": (
+        post(b"Content-Length: 9\r\nContent-Encoding: gzip\r\nExpect: 100-continue\r\n"),
+        [100, 400],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_the_last_request(fast: Running, case: str) -> None:
+    """Behind a body that broke off or was left unread nothing is a request: the answer says close, and it is closed."""
+    data, expected = LAST[case]
+    statuses, answer = exchange(fast, data + NEXT)
+    assert statuses == expected, answer
+    assert b"\r\nConnection: close\r\n" in answer
+    assert b"keep-alive" not in answer
+
+
+def test_a_short_body(fast: Running) -> None:
+    """A body that ends early is a 400 and the connection's last."""
+    statuses, answer = exchange(fast, post(b"Content-Length: 100\r\n", GOOD[:20]), end=True)
+    assert statuses == [400]
+    assert b"\r\nConnection: close\r\n" in answer
+
+
+KEPT = {
+    "a bad value": (sized(b'{"messages": 1}'), [400]),
+    "no JSON": (sized(b"{"), [400]),
+    "bad chunks of JSON": (chunked(b"1\r\n{\r\n0\r\n\r\n"), [400]),
+    "good chunks": (chunked(b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)), [200]),
+    "a trailer": (chunked(b"%x\r\n%s\r\n0\r\nX-A: b\r\n\r\n" % (len(GOOD), GOOD)), [200]),
+    "an encoded body": (sized(GOOD, more=b"Content-Encoding: gzip\r\n"), [400]),
+    "no route": (sized(GOOD, b"/v1/nothing"), [404]),
+    "not allowed": (sized(GOOD, b"/v1/models"), [405]),
+    "a body that was waited for": (sized(GOOD, more=b"Expect: 100-continue\r\n"), [100, 200]),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_another_request(fast: Running, case: str) -> None:
+    """Behind a body that was read, or is short and announced, the connection takes the next request."""
+    data, expected = KEPT[case]
+    closing = NEXT.replace(b"Host", b"Connection: close\r\nHost")
+    assert exchange(fast, data + NEXT + closing)[0] == [*expected, 200, 200]
+
+
+def test_the_answer_to_a_body_that_is_too_large_arrives(fast: Running) -> None:
+    """A client that sends all of its body before it reads gets the 413 and no reset."""
+    assert exchange(fast, sized(b"x" * 20 * 2**20))[0] == [413]
+
+
+def test_repeated_slashes(fast: Running) -> None:
+    """A path with repeated slashes is the one meant, from the beginning on."""
+    close = b"Connection: close\r\n"
+    for path in (b"/v1//chat/completions", b"//v1/chat///completions"):
+        statuses, answer = exchange(fast, sized(GOOD, path, close))
+        assert statuses == [200], answer
+    assert b"Traceback" not in fast.log().encode()
