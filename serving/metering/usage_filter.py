@@ -40,7 +40,7 @@ def time_of(name: str, value: str | None) -> int | None:
     if value is None:
         return None
     if value.isascii() and value.isdigit() and len(value) > 8:
-        found = int(value)
+        found = int(value) if len(value) < 20 else -1
     else:
         try:
             moment = datetime.datetime.fromisoformat(value)

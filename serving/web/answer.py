@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..dialects.base import Dialect
-from ..errors import LimitExceeded, ServingError
+from ..errors import LimitExceeded, ServingError, Unauthenticated
 from . import ratelimit
 
 _encoder = msgspec.json.Encoder()
@@ -46,11 +46,16 @@ def _entries(value: list[Any]) -> Any:
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:
-    """``error`` in the dialect's own words; ``Retry-After`` in whole seconds where the error says when."""
+    """``error`` in the dialect's own words, with the headers that HTTP asks for beside its status.
+
+    ``Retry-After`` is in whole seconds, where the error says when.
+    """
     rendered = dialect.error(error)
     headers = dict(rendered.headers)
     if isinstance(error, LimitExceeded):
         headers |= ratelimit.refused(error)
+    if isinstance(error, Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after is not None:
         headers.setdefault("Retry-After", str(max(1, math.ceil(error.retry_after))))
     body = json.dumps(rendered.body, ensure_ascii=True).encode()

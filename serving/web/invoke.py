@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -131,10 +132,7 @@ def _with_timeout(raw: RawRequest, header: str | None, limit: float) -> RawReque
 
 
 def _seconds(header: str) -> float:
-    try:
-        value = float(header)
-    except ValueError:
-        value = math.nan
+    value = float(header) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", header) else 0.0
     if not 0 < value < math.inf:
         raise InvalidField(TIMEOUT_HEADER, header, "seconds, a number above 0")
     return value

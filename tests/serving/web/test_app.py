@@ -206,6 +206,18 @@ def test_unknown_routes(client: FlaskClient, path: str, key: str) -> None:
     assert key in answer.json
 
 
+@pytest.mark.parametrize("path", ["/v1//chat/completions", "/v1/chat///completions", "/serving-endpoints//invocations"])
+def test_repeated_slashes(client: FlaskClient, path: str) -> None:
+    """Repeated slashes are one: no redirect, and an unknown route is told in its dialect."""
+    answer = client.post(path, json=CHAT | {"model": "assistant"}, headers={"X-Request-Id": "mine"})
+    assert answer.headers["X-Request-Id"] == "mine"
+    assert "Location" not in answer.headers
+    if path.startswith("/v1"):
+        assert answer.json["object"] == "chat.completion"
+    else:
+        assert (answer.status_code, list(answer.json)) == (404, ["error_code", "message"])
+
+
 def test_wrong_method(client: FlaskClient) -> None:
     """A wrong method is a 405 with Allow, in the dialect of its prefix."""
     answer = client.get("/v1/chat/completions")
@@ -223,7 +235,9 @@ def test_too_large_a_body(make: Callable[..., Server]) -> None:
         assert key in answer.json
 
 
-@pytest.mark.parametrize("header", ["0", "-1", "nan", "inf", "soon"])
+@pytest.mark.parametrize(
+    "header", ["0", "-1", "nan", "inf", "soon", "1_0", "1e3", "+1", ".5", "1.", "0x10", "1 0", "", "9" * 400]
+)
 def test_bad_timeout_header(client: FlaskClient, header: str) -> None:
     """A time limit that is no positive number of seconds is refused by name."""
     answer = client.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Timeout": header})
@@ -312,9 +326,10 @@ def test_keys(make: Callable[..., Server], tmp_path: Path) -> None:
         keys = Keys(store)
         secret, _ = keys.create("team")
         client = create_app(make(keys=keys)).test_client()
-        assert client.post("/v1/chat/completions", json=CHAT).status_code == 401
+        without = client.post("/v1/chat/completions", json=CHAT)
+        assert (without.status_code, without.headers["WWW-Authenticate"]) == (401, "Bearer")
         wrong = client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": "Bearer sk-no"})
-        assert wrong.status_code == 401
+        assert (wrong.status_code, wrong.headers["WWW-Authenticate"]) == (401, "Bearer")
         right = client.post("/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {secret}"})
         assert right.status_code == 200
         assert client.get("/health").status_code == 200
