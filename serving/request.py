@@ -14,6 +14,7 @@ from msgspec import Struct
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
+MAX_CHOICES = 128  # of one prompt
 
 
 class RawSampling(Struct, frozen=True, kw_only=True):

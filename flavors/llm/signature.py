@@ -58,7 +58,7 @@ def params_schema() -> ParamSchema:
     for table in MLFLOW.values():
         for name, field in table.fields.items():
             if field.target is not None and name not in (table.required, "stream"):
-                kinds.setdefault(name, set()).add(str(field.schema["type"]))
+                kinds.setdefault(name, set()).add(str(field.read.schema.get("type")))
     one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
     return ParamSchema([ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None])
 

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from ..errors import InvalidField
-from .fields import obj, string, unknown_field
+from .fields import unknown_field
+from .message_schema import messages_schema
+from .readers import obj, reader, string
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys that clients copy back from our own replies; only null (or an empty list) says nothing.
@@ -14,6 +16,7 @@ EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
 
 
+@reader(**messages_schema(EMPTY_ONLY))
 def read_messages(value: Any, path: str) -> tuple[dict[str, Any], ...]:
     """A non-empty list of messages. Text parts of one content are joined as they stand: nothing is put between."""
     if not isinstance(value, list | tuple) or not value:

@@ -1,7 +1,7 @@
 """The request fields that our dialects share, each written once.
 
 ``FIELDS[task]`` are the names of every field any of the OpenAI, Databricks and MLflow dialects accepts for a task: the
-MLflow signature lists exactly these, and ``schema`` of each field goes into the OpenAPI document.
+MLflow signature lists exactly these, and ``schema`` of each table goes into the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import Task
-from .fields import (
+from ..request import MAX_CHOICES, Task
+from .fields import Field, Table, or_null
+from .messages import read_messages
+from .readers import (
+    INT32_MAX,
     INT64,
+    TOKEN,
     UINT64_MAX,
-    Field,
     Reader,
-    Table,
     boolean,
     integer,
     list_of,
@@ -24,53 +26,44 @@ from .fields import (
     number,
     obj,
     one_of,
+    reader,
     stop_strings,
     string,
     texts_or_tokens,
 )
-from .messages import read_messages
 
-MAX_TOKENS = 2**31 - 1
-
-
-def _null_or(allowed: tuple[Any, ...], why: str) -> Reader:
-    """Takes only the values that ask for nothing beyond what is done anyway."""
-
-    def read(value: Any, path: str) -> Any:
-        if not any(type(value) is type(option) and value == option for option in allowed):
-            options = ", ".join(["null", *map(repr, allowed)])
-            raise InvalidField(path, value, f"one of {options}: {why}")
-        return value
-
-    return read
+MAX_TOKENS = INT32_MAX
+_CHUNKS_AS_THEY_ARE = one_of(False, why="chunks are sent as they are")
 
 
+@reader(
+    type="object",
+    properties={
+        "include_usage": or_null(boolean.schema),
+        "include_obfuscation": or_null(_CHUNKS_AS_THEY_ARE.schema),
+    },
+    additionalProperties=False,
+)
 def _stream_options(value: Any, path: str) -> bool:
+    known = {"include_usage": boolean, "include_obfuscation": _CHUNKS_AS_THEY_ARE}
     for key, entry in obj(value, path).items():
-        if key not in ("include_usage", "include_obfuscation"):
+        if key not in known:
             raise InvalidField(f"{path}.{key}", entry, "only include_usage")
         if entry is not None:
-            boolean(entry, f"{path}.{key}")
-    if value.get("include_obfuscation"):
-        raise InvalidField(f"{path}.include_obfuscation", True, "false: chunks are sent as they are")
+            known[key](entry, f"{path}.{key}")
     return bool(value.get("include_usage"))
 
 
-def _response_format(value: Any, path: str) -> None:
-    if obj(value, path) != {"type": "text"}:
-        raise InvalidField(path, value, '{"type": "text"}: structured output is not supported yet')
-
-
 def _field(
-    name: str, read: Reader, target: str | None, kind: str | list[str], description: str, note: str = "", **schema: Any
+    name: str,
+    read: Reader[Any],
+    target: str | None,
+    description: str = "",
+    note: str = "",
+    *,
+    default: bool | None = None,
 ) -> Field:
-    return Field(
-        name=name,
-        read=read,
-        target=target,
-        note=note,
-        schema={"type": kind, "description": description, **schema},
-    )
+    return Field(name=name, read=read, target=target, description=description, note=note, default=default)
 
 
 def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
@@ -78,168 +71,141 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 
 
 COMMON = (
-    _field("model", string, "model", "string", "endpoint, served entity, or endpoint:adapter"),
-    _field("user", string, "user", "string", "an id of the end user, kept in the request's line of the log"),
+    _field("model", string, "model", "endpoint, served entity, or endpoint:adapter"),
+    _field("user", string, "user", "an id of the end user, kept in the request's line of the log"),
 )
 
-ADAPTER = (_field("adapter", string, "adapter", "string", "a LoRA adapter of the model"),)
+ADAPTER = (_field("adapter", string, "adapter", "a LoRA adapter of the model"),)
 
 STREAM = (
-    _field("stream", boolean, "stream", "boolean", "send server-sent events", default=False),
-    _field("stream_options", _stream_options, "include_usage", "object", "include_usage: one more chunk with usage"),
+    _field("stream", boolean, "stream", "send server-sent events", default=False),
+    _field("stream_options", _stream_options, "include_usage", "include_usage: one more chunk with usage"),
 )
 
 SAMPLING = (
-    _field(
-        "max_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "integer", "tokens to generate at most", minimum=1
-    ),
-    _field(
-        "temperature", number(0, 2), "sampling.temperature", "number", "0 is deterministic", minimum=0, maximum=2
-    ),
-    _field(
-        "top_p", number(0, 1, above=True), "sampling.top_p", "number", "nucleus", exclusiveMinimum=0, maximum=1
-    ),
-    _field("n", integer(1, MAX_TOKENS), "sampling.n", "integer", "independent choices", minimum=1),
-    _field("stop", stop_strings, "sampling.stop", ["string", "array"], "strings that end the text; not part of it"),
-    _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "integer", "same seed, same text"),
-    _field(
-        "presence_penalty", number(-2, 2), "sampling.presence_penalty", "number", "", minimum=-2, maximum=2
-    ),
-    _field(
-        "frequency_penalty", number(-2, 2), "sampling.frequency_penalty", "number", "", minimum=-2, maximum=2
-    ),
-    _field("logit_bias", logit_bias, "sampling.logit_bias", "object", "token id to a bias in [-100, 100]"),
-)  # fmt: skip
+    _field("max_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "tokens to generate at most"),
+    _field("temperature", number(0, 2), "sampling.temperature", "0 is deterministic"),
+    _field("top_p", number(0, 1, above=True), "sampling.top_p", "nucleus"),
+    _field("n", integer(1, MAX_CHOICES), "sampling.n", "independent choices"),
+    _field("stop", stop_strings, "sampling.stop", "strings that end the text; not part of it"),
+    _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "same seed, same text"),
+    _field("presence_penalty", number(-2, 2), "sampling.presence_penalty"),
+    _field("frequency_penalty", number(-2, 2), "sampling.frequency_penalty"),
+    _field("logit_bias", logit_bias, "sampling.logit_bias", "token id to a bias in [-100, 100]"),
+)
 
-TOP_K = (_field("top_k", integer(1, MAX_TOKENS), "sampling.top_k", "integer", "the k most probable tokens", minimum=1),)
+TOP_K = (_field("top_k", integer(1, MAX_TOKENS), "sampling.top_k", "the k most probable tokens"),)
+_TOP_K_OR_OFF = integer(-1, MAX_TOKENS)
 
 
+@reader(**_TOP_K_OR_OFF.schema)
 def _top_k_or_off(value: Any, path: str) -> int | None:
     """-1 and 0 mean no limit to vLLM's clients."""
-    found: int = integer(-1, MAX_TOKENS)(value, path)
+    found = _TOP_K_OR_OFF(value, path)
     return found if found > 0 else None
 
 
 EXTENSIONS = (
-    _field("top_k", _top_k_or_off, "sampling.top_k", "integer", "the k most probable tokens; -1 or 0: all"),
-    _field("min_p", number(0, 1), "sampling.min_p", "number", "least probability relative to the best token"),
-    _field("typical_p", number(0, 1, above=True), "sampling.typical_p", "number", "locally typical sampling"),
+    _field("top_k", _top_k_or_off, "sampling.top_k", "the k most probable tokens; -1 or 0: all"),
+    _field("min_p", number(0, 1), "sampling.min_p", "least probability relative to the best token"),
+    _field("typical_p", number(0, 1, above=True), "sampling.typical_p", "locally typical sampling"),
+    _field("repetition_penalty", number(0, 2, above=True), "sampling.repetition_penalty", "1 is none"),
+    _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "tokens before an end is allowed"),
     _field(
-        "repetition_penalty", number(0, 2, above=True), "sampling.repetition_penalty", "number", "1 is none"
+        "stop_token_ids", list_of(TOKEN, "a list of token ids"), "sampling.stop_token_ids", "tokens that end the text"
     ),
-    _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "integer", "tokens before an end is allowed"),
-    _field(
-        "stop_token_ids",
-        list_of(integer(0, 2**31 - 1), "a list of token ids"),
-        "sampling.stop_token_ids",
-        "array",
-        "tokens that end the text",
-    ),
-    _field("ignore_eos", boolean, "sampling.ignore_eos", "boolean", "go on behind the end-of-text token"),
-    _field("include_stop_str_in_output", boolean, "sampling.include_stop_str_in_output", "boolean", ""),
-    _field("skip_special_tokens", boolean, "sampling.skip_special_tokens", "boolean", "", default=True),
-    _field(
-        "timeout", number(0, 86400, above=True), "sampling.timeout", "number", "seconds this request may take"
-    ),
-)  # fmt: skip
+    _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token"),
+    _field("include_stop_str_in_output", boolean, "sampling.include_stop_str_in_output"),
+    _field("skip_special_tokens", boolean, "sampling.skip_special_tokens", default=True),
+    _field("timeout", number(0, 86400, above=True), "sampling.timeout", "seconds this request may take"),
+)
 
 ERROR_BEHAVIOR = (
     _field(
         "error_behavior",
         one_of("error", "truncate"),
         "sampling.error_behavior",
-        "string",
         "truncate: cut an over-long prompt or an over-long run instead of failing (pay-per-token endpoints)",
     ),
 )
 
+NO_FORMATS = "structured output is not supported yet"
+NO_TOOLS = "tool calls are not supported yet"
 CHAT = (
-    _field("messages", read_messages, "messages", "array", "a non-empty list of messages"),
-    _field("logprobs", boolean, "sampling.logprobs", "boolean", "log probabilities of the sampled tokens"),
-    _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "integer", "alternatives a token; needs logprobs"),
-    _field("response_format", _response_format, None, "object", 'only {"type": "text"}', "text is what is produced"),
+    _field("messages", read_messages, "messages", "a non-empty list of messages"),
+    _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens"),
+    _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives a token; needs logprobs"),
+    _field("response_format", one_of({"type": "text"}, why=NO_FORMATS), None, note="text is what is produced"),
     _field(
         "tool_choice",
-        _null_or(("none", "auto"), "tool calls are not supported yet"),
+        one_of("none", "auto", why=NO_TOOLS),
         None,
-        ["string", "object"],
-        "",
-        "without tools neither value asks for anything",
+        note="without tools neither value asks for anything",
     ),
 )
 CHAT_TEMPLATE = (
-    _field("chat_template", string, "chat_template", "string", "name of one of the model's templates"),
-    _field("chat_template_kwargs", obj, "chat_template_kwargs", "object", "variables of the template"),
+    _field("chat_template", string, "chat_template", "name of one of the model's templates"),
+    _field("chat_template_kwargs", obj, "chat_template_kwargs", "variables of the template"),
 )
 MAX_COMPLETION_TOKENS = (
-    _field(
-        "max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "integer", "newer name of max_tokens"
-    ),
+    _field("max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "newer name of max_tokens"),
 )
 
 COMPLETIONS = (
-    _field("prompt", texts_or_tokens, "prompts", ["string", "array"], "a string, token ids, or a list of either"),
-    _field("suffix", string, "suffix", "string", "appended to the end of each completion"),
-    _field("echo", boolean, "echo", "boolean", "return the prompt together with the completion"),
-    _field("logprobs", integer(0, 20), "sampling.top_logprobs", "integer", "alternatives for each token"),
-    _field("best_of", integer(1, MAX_TOKENS), "best_of", "integer", "must equal n: no ranking of hidden choices"),
+    _field("prompt", texts_or_tokens, "prompts", "a string, token ids, or a list of either"),
+    _field("suffix", string, "suffix", "appended to the end of each completion"),
+    _field("echo", boolean, "echo", "return the prompt together with the completion"),
+    _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives for each token"),
+    _field("best_of", integer(1, MAX_CHOICES), "best_of", "must equal n: no ranking of hidden choices"),
 )
-USE_RAW_PROMPT = (
-    _field("use_raw_prompt", boolean, "use_raw_prompt", "boolean", "false: the chat template is applied"),
-)
+USE_RAW_PROMPT = (_field("use_raw_prompt", boolean, "use_raw_prompt", "false: the chat template is applied"),)
 
 EMBEDDINGS = (
-    _field("input", texts_or_tokens, "inputs", ["string", "array"], "a string, token ids, or a list of either"),
-    _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "integer", "keep the first values and renormalise"),
-    _field(
-        "encoding_format", one_of("float", "base64"), "encoding_format", "string", "", enum=["float", "base64"]
-    ),
-)  # fmt: skip
-INSTRUCTION = (
-    _field("instruction", string, "instruction", "string", "put before each input, as the model's card says"),
+    _field("input", texts_or_tokens, "inputs", "a string, token ids, or a list of either"),
+    _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "keep the first values and renormalise"),
+    _field("encoding_format", one_of("float", "base64"), "encoding_format"),
 )
+INSTRUCTION = (_field("instruction", string, "instruction", "put before each input, as the model's card says"),)
 
 # Fields that ask for something of another service around the model; the reason is each field's note.
 WITHOUT_MEANING = (
-    _field("metadata", obj, None, "object", "", "labels for OpenAI's stored completions; nothing is stored here"),
-    _field("store", _null_or((False,), "completions are not stored"), None, "boolean", "", "nothing is stored"),
+    _field("metadata", obj, None, note="labels for OpenAI's stored completions; nothing is stored here"),
+    _field("store", one_of(False, why="completions are not stored"), None, note="nothing is stored"),
     _field(
-        "service_tier",
-        _null_or(("auto", "default"), "there is one tier"),
-        None,
-        "string",
-        "",
-        "one tier: both names mean it",
+        "service_tier", one_of("auto", "default", why="there is one tier"), None, note="one tier: both names mean it"
     ),
-    _field("prompt_cache_key", string, None, "string", "", "a routing hint; the prefix cache needs none"),
-    _field("safety_identifier", string, None, "string", "", "OpenAI's abuse reports only"),
-    _field(
-        "modalities", _null_or((["text"],), "the model writes text"), None, "array", "", "text is what is produced"
-    ),
-    _field("parallel_tool_calls", boolean, None, "boolean", "", "says how tools are called; there are none"),
-)  # fmt: skip
+    _field("prompt_cache_key", string, None, note="a routing hint; the prefix cache needs none"),
+    _field("safety_identifier", string, None, note="OpenAI's abuse reports only"),
+    _field("modalities", one_of(["text"], why="the model writes text"), None, note="text is what is produced"),
+    _field("parallel_tool_calls", boolean, None, note="says how tools are called; there are none"),
+)
 DATABRICKS_WITHOUT_MEANING = (
     # mlflow.genai.to_predict_fn adds {"return_trace": true} and copes with an answer that has no trace
-    _field("databricks_options", obj, None, "object", "", "MLflow's evaluation asks for a trace if there is one"),
-    _field("usage_context", obj, None, "object", "", "labels for the platform's usage table"),
-    _field("client_request_id", string, None, "string", "", "a label for the platform's inference table"),
+    _field("databricks_options", obj, None, note="MLflow's evaluation asks for a trace if there is one"),
+    _field("usage_context", obj, None, note="labels for the platform's usage table"),
+    _field("client_request_id", string, None, note="a label for the platform's inference table"),
 )
 
-NOT_BUILT = {
-    "tools": "tool calls are not supported yet",
-    "functions": "tool calls are not supported yet",
-    "function_call": "tool calls are not supported yet",
-    "audio": "the model writes text only",
-    "prediction": "predicted outputs are not supported",
-    "reasoning_effort": "the model has no such setting",
-    "verbosity": "the model has no such setting",
-    "web_search_options": "web search is not supported",
-    "guided_json": "structured output is not supported yet",
-    "guided_regex": "structured output is not supported yet",
-    "guided_choice": "structured output is not supported yet",
-    "guided_grammar": "structured output is not supported yet",
-    "use_beam_search": "beam search is not supported yet",
-    "watermark": "watermarks are not supported",
+
+def _nothing(why: str) -> Reader[Any]:
+    return one_of([], {}, why=why)
+
+
+NOT_BUILT: Mapping[str, Reader[Any]] = {
+    "tools": _nothing(NO_TOOLS),
+    "functions": _nothing(NO_TOOLS),
+    "function_call": _nothing(NO_TOOLS),
+    "audio": _nothing("the model writes text only"),
+    "prediction": _nothing("predicted outputs are not supported"),
+    "reasoning_effort": _nothing("the model has no such setting"),
+    "verbosity": _nothing("the model has no such setting"),
+    "web_search_options": _nothing("web search is not supported"),
+    "guided_json": _nothing(NO_FORMATS),
+    "guided_regex": _nothing(NO_FORMATS),
+    "guided_choice": _nothing(NO_FORMATS),
+    "guided_grammar": _nothing(NO_FORMATS),
+    "use_beam_search": one_of(False, why="beam search is not supported yet"),
+    "watermark": one_of(False, why="watermarks are not supported"),
 }
 
 _GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, WITHOUT_MEANING)
@@ -255,8 +221,8 @@ OPENAI: Mapping[str, Table] = {
 }
 
 _EMBEDDING_EXTRAS = (
-    _field("error_behavior", one_of("error", "truncate"), "error_behavior", "string", "truncate: cut a long input"),
-    _field("timeout", number(0, 86400, above=True), "timeout", "number", "seconds this request may take"),
+    _field("error_behavior", one_of("error", "truncate"), "error_behavior", "truncate: cut a long input"),
+    _field("timeout", number(0, 86400, above=True), "timeout", "seconds this request may take"),
 )
 _DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)
 

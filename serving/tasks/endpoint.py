@@ -32,7 +32,6 @@ class Profile:
     max_stop_strings: int = 64
     max_stop_chars: int = 8192
     max_prompts: int = 2048
-    max_choices: int = 128
     max_sequences: int = 4096
     max_messages: int = 4096
     timeout: float | None = None

@@ -57,9 +57,9 @@ def _generation(raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Hea
     _check_endpoint_kind(raw, endpoint)
     n = asked.n or 1
     prompts = [chat_prompt(raw, endpoint)] if isinstance(raw, RawChat) else completion_prompts(raw, endpoint)
-    if n > profile.max_choices or n * len(prompts) > profile.max_sequences:
-        most = min(profile.max_choices, profile.max_sequences // len(prompts))
-        raise InvalidField("n", n, f"an integer in [1, {most}]")
+    if n * len(prompts) > profile.max_sequences:
+        most = profile.max_sequences // len(prompts)
+        raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
     raw_prompt = isinstance(raw, RawCompletion) and is_raw(raw, endpoint)
     echo = isinstance(raw, RawCompletion) and bool(raw.echo)
     sampling = resolve(raw, endpoint, max(len(p.token_ids) for p in prompts), score_prompt=echo)

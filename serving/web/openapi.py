@@ -63,7 +63,7 @@ def document() -> dict[str, Any]:
         path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", route.path)
         for method in route.methods:
             paths.setdefault(path, {})[method.lower()] = _operation(route, path)
-    schemas: dict[str, Any] = {_schema_name(d, t): _request(d, t) for d in ERROR_SCHEMAS for t in TASKS}
+    schemas: dict[str, Any] = {_schema_name(d, t): TABLES[d][t].schema() for d in ERROR_SCHEMAS for t in TASKS}
     schemas.update({f"{dialect}_error": schema for dialect, schema in ERROR_SCHEMAS.items()})
     return {
         "openapi": "3.1.0",
@@ -76,22 +76,6 @@ def document() -> dict[str, Any]:
 
 def _schema_name(dialect: str, task: Task) -> str:
     return f"{dialect}_{task}_request"
-
-
-def _request(dialect: str, task: Task) -> dict[str, Any]:
-    table = TABLES[dialect][task]
-    properties = {}
-    for field in table.fields.values():
-        schema = dict(field.schema)
-        if field.note:
-            schema["description"] = " ".join(filter(None, (schema.get("description"), f"({field.note})")))
-        properties[field.name] = schema
-    return {
-        "type": "object",
-        "required": [table.required],
-        "properties": properties,
-        "additionalProperties": False,
-    }
 
 
 def _operation(route: Route, path: str) -> dict[str, Any]:

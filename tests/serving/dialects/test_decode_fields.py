@@ -102,6 +102,13 @@ def test_every_sampling_field_arrives(dialect):
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}),
         ("functions", [{}]),
+        ("functions", 0),
+        ("tools", 0),
+        ("tools", False),
+        ("tools", ""),
+        ("guided_json", False),
+        ("watermark", 0),
+        ("use_beam_search", True),
         ("audio", {"voice": "x"}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
@@ -116,6 +123,16 @@ def test_bad_values_name_their_field(field, value):
     error = _refused({"messages": HI, field: value})
     assert error.param.startswith(field)
     assert field in error.message
+
+
+@pytest.mark.parametrize("field", ["seed", "max_tokens", "top_k", "n", "temperature", "top_p", "min_p"])
+def test_both_bounds_are_named(field):
+    """Below and above what is allowed, a message names the same lowest and highest value."""
+    schema = MLFLOW["chat"].fields[field].read.schema
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    above, below = (_refused({"messages": HI, field: value}) for value in (schema["maximum"] + 1, low - 1))
+    for error in (above, below):
+        assert error.message.endswith(f"{low}, {schema['maximum']}]"), error.message
 
 
 @pytest.mark.parametrize("dialect", ALL)
@@ -141,6 +158,9 @@ def test_values_that_ask_for_nothing():
         "service_tier": "auto",
         "databricks_options": {"return_trace": True},
         "modalities": ["text"],
+        "audio": {},
+        "watermark": False,
+        "use_beam_search": False,
         "stop": [],
         "top_k": -1,
     }
@@ -183,6 +203,7 @@ def test_task_follows_from_the_body():
         (["a", "b"], ("a", "b"), True),
         ([1, 2], ((1, 2),), False),
         ([[1], [2, 3]], ((1,), (2, 3)), True),
+        ([1.0, 2], ((1, 2),), False),  # clients that have only floats
     ],
 )
 def test_prompt_forms(prompt, prompts, batched):
@@ -192,7 +213,7 @@ def test_prompt_forms(prompt, prompts, batched):
 
 
 @pytest.mark.parametrize(
-    "bad", [[], 5, {}, [1, "a"], ["a", 1], [[]], [True], [-1], [1.5], [[1], "a"], [None], "\udc00"]
+    "bad", [[], 5, {}, [1, "a"], ["a", 1], [[]], [True], [-1], [1.5], [1, 2**31], [[1], "a"], [None], "\udc00"]
 )
 def test_bad_prompts(bad):
     """Mixed, empty and wrongly typed prompts and inputs are refused by place."""

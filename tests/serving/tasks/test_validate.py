@@ -287,6 +287,15 @@ def test_prompts_by_token_ids(endpoint, text):
         _valid(endpoint, prompt=[[5], [10**6]])
 
 
+def test_choices_have_one_bound(endpoint, endpoint_of):
+    """Whichever side a number of choices is off, the same range is named; a batch of prompts has less for each."""
+    for n in (0, 129):
+        with pytest.raises(InvalidField, match=r"an integer in \[1, 128\]"):
+            _valid(endpoint, messages=HI, n=n)
+    with pytest.raises(InvalidField, match=r"n: 3 .* in \[1, 2\] with 5 prompts"):
+        _valid(endpoint_of(max_sequences=10), prompt=["the"] * 5, n=3)
+
+
 def test_too_many_prompts(endpoint_of):
     """A batch beyond the endpoint's limit is refused with the number allowed."""
     with pytest.raises(InvalidField, match="at most 3"):

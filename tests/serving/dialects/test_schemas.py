@@ -1,0 +1,129 @@
+"""The JSON schemas of request bodies take what the tables' readers take, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlflow_llm.serving.dialects import FIELDS, REFUSED_FIELDS
+from mlflow_llm.serving.dialects.fields import Table
+from mlflow_llm.serving.dialects.tables import DATABRICKS, MLFLOW, OPENAI
+from mlflow_llm.serving.errors import InvalidField
+
+HI = [{"role": "user", "content": "hi"}]
+REQUIRED = {"messages": HI, "prompt": "x", "input": "x"}
+TABLES = [
+    pytest.param(table, id=f"{dialect}-{task}")
+    for dialect, tables in (("openai", OPENAI), ("databricks", DATABRICKS), ("mlflow", MLFLOW))
+    for task, table in tables.items()
+]
+ANY = [None, True, False, 0, 1, -1, 5, 0.5, 2.0, 10**400, 1e300, "", "x", "1", "auto", "none"]
+ANY += [[], {}, [0], [False], [1], [2.0], [1.5], [-1], [True], [None], ["a"], [""], ["a", 1], [1, "a"], ["text"]]
+ANY += [[[]], [[1]], [[1], [2, 2.0]], [[1], "a"], [[True]], [2**31 - 1], [2**31], {"a": 1}, {"a": None}]
+ANY += [{"type": "text"}, {"type": "json_object"}, {"1": 100}, {"1": 101}, {"1": None}, {"1": True}, {"x": 1}]
+ANY += [{"1234567890": 1}, {str(i): 0 for i in range(1024)}, {str(i): 0 for i in range(1025)}]
+ANY += [{"include_usage": given} for given in (True, None, 0, "x")]
+ANY += [{"include_obfuscation": given} for given in (True, False, None, 0)]
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CONTENTS = ["x", "", None, 5, [], ["x"], [{"type": "text", "text": "x"}], [{"type": "text"}], [{"type": "image_url"}]]
+CONTENTS += [[{"type": "text", "text": "x", "more": 1}], [{"type": "text", "text": None}]]
+CALLS = [None, [], {}, 5, [CALL], [{}], [CALL | {"type": "x"}], [CALL | {"id": None}], [CALL | {"more": 1}]]
+CALLS += [[CALL | {"function": {"name": "f", "arguments": given}}] for given in ({}, {"a": 1}, None, 5, [])]
+OTHERS = [{"refusal": given} for given in (None, [], {}, "x", False, 0)]
+OTHERS += [{"name": given} for given in (None, "x", 5)] + [{"colour": 1}, {"annotations": []}]
+
+
+def messages() -> Iterator[Any]:
+    yield from (
+        [],
+        {},
+        "hi",
+        HI,
+        [*HI, *HI],
+        ["hi"],
+        [*HI, {}],
+        [{"content": "x"}],
+        [{"role": ["user"], "content": ""}],
+    )
+    for role in ("system", "developer", "user", "assistant", "tool", "wizard", None):
+        plain = {"role": role, "content": "x"}
+        yield [{"role": role}]
+        yield from ([plain | {"content": content}] for content in CONTENTS)
+        yield from ([plain | more] for more in OTHERS)
+        for id_ in (None, "", "a", 5):
+            yield [plain | {"tool_call_id": id_}]
+        for calls in CALLS:
+            yield [plain | {"tool_calls": calls}]
+            yield [{"role": role, "content": None, "tool_calls": calls}]
+            yield [{"role": role, "tool_calls": calls}]
+
+
+def bounds(schema: Any) -> Iterator[Any]:
+    """Values at, inside and just outside of every bound, and every option, that a schema has."""
+    if isinstance(schema, dict):
+        for key in ("minimum", "maximum", "exclusiveMinimum"):
+            if key in schema:
+                yield from (schema[key], schema[key] - 1, schema[key] + 1, schema[key] - 1e-9, schema[key] + 1e-9)
+        yield from schema.get("enum", ())
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for inner in schema:
+            yield from bounds(inner)
+
+
+def taken(table: Table, body: dict[str, Any]) -> bool:
+    try:
+        table.read(body)
+    except InvalidField:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_schema_and_reader_take_the_same_values(table: Table) -> None:
+    """Of every field, refused ones too: null, wrong types, the bounds and what is just outside."""
+    properties = table.schema()["properties"]
+    assert set(properties) == {*table.fields, *table.refused}
+    for name, schema in properties.items():
+        validator = jsonschema.Draft202012Validator(schema)
+        probes = [*ANY, *bounds(schema), *(messages() if name == "messages" else ())]
+        for value in probes:
+            body = {table.required: REQUIRED[table.required], name: value}
+            assert validator.is_valid(value) == taken(table, body), (name, str(value)[:200])
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text("aé1", max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a1", max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = sorted({*FIELDS["chat"], *FIELDS["completions"], *FIELDS["embeddings"], *REFUSED_FIELDS})
+
+
+@settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), task=st.sampled_from(sorted(MLFLOW)))
+def test_schema_and_table_take_the_same_bodies(body: dict[str, Any], task: str) -> None:
+    """Whole bodies of junk, with and without the field that a task needs."""
+    table = MLFLOW[task]
+    for given_body in (body, body | {table.required: REQUIRED[table.required]}):
+        assert jsonschema.Draft202012Validator(table.schema()).is_valid(given_body) == taken(table, given_body)
+
+
+def test_schemas_are_schemas() -> None:
+    """Each is valid by JSON Schema's own, and null is nowhere but where it means the default."""
+    for tables in (OPENAI, DATABRICKS, MLFLOW):
+        for table in tables.values():
+            schema = table.schema()
+            jsonschema.Draft202012Validator.check_schema(schema)
+            for name, known in schema["properties"].items():
+                assert ({"type": "null"} in known.get("anyOf", ())) == (name != table.required)
