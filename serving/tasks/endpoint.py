@@ -72,7 +72,7 @@ class EndpointView:
         if named is not None and adapter is not None and named != adapter:
             raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
         found = named if named is not None else adapter
-        if not found:
+        if found is None:
             return None
         known = self.known_adapters()
         if found not in known:

@@ -145,6 +145,9 @@ def test_adapters(endpoint_of):
         _valid(endpoint, messages=HI, model="m:nobody")
     with pytest.raises(NotFound, match="'m'"):
         _valid(endpoint, messages=HI, model="other")
+    for empty in ({"adapter": ""}, {"model": "m:"}, {"model": "m:", "adapter": ""}):
+        with pytest.raises(NotFound, match="no adapter ''; loaded: haiku, pirate"):
+            _valid(endpoint, messages=HI, **empty)
     with pytest.raises(InvalidField, match="adapter"):
         _valid(endpoint, messages=HI, model="m:haiku", adapter="pirate")
 
@@ -155,8 +158,9 @@ def test_any_model_name(endpoint_of):
     for name in ("models:/x/1", "models:/x@prod", "gpt-4o", "org/name"):
         assert _valid(endpoint, messages=HI, model=name).adapter is None
     assert _valid(endpoint, messages=HI, model="whatever:pirate").adapter == "pirate"
-    with pytest.raises(NotFound, match="no adapter 'nobody'; loaded: haiku, pirate"):
-        _valid(endpoint, messages=HI, model="whatever:nobody")
+    for model in ("whatever:nobody", "whatever:"):
+        with pytest.raises(NotFound, match=r"no adapter '(nobody)?'; loaded: haiku, pirate"):
+            _valid(endpoint, messages=HI, model=model)
 
 
 def test_wrong_task(endpoint_of):
