@@ -33,8 +33,9 @@ fetch("openapi.json").then(r=>r.json()).then(doc=>{
    const body=op.requestBody?.content["application/json"].schema;
    for(const ref of body?(body.oneOf||[body]):[]){
     const schema=deref(ref);const t=el("table");
+    const must=schema.required||[];
     for(const[name,f]of Object.entries(schema.properties))t.append(el("tr","",
-     el("td","",el("code",name+(schema.required.includes(name)?" *":""))),el("td",kind(f)),el("td",f.description||"")));
+     el("td","",el("code",name+(must.includes(name)?" *":""))),el("td",kind(f)),el("td",f.description||"")));
     d.append(el("p",ref.$ref.split("/").pop()),t)}
    const r=el("table");
    for(const[code,v]of Object.entries(op.responses))r.append(el("tr","",el("td",code),el("td",v.description)));
