@@ -36,6 +36,7 @@ from .tracing import Tracer
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
 STICKY_HEADER = "X-Sticky-Key"
+STICKY_MAX = 1000  # characters
 SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -111,7 +112,7 @@ def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple
     endpoint, adapter = endpoints.find(
         incoming.name or raw.model,
         raw.model if incoming.name else None,
-        sticky_key=incoming.sticky_key,
+        sticky_key=_sticky_key(incoming.sticky_key),
         caller=incoming.caller.key_id,
     )
     if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
@@ -129,6 +130,12 @@ def _with_timeout(raw: RawRequest, header: str | None, limit: float) -> RawReque
     if isinstance(raw, RawEmbedding):
         return msgspec.structs.replace(raw, timeout=shortest)
     return msgspec.structs.replace(raw, sampling=msgspec.structs.replace(raw.sampling, timeout=shortest))
+
+
+def _sticky_key(header: str | None) -> str | None:
+    if header is not None and len(header) > STICKY_MAX:
+        raise InvalidField(STICKY_HEADER, f"{len(header)} characters", f"at most {STICKY_MAX}")
+    return header
 
 
 def _seconds(header: str) -> float:

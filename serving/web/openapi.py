@@ -10,7 +10,7 @@ from mlflow_llm import __version__
 
 from ..dialects.tables import DATABRICKS, MLFLOW, OPENAI
 from ..request import Task
-from .invoke import STICKY_HEADER, TIMEOUT_HEADER
+from .invoke import STICKY_HEADER, STICKY_MAX, TIMEOUT_HEADER
 from .routes import ROUTES, DialectName, Route
 
 TABLES = {"openai": OPENAI, "databricks": DATABRICKS, "mlflow": MLFLOW}
@@ -62,7 +62,7 @@ def document() -> dict[str, Any]:
     for route in ROUTES:
         path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", route.path)
         for method in route.methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(route, path)
+            paths.setdefault(path, {})[method.lower()] = _operation(route, method.lower(), path)
     schemas: dict[str, Any] = {_schema_name(d, t): TABLES[d][t].schema() for d in ERROR_SCHEMAS for t in TASKS}
     schemas.update({f"{dialect}_error": schema for dialect, schema in ERROR_SCHEMAS.items()})
     return {
@@ -78,14 +78,14 @@ def _schema_name(dialect: str, task: Task) -> str:
     return f"{dialect}_{task}_request"
 
 
-def _operation(route: Route, path: str) -> dict[str, Any]:
+def _operation(route: Route, method: str, path: str) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"{(\w+)}", path)
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
     operation: dict[str, Any] = {
-        "operationId": re.sub(r"\W+", "_", path).strip("_") or "root",
+        "operationId": re.sub(r"\W+", "_", f"{method}{path}").strip("_"),
         "summary": route.summary,
         "tags": [route.dialect],
         "parameters": parameters,
@@ -93,7 +93,8 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
     }
     if route.is_invocation:
         parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
-        parameters.append({"name": STICKY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": 1000}})
+        sticky = {"type": "string", "maxLength": STICKY_MAX}
+        parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(route)}}}
     elif route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}

@@ -41,6 +41,23 @@ def test_every_route_is_described(client: FlaskClient) -> None:
                 assert known or ref["$ref"].split("/")[-1] in served["components"]["schemas"]
 
 
+def test_operations_have_ids_of_their_own(client: FlaskClient) -> None:
+    """Code generators name a function after each: no two are the same."""
+    operations = [one for path in client.get("/openapi.json").json["paths"].values() for one in path.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+
+
+def test_headers_keep_to_the_document(client: FlaskClient) -> None:
+    """A sticky key as long as the document allows is taken, a longer one is refused by the header's name."""
+    operation = client.get("/openapi.json").json["paths"]["/v1/completions"]["post"]
+    most = next(p["schema"]["maxLength"] for p in operation["parameters"] if p["name"] == "X-Sticky-Key")
+    body = {"model": "assistant", "prompt": "x", "max_tokens": 1}
+    assert client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * most}).status_code == 200
+    refused = client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * (most + 1)})
+    assert (refused.status_code, refused.json["error"]["param"]) == (400, "X-Sticky-Key")
+    assert f"at most {most}" in refused.json["error"]["message"]
+
+
 # the management API is tried in test_management, on a store
 schema = schemathesis.openapi.from_dict(document()).exclude(path_regex="^/api/2.0/serving-endpoints")
 
