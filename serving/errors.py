@@ -85,6 +85,11 @@ class InvalidField(RequestError):
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)
 
+    def rename(self, field: str) -> None:
+        """Name another field: where a value stands is known to whoever called its reader."""
+        self.message = field + self.message.removeprefix(self.param or "")
+        self.param, self.args = field, (self.message,)
+
 
 class ContextTooLong(RequestError):
     kind = "context_too_long"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from msgspec import Struct
 
 from ..errors import InvalidField
 from ..settings import EngineSettings
+from .body_fields import named, read_list, read_object
 from .provisioned import check_throughput
 from .source import Source
 
@@ -48,6 +50,13 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
     def provisioned(self) -> bool:
         return self.max_provisioned_throughput is not None
 
+    @property
+    def reserve(self) -> tuple[str, int | None]:
+        """The field that asks for provisioned throughput, and its value."""
+        if self.min_provisioned_throughput:
+            return "min_provisioned_throughput", self.min_provisioned_throughput
+        return "max_provisioned_throughput", self.max_provisioned_throughput
+
 
 class Route(Struct, frozen=True, kw_only=True):
     served_model_name: str
@@ -82,14 +91,13 @@ def parse_config(body: Any) -> EndpointConfig:
     """``{"served_entities": […], "traffic_config": {"routes": […]}}`` to a config. Raises ``InvalidField``.
 
     ``served_models`` (``model_name``, ``model_version``) is the older spelling and read the same. Without routes
-    a single entity gets all traffic.
+    a single entity gets all traffic. Errors have the newer spelling; see ``as_written``.
     """
-    body = _object(body, "config", {"served_entities", "served_models", "traffic_config", "name"})
-    listed = body.get("served_entities")
-    field = "config.served_entities"
-    if listed is None and body.get("served_models") is not None:
-        field, listed = "config.served_models", [_modern(item) for item in _list(body["served_models"], field)]
-    listed = _list(listed, field)
+    body = read_object(body, "", {"served_entities", "served_models", "traffic_config", "name"})
+    field, listed = "served_entities", body.get("served_entities")
+    if _is_older(body):
+        listed = [_modern(item) for item in read_list(body["served_models"], field)]
+    listed = read_list(listed, field)
     if not 1 <= len(listed) <= MAX_ENTITIES:
         raise InvalidField(field, len(listed), f"1 to {MAX_ENTITIES} entities")
     entities = tuple(_entity(item, f"{field}[{place}]") for place, item in enumerate(listed))
@@ -101,15 +109,27 @@ def parse_config(body: Any) -> EndpointConfig:
     return EndpointConfig(served_entities=entities, routes=routes, sticky=sticky)
 
 
+OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
+
+
+def as_written(body: Any, parent: str) -> AbstractContextManager[None]:
+    """Errors inside name fields of a config as ``body`` spells them; it stands at ``parent`` of the request."""
+    return named(parent, OLDER if isinstance(body, dict) and _is_older(body) else {})
+
+
+def _is_older(body: dict[str, Any]) -> bool:
+    return body.get("served_entities") is None and body.get("served_models") is not None
+
+
 def _modern(item: Any) -> Any:
     if not isinstance(item, dict):
         return item
-    renamed = {"model_name": "entity_name", "model_version": "entity_version"}
-    return {renamed.get(key, key): value for key, value in item.items()}
+    newer = {older: name for name, older in OLDER.items()}
+    return {newer.get(key, key): value for key, value in item.items()}
 
 
 def _entity(item: Any, field: str) -> ServedEntity:
-    item = _object(item, field, _ENTITY_FIELDS)
+    item = read_object(item, field, _ENTITY_FIELDS)
     for key in ("workload_type", "environment_vars"):
         if item.get(key) not in (None, {}, "CPU"):
             raise InvalidField(f"{field}.{key}", item[key], "no value: an entity runs on the server's own machine")
@@ -143,7 +163,7 @@ def _model(item: dict[str, Any], field: str) -> tuple[str, str]:
     name, version = item.get("entity_name"), item.get("entity_version")
     if isinstance(name, str) and URI.fullmatch(name):
         if version not in (None, ""):
-            raise InvalidField(f"{field}.entity_version", version, "none: entity_name is a URI")
+            raise InvalidField(f"{field}.entity_version", version, "none: a URI has no version beside it")
         return name, ""
     if not isinstance(name, str) or not ENTITY_NAME.fullmatch(name):
         raise InvalidField(f"{field}.entity_name", name, "the name of a registered model, or a model's URI")
@@ -156,7 +176,7 @@ def _model(item: dict[str, Any], field: str) -> tuple[str, str]:
 
 def _engine_settings(value: Any, field: str) -> dict[str, Any]:
     """Settings of the engine that replace those saved with the model."""
-    given = {} if value is None else _object(value, field, set(EngineSettings.__struct_fields__))
+    given = {} if value is None else read_object(value, field, set(EngineSettings.__struct_fields__))
     if given.get("trust_remote_code"):
         raise InvalidField(f"{field}.trust_remote_code", True, "false: it is granted on the server's command line only")
     try:
@@ -176,17 +196,15 @@ def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | Non
     minimum, maximum = found
     if minimum is None and maximum is None:
         return None, None
-    if maximum is None:
-        maximum = minimum
-    minimum = minimum or 0
-    check_throughput(minimum, maximum or 0)
-    return minimum, maximum
+    with named(field):
+        check_throughput(minimum or 0, maximum)
+    return minimum or 0, minimum if maximum is None else maximum
 
 
 def _traffic(body: Any, names: list[str]) -> tuple[tuple[Route, ...], bool]:
     """Routes, and whether callers are sticky."""
-    field = "config.traffic_config"
-    body = {} if body is None else _object(body, field, {"routes", "sticky"})
+    field = "traffic_config"
+    body = {} if body is None else read_object(body, field, {"routes", "sticky"})
     sticky = body.get("sticky")
     if sticky is not None and not isinstance(sticky, bool):
         raise InvalidField(f"{field}.sticky", sticky, "true or false")
@@ -198,7 +216,7 @@ def _routes(listed: Any, field: str, names: list[str]) -> tuple[Route, ...]:
         if len(names) > 1:
             raise InvalidField(field, None, "a traffic percentage for each of several served entities")
         return (Route(served_model_name=names[0], traffic_percentage=100),)
-    listed = _list(listed, field)
+    listed = read_list(listed, field)
     routes = tuple(_route(item, f"{field}[{place}]", names) for place, item in enumerate(listed))
     if len({route.served_model_name for route in routes}) != len(routes):
         raise InvalidField(field, [route.served_model_name for route in routes], "one route for each served entity")
@@ -209,10 +227,12 @@ def _routes(listed: Any, field: str, names: list[str]) -> tuple[Route, ...]:
 
 
 def _route(item: Any, field: str, names: list[str]) -> Route:
-    item = _object(item, field, {"served_model_name", "served_entity_name", "traffic_percentage"})
-    name = item.get("served_model_name", item.get("served_entity_name"))
+    either = ("served_model_name", "served_entity_name")
+    item = read_object(item, field, {*either, "traffic_percentage"})
+    key = next((key for key in either if key in item), either[0])
+    name = item.get(key)
     if name not in names:
-        raise InvalidField(f"{field}.served_model_name", name, "one of " + ", ".join(names))
+        raise InvalidField(f"{field}.{key}", name, "one of " + ", ".join(names))
     percentage = item.get("traffic_percentage")
     if not isinstance(percentage, int) or isinstance(percentage, bool) or not 0 <= percentage <= 100:
         raise InvalidField(f"{field}.traffic_percentage", percentage, "an integer from 0 to 100")
@@ -222,8 +242,8 @@ def _route(item: Any, field: str, names: list[str]) -> Route:
 def parse_tags(listed: Any, field: str = "tags") -> dict[str, str]:
     """``[{"key": …, "value": …}]``; a missing value is empty."""
     tags: dict[str, str] = {}
-    for place, item in enumerate(_list(listed, field)):
-        item = _object(item, f"{field}[{place}]", {"key", "value"})
+    for place, item in enumerate(read_list(listed, field)):
+        item = read_object(item, f"{field}[{place}]", {"key", "value"})
         key, value = item.get("key"), item.get("value")
         if not isinstance(key, str) or not 0 < len(key) <= 127:
             raise InvalidField(f"{field}[{place}].key", key, "a text of 1 to 127 characters")
@@ -236,9 +256,9 @@ def parse_tags(listed: Any, field: str = "tags") -> dict[str, str]:
 def parse_rate_limits(listed: Any) -> dict[tuple[str, str], int]:
     """``[{"calls": 100, "key": "endpoint", "renewal_period": "minute"}]`` to {(scope, kind): value}."""
     found: dict[tuple[str, str], int] = {}
-    for place, item in enumerate(_list(listed, "rate_limits")):
+    for place, item in enumerate(read_list(listed, "rate_limits")):
         field = f"rate_limits[{place}]"
-        item = _object(item, field, {"calls", "key", "renewal_period"})
+        item = read_object(item, field, {"calls", "key", "renewal_period"})
         calls, key = item.get("calls"), item.get("key") or "endpoint"
         if not isinstance(calls, int) or isinstance(calls, bool) or not 0 <= calls <= 10**9:
             raise InvalidField(f"{field}.calls", calls, "an integer from 0 to 10**9")
@@ -275,18 +295,3 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     ]
     traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
     return {"served_entities": entities, "served_models": models, "traffic_config": traffic}
-
-
-def _object(value: Any, field: str, allowed: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidField(field, value, "an object")
-    for key in value:
-        if key not in allowed:
-            raise InvalidField(f"{field}.{key}", value[key], "no such field; known are " + ", ".join(sorted(allowed)))
-    return value
-
-
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InvalidField(field, value, "a list")
-    return value

@@ -26,7 +26,8 @@ from ..errors import Conflict, InvalidField, NotFound
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
-from .endpoint_config import NAME, EndpointConfig, ServedEntity, parse_config, parse_rate_limits, parse_tags
+from .body_fields import read_object
+from .endpoint_config import NAME, EndpointConfig, ServedEntity, as_written, parse_config, parse_rate_limits, parse_tags
 from .endpoint_rows import (
     begin_update,
     change_endpoint,
@@ -87,9 +88,7 @@ class Endpoints:
 
     def create(self, body: dict[str, Any], *, creator: str = "") -> dict[str, Any]:
         """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""
-        for field in body:
-            if field not in _CREATE_FIELDS:
-                raise InvalidField(field, body[field], "no such field; known are " + ", ".join(sorted(_CREATE_FIELDS)))
+        body = read_object(body, "", _CREATE_FIELDS)
         if body.get("route_optimized"):  # MLflow's Databricks client always sends it
             raise InvalidField("route_optimized", body["route_optimized"], "false: every route is as short as it gets")
         name = body.get("name")
@@ -98,10 +97,8 @@ class Endpoints:
         description = body.get("description") or ""
         if not isinstance(description, str) or len(description) > 4096:
             raise InvalidField("description", description, "a text of at most 4096 characters")
-        config = parse_config(body.get("config"))
         tags, rates = parse_tags(body.get("tags") or []), parse_rate_limits(body.get("rate_limits") or [])
-        self._store.read(lambda connection: must_be_new(connection, name))  # before the work of looking models up
-        config = self._located(config)
+        config = self._config(body.get("config"), "config", lambda connection: must_be_new(connection, name))
 
         def work(connection: sa.Connection) -> None:
             insert_endpoint(
@@ -139,9 +136,7 @@ class Endpoints:
         """``PUT …/{name}/config``. Raises ``Conflict`` while an update runs, ``InvalidField``."""
         if isinstance(body, dict) and body.get("name") not in (None, name):
             raise InvalidField("name", body["name"], f"{name!r}: an endpoint keeps its name")
-        config = parse_config(body)
-        self._store.read(lambda connection: _must_be_idle(find_row(connection, name)))
-        config = self._located(config)
+        config = self._config(body, "", lambda connection: _must_be_idle(find_row(connection, name)))
 
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
@@ -171,6 +166,7 @@ class Endpoints:
 
     def put_rate_limits(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PUT …/{name}/rate-limits``: replaces the calls a minute of the endpoint and of each of its users."""
+        body = read_object(body, "", {"rate_limits"})
         rates = parse_rate_limits(body.get("rate_limits") or [])
 
         def work(connection: sa.Connection) -> dict[str, Any]:
@@ -182,6 +178,7 @@ class Endpoints:
 
     def patch_tags(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PATCH …/{name}/tags`` with ``add_tags`` and ``delete_tags``; the tags as they are then."""
+        body = read_object(body, "", {"add_tags", "delete_tags"})
         added = parse_tags(body.get("add_tags") or [], "add_tags")
         deleted = body.get("delete_tags") or []
         if not isinstance(deleted, list) or not all(isinstance(key, str) for key in deleted):
@@ -264,6 +261,13 @@ class Endpoints:
 
         self._store.write(work)
 
+    def _config(self, body: Any, parent: str, check: Callable[[sa.Connection], None]) -> EndpointConfig:
+        """The config in ``body``, which stands at ``parent`` of the request, with its models found."""
+        with as_written(body, parent):
+            config = parse_config(body)
+            self._store.read(check)  # before the work of looking models up
+            return self._located(config)
+
     def _located(self, config: EndpointConfig) -> EndpointConfig:
         """``config`` with its models found, all of the same tasks. Raises ``InvalidField``, ``NotFound``."""
         entities = config.served_entities
@@ -274,7 +278,7 @@ class Endpoints:
         first = tasks_of(found[0])
         for place, entity in enumerate(found):
             if tasks_of(entity) != first:
-                field = f"config.served_entities[{place}]"
+                field = f"served_entities[{place}]"
                 allowed = f"the same tasks as {found[0].name!r}: {', '.join(first)}"
                 raise InvalidField(field, list(tasks_of(entity)), allowed)
         return msgspec.structs.replace(config, served_entities=found)

@@ -56,11 +56,19 @@ def reserved_units(per_replica: int, maximum: int, replicas: int) -> int:
     return min(maximum, per_replica * replicas)
 
 
-def check_throughput(minimum: int, maximum: int, capacity: Capacity | None = None, *, max_replicas: int = 1) -> None:
-    """Raise ``InvalidField`` for a range that makes no sense or, once it is measured, exceeds the machine."""
+def check_throughput(
+    minimum: int, maximum: int | None, capacity: Capacity | None = None, *, max_replicas: int = 1
+) -> None:
+    """Raise ``InvalidField`` for a range that makes no sense or, once it is measured, exceeds the machine.
+
+    ``maximum`` None: the minimum was given alone, and is both.
+    """
     if minimum < 0:
         raise InvalidField("min_provisioned_throughput", minimum, "a number of tokens/s that is not negative")
-    if maximum < max(1, minimum):
+    if maximum is None and minimum < 1:
+        allowed = "at least 1 token/s, unless max_provisioned_throughput is given too"
+        raise InvalidField("min_provisioned_throughput", minimum, allowed)
+    if maximum is not None and maximum < max(1, minimum):
         raise InvalidField("max_provisioned_throughput", maximum, f"at least {max(1, minimum)} tokens/s")
     if capacity is None:
         return

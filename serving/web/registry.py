@@ -20,18 +20,20 @@ def locate(
     """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
 
     ``metered``: there is a ledger, without which no throughput can be reserved. Raises ``NotFound`` for a model that
-    the registry does not have, ``InvalidField`` for one that cannot be served.
+    the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
     """
-    for entity in entities:
+    for place, entity in enumerate(entities):
         if entity.provisioned and not metered:
-            given = entity.max_provisioned_throughput
-            raise InvalidField("max_provisioned_throughput", given, "none on a server started without --database")
+            field, given = entity.reserve
+            raise InvalidField(
+                f"served_entities[{place}].{field}", given, "none on a server started without --database"
+            )
     try:
         found = resolve(tuple(entity.uri for entity in entities))
         settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
     except PackagingError as error:
         raise InvalidField(
-            "config.served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
+            "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
         ) from None
     return tuple(
         Source(uri=model.uri, bundle=model.bundle, engine=engine) for model, engine in zip(found, settings, strict=True)

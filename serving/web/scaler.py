@@ -96,8 +96,8 @@ class Scaler:
         if not entity.provisioned:
             return {}
         if self._reserved_time is None:
-            given = entity.max_provisioned_throughput
-            raise InvalidField("max_provisioned_throughput", given, "none on a server started without --database")
+            field, given = entity.reserve
+            raise InvalidField(field, given, "none on a server started without --database")
         if (capacity := self._capacity.get(served.key)) is None:
             capacity = self._capacity[served.key] = calibrate(engine)
         most = replicas_on_this_machine(entity)

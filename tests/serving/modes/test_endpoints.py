@@ -205,6 +205,56 @@ def test_a_bad_config_is_refused_by_field(endpoints, config, field):
     assert endpoints.list() == {"endpoints": []}
 
 
+MODEL = {"model_name": "assistant", "model_version": "1"}
+WRITTEN = [
+    ({"served_entities": [entity(min_provisioned_throughput=0)]}, "served_entities[0].min_provisioned_throughput"),
+    ({"served_entities": [entity(max_provisioned_throughput=0)]}, "served_entities[0].max_provisioned_throughput"),
+    ({"served_entities": [entity(size=3)]}, "served_entities[0].size"),
+    ({"served_entities": [entity(), entity("minilm")]}, "traffic_config.routes"),
+    ({"served_models": [{"model_name": "../x"}]}, "served_models[0].model_name"),
+    ({"served_models": [MODEL | {"model_version": True}]}, "served_models[0].model_version"),
+    ({"served_models": {}}, "served_models"),
+    ({}, "served_entities"),
+    ({"colour": 1}, "colour"),
+    (
+        {
+            "served_models": [MODEL | {"name": "a"}, {"model_name": "minilm", "model_version": "1", "name": "b"}],
+            "traffic_config": body(routes={"a": 50, "b": 50})["config"]["traffic_config"],
+        },
+        "served_models[1]",
+    ),
+    (
+        {
+            "served_entities": [entity()],
+            "traffic_config": {"routes": [{"served_entity_name": "x", "traffic_percentage": 100}]},
+        },
+        "traffic_config.routes[0].served_entity_name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), WRITTEN)
+def test_a_field_is_named_as_the_caller_wrote_it(endpoints, config, field):
+    """By its place in the body sent, which is the config itself in an update, and in the spelling used there."""
+    with pytest.raises(InvalidField) as created:
+        endpoints.create({"name": "chat", "config": config})
+    endpoints.create(body())
+    endpoints.mark_ready("chat", 1)
+    with pytest.raises(InvalidField) as updated:
+        endpoints.update_config("chat", config)
+    assert (created.value.param, updated.value.param) == (f"config.{field}", field)
+    assert str(created.value).startswith(f"config.{field}: ")
+    assert str(updated.value).startswith(f"{field}: ")
+
+
+def test_unknown_fields_of_limits_and_tags_are_refused(endpoints):
+    """A misspelt list of limits is not an empty one, which would take all limits away."""
+    endpoints.create(body())
+    for change, wrong in ((endpoints.put_rate_limits, "rate_limit"), (endpoints.patch_tags, "tags")):
+        with pytest.raises(InvalidField, match=f"^{wrong}: .*no such field"):
+            change("chat", {wrong: []})
+
+
 def test_bad_names_and_unknown_endpoints_are_refused(endpoints):
     """Every call on an unknown endpoint is a 404."""
     for name in ("", "a b", "x" * 64, None, 5):

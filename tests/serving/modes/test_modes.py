@@ -103,7 +103,7 @@ def test_a_throughput_that_cannot_be_given_is_refused(ledger):
     check_throughput(200, 300, capacity, max_replicas=2)
     with pytest.raises(InvalidField, match="measured"):
         check_throughput(201, 300, capacity, max_replicas=2)
-    for minimum, maximum in ((-1, 5), (5, 4), (0, 0)):
+    for minimum, maximum in ((-1, 5), (5, 4), (0, 0), (0, None)):
         with pytest.raises(InvalidField):
             check_throughput(minimum, maximum)
     with pytest.raises(InvalidField):

@@ -10,13 +10,15 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.errors import NotFound
+from mlflow_llm.serving.errors import InvalidField, NotFound
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
+from mlflow_llm.serving.modes.endpoint_config import parse_config
 from mlflow_llm.serving.modes.endpoints import Endpoints
 from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.invoke import Server
 from mlflow_llm.serving.web.openapi import document
+from mlflow_llm.serving.web.registry import locate
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -93,6 +95,14 @@ def test_what_cannot_be_created_is_refused_by_name(managed, body: object, status
     answer = client.post(API, data=body) if isinstance(body, bytes) else client.post(API, json=body)
     assert (answer.status_code, named in answer.json["message"]) == (status, True), answer.json
     assert client.get(API).json == {"endpoints": []}
+
+
+def test_a_reserve_without_a_ledger_is_refused_by_its_place() -> None:
+    """By the field that asked for it, before a model is looked for."""
+    for asked in ({"min_provisioned_throughput": 5}, {"max_provisioned_throughput": 5}):
+        config = parse_config({"served_entities": [CONFIG["served_entities"][0] | asked]})
+        with pytest.raises(InvalidField, match=rf"^served_entities\[0\].{next(iter(asked))}: 5 .*--database"):
+            locate(config.served_entities, {}, metered=False)
 
 
 def test_rate_limits_are_the_ledgers(managed, make, store: Store, tmp_path: Path) -> None:

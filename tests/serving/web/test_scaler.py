@@ -93,6 +93,8 @@ def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
     """The config is refused with what is missing, before anything is measured."""
     with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
         Scaler().prepare(served(max_provisioned_throughput=500), object())
+    with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 500 .*--database"):
+        Scaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), object())
     assert measured == []
 
 
