@@ -93,6 +93,15 @@ def test_adapter_by_model_name(client: FlaskClient) -> None:
     assert base["choices"][0]["message"]["content"] != adapted["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("empty", [{"model": "assistant:"}, {"model": "assistant", "adapter": ""}, {"adapter": ""}])
+@pytest.mark.parametrize("path", ["/endpoints/assistant/invocations", "/invocations"])
+def test_an_empty_adapter_is_not_the_base(client: FlaskClient, path: str, empty: dict) -> None:
+    """It is an adapter that is not there, in either spelling; the answer lists those that are."""
+    answer = client.post(path, json={"prompt": "hello", "max_tokens": 4} | empty)
+    assert (answer.status_code, "adapter ''" in answer.json["message"]) == (404, True), answer.json
+    assert "pirate" in answer.json["message"]
+
+
 PATHS = ["/serving-endpoints/assistant/invocations", "/endpoints/assistant/invocations"]
 
 
