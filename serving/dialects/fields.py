@@ -54,14 +54,16 @@ class Table:
         return found
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the bodies that ``read`` takes."""
-        properties = {name: or_null(read.schema) for name, read in self.refused.items()}
-        for name, known in self.fields.items():
+        """The JSON schema of the bodies that ``read`` takes, what matters most first."""
+        properties: dict[str, Any] = {}
+        for name, known in sorted(self.fields.items(), key=lambda entry: entry[0] != self.required):
             schema = dict(known.read.schema) if name == self.required else or_null(known.read.schema)
             note = f"({known.note})" if known.note else ""
             properties[name] = schema | {"description": " ".join(filter(None, (known.description, note)))}
             if known.default is not None:
                 properties[name]["default"] = known.default
+        for name, read in self.refused.items():
+            properties[name] = or_null(read.schema) | {"description": "(refused where it asks for something)"}
         return {
             "type": "object",
             "required": [self.required],

@@ -1,45 +1,105 @@
-"""A page to read ``/openapi.json`` with: one file, nothing loaded from elsewhere."""
+"""A page to read the OpenAPI document with: made of the document itself, no script, nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>mlflow-llm</title>
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<style>
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 details{border:1px solid #ccc;border-radius:6px;margin:.4rem 0;padding:.4rem .8rem}
 summary{cursor:pointer}code{font-family:ui-monospace,monospace}
-.m{display:inline-block;min-width:3.2rem;font-weight:600}table{border-collapse:collapse;width:100%}
-td,th{border-top:1px solid #ddd;padding:.25rem .5rem;text-align:left;vertical-align:top}
-@media(prefers-color-scheme:dark){body{background:#161616;color:#ddd}details,td,th{border-color:#444}}
-</style></head><body><h1>mlflow-llm</h1>
-<p>The machine-readable document is <a href="openapi.json">openapi.json</a>.</p>
-<main>Loading…</main><script>
-const el=(tag,text,...kids)=>{const e=document.createElement(tag);if(text)e.textContent=text;
-e.append(...kids);return e};
-const kind=s=>s.enum?s.enum.map(v=>JSON.stringify(v)).join(" | "):
- [].concat(s.type||(s.anyOf||s.oneOf||[]).map(kind)).join(" | ");
-fetch("openapi.json").then(r=>r.json()).then(doc=>{
- const main=document.querySelector("main");main.textContent="";
- const deref=s=>s.$ref?doc.components.schemas[s.$ref.split("/").pop()]:s;
- const tags={};
- for(const[path,ops]of Object.entries(doc.paths))
-  for(const[m,op]of Object.entries(ops))(tags[op.tags[0]]??=[]).push([path,m,op]);
- for(const[tag,ops]of Object.entries(tags)){
-  main.append(el("h2",tag));
-  for(const[path,m,op]of ops){
-   const d=el("details");const s=el("summary");const b=el("span",m.toUpperCase());b.className="m";
-   s.append(b,el("code",path)," "+op.summary);d.append(s);
-   const body=op.requestBody?.content["application/json"].schema;
-   for(const ref of body?(body.oneOf||[body]):[]){
-    const schema=deref(ref);const t=el("table");
-    const must=schema.required||[];
-    for(const[name,f]of Object.entries(schema.properties))t.append(el("tr","",
-     el("td","",el("code",name+(must.includes(name)?" *":""))),el("td",kind(f)),el("td",f.description||"")));
-    d.append(el("p",ref.$ref.split("/").pop()),t)}
-   const r=el("table");
-   for(const[code,v]of Object.entries(op.responses))r.append(el("tr","",el("td",code),el("td",v.description)));
-   d.append(r);main.append(d)}}
-});
-</script></body></html>
+b{display:inline-block;min-width:3.7rem}table{border-collapse:collapse;width:100%;margin:.4rem 0}
+td{border-top:1px solid #ddd;padding:.25rem .5rem;vertical-align:top;overflow-wrap:anywhere}td:first-child{width:30%}
+@media(prefers-color-scheme:dark){body{background:#161616;color:#ddd}details,td{border-color:#444}a{color:#8bf}}
 """
+HEAD = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>mlflow-llm</title>
+<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>
+<body><h1>mlflow-llm</h1>
+<p>The machine-readable document is <a href="openapi.json">openapi.json</a>; * marks what must be given.</p>
+"""
+
+
+def page(document: Schema) -> str:
+    """Every route of ``document`` by its tag: parameters, the fields of its body, and what it may answer."""
+    by_tag: dict[str, list[str]] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            by_tag.setdefault(operation["tags"][0], []).append(_route(document, method.upper(), path, operation))
+    return HEAD + "".join(f"<h2>{tag}</h2>\n{''.join(routes)}" for tag, routes in by_tag.items()) + "</body></html>\n"
+
+
+def _route(document: Schema, method: str, path: str, operation: Schema) -> str:
+    told = [f"<summary><b>{method}</b><code>{escape(path)}</code> {escape(operation['summary'])}</summary>"]
+    parameters = [
+        (f"{one['in']}: {one['name']}", bool(one.get("required")), one["schema"]) for one in operation["parameters"]
+    ]
+    if parameters:
+        told.append(_table(_field(*one) for one in parameters))
+    if "requestBody" in operation:
+        (content,) = operation["requestBody"]["content"].values()
+        for given in content["schema"].get("oneOf", [content["schema"]]):
+            name, schema = _deref(document, given)
+            told.append(f"<p>Body{f': {name}' if name else ''}</p>" + _table(_fields(schema, "")))
+    answers = ((f"<code>{status}</code>", escape(one["description"])) for status, one in operation["responses"].items())
+    return f"<details>{''.join(told)}<p>Answers</p>{_table(answers)}</details>\n"
+
+
+def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
+    """The name of a component and what it is; "" for a schema that is written in place."""
+    if "$ref" not in schema:
+        return "", schema
+    name = schema["$ref"].rpartition("/")[2]
+    return name, document["components"]["schemas"][name]
+
+
+def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, ...]]:
+    """Each property, and those of the objects and lists within, by their paths."""
+    for name, inner in schema.get("properties", {}).items():
+        yield _field(prefix + name, name in schema.get("required", ()), inner)
+        yield from _fields(inner, f"{prefix}{name}.")
+        yield from _fields(inner.get("items", {}), f"{prefix}{name}[].")
+
+
+def _field(name: str, required: bool, schema: Schema) -> tuple[str, ...]:
+    return f"<code>{escape(name)}</code>{' *' if required else ''}", escape(_kind(schema)), escape(_about(schema))
+
+
+def _about(schema: Schema) -> str:
+    default = f"default {json.dumps(schema['default'])}" if "default" in schema else ""
+    return "; ".join(filter(None, (schema.get("description", ""), default)))
+
+
+def _kind(schema: Schema) -> str:
+    """``integer in [1, 128] | null``."""
+    if "enum" in schema:
+        return " | ".join(map(json.dumps, schema["enum"]))
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return " | ".join(dict.fromkeys(map(_kind, options)))
+    given = schema.get("type", "any")
+    kinds = [given] if isinstance(given, str) else list(given)
+    return " | ".join(f"{kind}{_bounds(schema, kind)}" for kind in kinds)
+
+
+def _bounds(schema: Schema, kind: str) -> str:
+    if kind == "array" and schema.get("items"):
+        return f" of {_kind(schema['items'])}"
+    if kind not in ("integer", "number"):
+        return ""
+    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    if low is None and high is None:
+        return ""
+    left = "(" if low is None or "exclusiveMinimum" in schema else "["
+    right = ")" if high is None else "]"
+    return f" in {left}{'−∞' if low is None else low}, {'∞' if high is None else high}{right}"
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    return "<table>" + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows) + "</table>"

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import NotFound, ShuttingDown
 from . import metrics, openapi
 from .answer import Answer, json_answer
-from .docs_page import PAGE
+from .docs_page import page
 from .endpoints import Endpoint
 from .invoke import Server
 
@@ -102,7 +102,7 @@ def openapi_document(server: Server, **_: str) -> Answer:
 
 
 def docs(server: Server, **_: str) -> Answer:
-    return Answer(body=PAGE.encode(), content_type="text/html; charset=utf-8")
+    return Answer(body=page(openapi.document()).encode(), content_type="text/html; charset=utf-8")
 
 
 PAGES: Mapping[str, Callable[..., Answer]] = {

@@ -318,11 +318,26 @@ def test_probes_and_metrics(client: FlaskClient) -> None:
     assert 'mlflow_llm_kv_tokens_total{endpoint="assistant",entity="model-1"}' in text
 
 
-def test_docs_page_loads_nothing_from_elsewhere(client: FlaskClient) -> None:
-    """The documentation page names no other host."""
+def test_docs_page(client: FlaskClient) -> None:
+    """The documentation page has every route with its parameters and body's fields, and names no other host."""
     page = client.get("/docs")
     assert page.content_type.startswith("text/html")
-    assert "http" not in page.text.replace("http-equiv", "")
+    assert "http" not in page.text
+    assert "<script" not in page.text
+    document = client.get("/openapi.json").json
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            begin = page.text.index(f"<b>{method.upper()}</b><code>{path}</code>")
+            told = page.text[begin : page.text.index("</details>", begin)]
+            for parameter in operation["parameters"]:
+                assert f"<code>{parameter['in']}: {parameter['name']}</code>" in told
+            bodies = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+            for schema in bodies.get("oneOf", [bodies]):
+                name = schema.get("$ref", "").rpartition("/")[2]
+                found = document["components"]["schemas"][name] if name else schema
+                assert all(f"<code>{field}</code>" in told for field in found.get("properties", {}))
+    assert "<td><code>n</code></td><td>integer in [1, 128] | null</td>" in page.text
+    assert "<code>config.served_entities[].entity_name</code>" in page.text
 
 
 def test_keys(make: Callable[..., Server], tmp_path: Path) -> None:
