@@ -33,6 +33,15 @@ class EngineModel(Struct, frozen=True, kw_only=True):
         """Reads the adapters' files; to be asked once."""
         return engine_key(self.bundle, self.settings, " ".join((self.core, *self.addresses)))
 
+    def is_same(self, other: EngineModel) -> bool:
+        """Whether both are one engine, wherever their files lie: a version logged twice is downloaded twice."""
+        return self._identity() == other._identity()
+
+    def _identity(self) -> tuple[object, ...]:
+        bundle = self.bundle
+        served = (bundle.content_hash, bundle.tasks, bundle.embedding, sorted(bundle.adapters))
+        return (*served, self.settings, self.core, self.addresses)
+
     def address(self, index: int, state_dir: str | None) -> str:
         """What ``attach`` takes to come to replica ``index``."""
         return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path

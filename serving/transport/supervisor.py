@@ -97,18 +97,19 @@ class Supervisor:
         self._closed = False
 
     def add(self, entity: str, model: EngineModel, *, replicas: int = 1) -> None:
-        """Keep ``replicas`` engines of ``model`` running as ``entity``. Adding the same again sets the number.
+        """Keep ``replicas`` engines of ``model`` running as ``entity``. Adding the same again sets the number, and
+        where its files are from now on.
 
         Raises ``Conflict`` where ``entity`` is another model.
         """
         with self._lock:
             known = self._entities.get(entity)
-            if known is not None and known.model != model:
-                raise Conflict(f"entity {entity!r} is another model")
             if known is None:
                 self._entities[entity] = _Entity(model)
+            elif not known.model.is_same(model):
+                raise Conflict(f"entity {entity!r} is another model")
             else:
-                known.removed = False
+                known.model, known.removed = model, False
             self.set_replicas(entity, replicas)
 
     def set_replicas(self, entity: str, n: int) -> None:

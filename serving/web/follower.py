@@ -28,7 +28,7 @@ RETRY = 20  # turns after which a replica that did not answer is tried again
 
 class Follower:
     """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
-    that name none.
+    that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
 
     One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
     """
@@ -43,9 +43,11 @@ class Follower:
         ledger: Any,
         profile: str = "open",
         profiles: Mapping[str, Profile] = PROFILES,
+        engine_timeout: float | None = None,
     ) -> None:
         self._board, self._endpoints, self._gate = board, endpoints, gate
         self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
+        self._engine_timeout = engine_timeout
         self._engines: dict[str, Replicas] = {}
         self._retiring: dict[str, Replicas] = {}
         self._texts: dict[tuple[Any, ...], TextModel] = {}
@@ -83,9 +85,10 @@ class Follower:
         for key in self._engines.keys() - planned.keys():
             self._retiring[key] = self._engines.pop(key)
         self._forget(plan)
-        self._stamp, self.generation = stamp, plan.generation
+        told, self._stamp, self.generation = self.generation, stamp, plan.generation
         self._tell(plan.generation)
-        logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
+        if plan.generation != told:  # not each time that a replica was looked for again
+            logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
 
     def close(self) -> None:
         for engine in (*self._engines.values(), *self._retiring.values()):
@@ -102,6 +105,7 @@ class Follower:
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in adapters.items()),
                 open=functools.partial(self._attach, entity.served.source),
                 want=functools.partial(self._board.want, key),
+                away_timeout=self._engine_timeout if entity.served.source.addresses else None,
             )
         engine.info = entity.info  # an engine started again elsewhere may have other settings
         self._engines[key] = engine

@@ -17,6 +17,7 @@ from ..request import ValidRequest
 from . import logs
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
+RETRY_AFTER = 5.0  # seconds, for those who were told that there is no engine
 BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], ...] = (
     "ready",
     "draining",
@@ -57,7 +58,8 @@ class _Replica:
 
 
 class Replicas:
-    """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none.
+    """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none. Requests wait
+    ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that are wanted.
 
     ``info`` is that of one replica. Used by the greenlets of one worker.
     """
@@ -69,10 +71,12 @@ class Replicas:
         *,
         open: Callable[[str], Engine],
         want: Callable[[], object],
+        away_timeout: float | None = None,
     ) -> None:
         self.info = info
         self._adapters = adapters
-        self._open, self._want = open, want
+        self._open, self._want, self._away_timeout = open, want, away_timeout
+        self._expected = False
         self._active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
         self._arrived = Signal()
@@ -94,7 +98,7 @@ class Replicas:
             with contextlib.suppress(Unavailable):
                 opened[address] = self._active.get(address) or _Replica(self._open(address))
         self._leaving += [(a, replica) for a, replica in self._active.items() if a not in addresses]
-        self._active = opened
+        self._active, self._expected = opened, bool(addresses)
         if opened:
             self._arrived.set()
         else:
@@ -127,9 +131,12 @@ class Replicas:
 
     def await_one(self, deadline: float | None) -> Failed | None:
         """Wait for a replica until ``deadline`` (seconds since the epoch); the failure where none came."""
+        since = time.monotonic()
         while not self._active:
             if self._closed:
                 return Failed(ShuttingDown.kind, "the engine was closed")
+            if self._expected and self._away_timeout is not None and time.monotonic() - since > self._away_timeout:
+                return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
             if deadline is not None and time.time() >= deadline:
                 return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, ASK_AGAIN)
             self._want()
@@ -158,11 +165,12 @@ class Replicas:
         return found.engine.adapters()
 
     def health(self) -> Health:
-        """The sums over all replicas, the best of their states; "ready" where none is wanted."""
+        """The sums over all replicas, the best of their states; "ready" where none is wanted, "starting" where those
+        that should be there could not be reached yet."""
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
-        present = {health.status for health in each} or {"ready"}
+        present = {health.status for health in each} or {"starting" if self._expected else "ready"}
         status = next(status for status in BEST_FIRST if status in present)
         summed = [name for name in Health.__struct_fields__ if name not in NOT_SUMMED]
         sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}

@@ -46,6 +46,7 @@ def build(spec: ServeSpec, directory: Path) -> Flask:
         ledger=ledger,
         profile=spec.profile,
         profiles=profiles_of(spec.settings.default_max_tokens),
+        engine_timeout=spec.settings.engine_timeout,
     )
     follower.adopt()
     for endpoint in endpoints.entities():

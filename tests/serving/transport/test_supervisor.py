@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
@@ -137,6 +139,8 @@ def test_a_model_that_does_not_load_is_tried_again(place, make_bundle, supervise
     weights.write_text(text)
     assert eventually(lambda: bool(supervisor.status("a").ready))
     assert supervisor.status("a").ready[0].message == ""
+    elsewhere = shutil.copytree(bundle.model_dir, place.base + "/elsewhere")
+    supervisor.add("a", model_of(msgspec.structs.replace(bundle, model_dir=elsewhere, tokenizer_dir=elsewhere)))
     with pytest.raises(Conflict, match="another model"):
         supervisor.add("a", EngineModel(bundle=bundle, core=CORE))
 

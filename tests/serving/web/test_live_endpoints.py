@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
 import urllib.request
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from instant_model import write_instant_model
@@ -24,6 +26,7 @@ from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.modes.endpoints import Endpoints
 from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.web.spec import EndpointSpec
 
 STREAM = BODY | {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
 ENGINE = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
@@ -253,6 +256,17 @@ def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: P
         assert (served_by(server, "kept"), served_by(server, "assistant")) == ("v3", "model-1")
         kept = get(server, "/api/2.0/serving-endpoints/kept")
         assert (kept["state"]["ready"], kept["tags"]) == ("READY", tags)
+
+
+def test_a_model_logged_twice_is_one_engine(tmp_path: Path) -> None:
+    """Two versions with the same content, each in files of its own: two endpoints, one engine process."""
+    (tmp_path / "1").mkdir()
+    bundle = write_instant_model(tmp_path / "1")
+    again = msgspec.structs.replace(bundle, model_dir=str(shutil.copytree(bundle.model_dir, tmp_path / "2")))
+    more = EndpointSpec(name="b", entity="model-2", bundle=again, core=INSTANT_CORE, created=1, engine=ENGINE)
+    with running(bundle, name="a", engine=ENGINE, more=(more,)) as server:
+        assert [served_by(server, name) for name in "ab"] == ["model-1", "model-2"]
+        assert len(engines(server)) == 1
 
 
 def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:

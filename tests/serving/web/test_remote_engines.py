@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from engine_process import EngineProcess, engine_process
 from instant_model import write_instant_model
 from serving_process import Running, running
 from test_server import BODY, ask, asking, health, until
-from test_server_faults import LONG, idle, told, well
+from test_server_faults import LONG, idle, told, well, worker_of
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.transport.auth import write_key
@@ -155,6 +156,40 @@ def test_a_killed_command_is_started_again(bundle: Bundle, key: str, expected: t
         os.kill(pid, signal.SIGKILL)
         until(lambda: "it is started again" in engine.log())
         assert ask(server, BODY)[0] == 200
+
+
+def test_a_worker_that_never_met_the_engine(bundle: Bundle, key: str) -> None:
+    """A worker that starts while the only engine is away misses it: not healthy, a 503 after ``engine_timeout``; and
+    it finds the engine when it comes back."""
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=1.0, workers=1) as server,
+    ):
+        with asking(server, LONG) as answer:
+            answer.readline()
+            worker = worker_of(server)
+        assert worker is not None
+        assert engine.end() == 0
+        worker.kill()
+        until(lambda: missed(server))
+        with asking(server, BODY) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+            assert "the engine is not running" in refused.read().decode()
+        engine.start()
+        until(lambda: well(server))
+        assert ask(server, BODY)[0] == 200
+
+
+def missed(server: Running) -> bool:
+    """Whether it answers that its engine could not be reached yet."""
+    try:
+        health(server)
+    except urllib.error.HTTPError as error:
+        with error:
+            return b"starting" in error.read()
+    except OSError:
+        pass
+    return False
 
 
 def test_a_drain_that_is_over_ends_streams(bundle: Bundle, key: str) -> None:

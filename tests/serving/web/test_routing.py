@@ -155,6 +155,20 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
     replicas.close()
 
 
+def test_replicas_that_should_be_there_are_missed(replicated) -> None:
+    """Where engines are expected and none is reached, the state says so and requests wait for their time only."""
+    replicas = replicated()
+    replicas._away_timeout = 0.05
+    assert not replicas.set_addresses(("gone",))
+    assert replicas.health().status == "starting"
+    (failed,) = replicas.submit(request())
+    assert (failed.kind, failed.message, failed.retry_after) == ("unavailable", "the engine is not running", 5.0)
+    assert replicas.set_addresses(("x",))
+    assert replicas.health().status == "ready"
+    assert isinstance(list(replicas.submit(request()))[-1], Finished)
+    replicas.close()
+
+
 def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
     """What has entered is known by engine until it leaves, so that no engine is closed under a request."""
     gate = Gate(max_queued=1, retry_after=1.0)
