@@ -36,7 +36,7 @@ def target_help() -> str:
     """What ``mlflow deployments help -t llm`` prints."""
     return (
         "Target llm serves a model logged with the llm flavor from this machine:\n"
-        "  mlflow deployments create -t llm -n assistant -m models:/assistant@champion [-C workers=2]\n"
+        "  mlflow deployments create -t llm --name assistant -m models:/assistant@champion [-C workers=2]\n"
         "The server listens on loopback, on a free port unless -C port=… says otherwise; `get` shows its URL.\n"
         f"-C keys: {', '.join(servers.SERVER_KEYS)}, require_keys, and every engine setting.\n"
         "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
