@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
+from mlflow_llm.serving.web.settings import STATE_VARIABLE
+
 from . import calls
 from . import endpoint_calls as endpoints
 from . import local_servers as servers
@@ -43,7 +45,7 @@ def target_help() -> str:
         "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
         "Target llm://host:port is a server that runs already: the same commands manage its endpoints\n"
         f"(-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
-        f"An API key is read from {calls.KEY_VARIABLE}; the state is in {servers.STATE_VARIABLE} or XDG's folder."
+        f"An API key is read from {calls.KEY_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
     )
 
 

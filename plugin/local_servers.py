@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
@@ -25,22 +23,21 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST
 
+from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.settings import check_name as endpoint_name
+from mlflow_llm.serving.settings import check_server_engine
 from mlflow_llm.serving.transport.locks import acquire
-from mlflow_llm.serving.web.settings import default_state_dir
+from mlflow_llm.serving.web.settings import ServerSettings, default_state_dir
 
 from . import endpoint_calls as endpoints
 
-STATE_VARIABLE = "MLFLOW_LLM_STATE"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SERVER_KEYS = ("host", "port", "workers", "profile", "database", "timeout", "drain_timeout", "max_queued", "log_level")
 START_SECONDS = 600.0
 _children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
 
 
 def directory() -> Path:
-    root = os.environ.get(STATE_VARIABLE)
-    path = Path(root) if root else default_state_dir()
-    path = path / "deployments"
+    path = default_state_dir() / "deployments"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
 
@@ -61,9 +58,21 @@ def locked(name: str) -> Iterator[None]:
 
 
 def check_name(name: Any) -> str:
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise MlflowException.invalid_parameter_value(f"name: {name!r:.80}; expected 1 to 64 of A-Z a-z 0-9 _ . -")
-    return name
+    try:
+        return endpoint_name(name)
+    except InvalidField as error:
+        raise MlflowException.invalid_parameter_value(error.message) from None
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """What ``command`` makes of it is allowed. Raises ``MlflowException``."""
+    settings = {key: endpoints.parsed(value) for key, value in config.items()}
+    own = [key for key in SERVER_KEYS if key in ServerSettings.__struct_fields__]
+    try:
+        ServerSettings.read({key: settings[key] for key in own if key in settings})
+        check_server_engine({key: settings[key] for key in endpoints.ENGINE_KEYS if key in settings})
+    except InvalidField as error:
+        raise MlflowException.invalid_parameter_value(error.message) from None
 
 
 def read(name: str) -> dict[str, Any]:
@@ -102,6 +111,7 @@ def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
 
 def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None = None) -> dict[str, Any]:
     """Start a server and wait until it is ready. Its record, not yet written. Raises ``MlflowException``."""
+    check_config(config)
     port = int(config.get("port") or 0) or port or _free_port()
     host = str(config.get("host") or "127.0.0.1")
     log = directory() / f"{name}.log"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta
+
+from .checked import Checked
+from .errors import InvalidField
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+YEAR = 365 * 86400
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
+SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR)]
+Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, an integer of 1 or more")]
+Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", description="'auto', 'cpu', 'cuda' or 'cuda:N'")]
 
 
-class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine runs a model.
 
     ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. ``quantization``: "int8" stores linear weights in int8 by
@@ -20,20 +34,34 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
+    device: Device = "auto"
     quantization: Literal["none", "int8"] = "none"
     kernels: Literal["auto", "torch"] = "auto"
     compile: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_queued_requests: int = 4096
-    kv_cache_memory: int | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 512
+    max_queued_requests: CountOrZero = 4096
+    kv_cache_memory: Bytes | None = None
     prefix_caching: bool = True
-    max_adapters: int = 64
-    threads: int | None = None
+    max_adapters: CountOrZero = 64
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     trust_remote_code: bool = False
-    idle_timeout: float = 3.0
-    stall_timeout: float = 60.0
-    start_timeout: float = 900.0
+    idle_timeout: SecondsOrZero = 3.0
+    stall_timeout: Seconds = 60.0
+    start_timeout: Seconds = 900.0
     in_process: bool = False
+
+
+def check_server_engine(values: Mapping[str, Any], parent: str = "") -> None:
+    """Engine settings given to a server, which has its engines in processes. Raises ``InvalidField``."""
+    if EngineSettings.read(values, parent).in_process:
+        field = f"{parent}.in_process" if parent else "in_process"
+        raise InvalidField(field, True, "false: it is for notebooks; a server's engines have their own processes")
+
+
+def check_name(name: Any, field: str = "name", hint: str = "") -> str:
+    """An endpoint's or served entity's name, which stands in URLs. Raises ``InvalidField``."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidField(field, name, f"1 to 63 letters, digits, dashes and underscores{hint}")
+    return name

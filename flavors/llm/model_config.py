@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from msgspec import Struct
 
 from ...serving.dialects import REFUSED_FIELDS
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import InvalidField, PackagingError, shown
 from ...serving.settings import EngineSettings
 from .signature import request_fields
 
@@ -54,13 +54,10 @@ def _settings(values: dict[str, Any]) -> EngineSettings:
     if unknown := sorted(values.keys() - set(known)):
         allowed = ", ".join([*known, "default_adapter", "defaults"])
         raise PackagingError(f"model_config: {unknown[0]!r} is not a setting; expected one of {allowed}")
-    for name, value in values.items():
-        try:
-            msgspec.convert({name: value}, EngineSettings)
-        except msgspec.ValidationError as error:
-            reason = str(error).removesuffix(f" - at `$.{name}`")
-            raise PackagingError(f"model_config: {name}={shown(value)} is not allowed: {reason}") from None
-    return msgspec.convert(values, EngineSettings)
+    try:
+        return EngineSettings.read(values)
+    except InvalidField as error:
+        raise PackagingError(error.message) from None
 
 
 def _defaults(values: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import msgspec
 
 from ..transport.auth import check_address, read_key, write_key
 from ..transport.engine_model import EngineModel
-from ..transport.host import EngineHost
-from .serve import endpoint_specs, engine_overrides, name_of
+from ..transport.host import NAME, EngineHost
+from .serve import endpoint_specs, engine_overrides
+from .spec_files import read_engine_spec
 
 LISTEN = "tcp://127.0.0.1:5601"
 
@@ -67,11 +68,10 @@ def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]
     if (model_uri is None) == (spec_file is None):
         raise click.UsageError("name a model with -m, or a file with --spec")
     if model_uri is None:
-        with open(str(spec_file), "rb") as file:
-            return msgspec.json.decode(file.read(), type=EngineModel)
+        return read_engine_spec(str(spec_file))
     overrides = engine_overrides(config)
     click.echo("reading the model", err=True)
-    (spec,) = endpoint_specs({name_of(model_uri): model_uri}, overrides)
+    (spec,) = endpoint_specs({NAME: model_uri}, overrides)
     return EngineModel(bundle=spec.bundle, settings=spec.engine)
 
 

@@ -6,16 +6,16 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any, get_args
 
 import click
 import msgspec
 
-from ..settings import EngineSettings
+from ..settings import EngineSettings, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
-from ..web.settings import ServerSettings
+from ..web.settings import ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
+from .spec_files import read_serve_spec
 
 DEFAULTS = ServerSettings()
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
@@ -47,8 +47,20 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
     help="URL of the store for keys and ledger, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE).",
 )
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
-@click.option("--timeout", default=DEFAULTS.timeout, show_default=True, help="Seconds a request may take.")
-@click.option("--drain-timeout", default=DEFAULTS.drain_timeout, show_default=True, help="Seconds after SIGTERM.")
+@click.option(
+    "--timeout",
+    default=DEFAULTS.timeout,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds a request may take.",
+)
+@click.option(
+    "--drain-timeout",
+    default=DEFAULTS.drain_timeout,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds after SIGTERM.",
+)
 @click.option(
     "--max-queued",
     default=DEFAULTS.max_queued,
@@ -116,10 +128,11 @@ def serve(
     if server["require_keys"] and not server["database"]:
         raise click.UsageError("--require-keys needs --database")
     if spec_file is not None:
-        spec = _spec(spec_file)
-        _check_free(spec.settings.host, spec.settings.port)
+        spec = read_serve_spec(spec_file)
+        _check_place(spec.settings)
     else:
-        _check_free(server["host"], server["port"])
+        settings = ServerSettings(**server)
+        _check_place(settings)
         named = {} if server["database"] and not models else _named(models, name)
         addresses = engine_addresses(engines, tuple(named), engine_key_file)
         overrides = engine_overrides(config)
@@ -132,22 +145,19 @@ def serve(
                 else one
                 for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses))
             ),
-            settings=ServerSettings(**server),
+            settings=settings,
             engine=overrides,
             profile=profile,
         )
     run(spec, say)
 
 
-def _spec(path: str) -> ServeSpec:
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=ServeSpec)
-    except (OSError, msgspec.DecodeError) as error:
-        raise click.ClickException(f"--spec {path}: {error}") from None
-
-
-def _check_free(host: str, port: int) -> None:
-    """Before minutes of loading. Raises ``ClickException`` where the server could not listen."""
+def _check_place(settings: ServerSettings) -> None:
+    """Before minutes of loading. Raises ``PackagingError`` where the server could not keep its state,
+    ``ClickException`` where it could not listen."""
+    host, port = settings.host, settings.port
+    if settings.database is not None:
+        ledger_dir(settings)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -173,7 +183,8 @@ def say(told: dict[str, Any]) -> None:
 
 
 def _named(models: tuple[str, ...], name: str | None) -> dict[str, str]:
-    """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name."""
+    """``{endpoint name: URI}``. Raises ``UsageError`` for none, or two of the same name, ``InvalidField`` for one that
+    cannot stand in a URL."""
     if not models:
         raise click.UsageError("name a model with -m, or a --database whose endpoints are to be served")
     if name is not None and len(models) > 1:
@@ -182,7 +193,7 @@ def _named(models: tuple[str, ...], name: str | None) -> dict[str, str]:
     for given in models:
         uri, equals, own = given.rpartition("=")
         uri, own = (uri, own) if equals and "/" not in own else (given, "")
-        endpoint = name or own or name_of(uri)
+        endpoint = check_name(name or own or name_of(uri), hint="" if name or own else "; write -m URI=name")
         if endpoint in found:
             raise click.UsageError(f"two models are called {endpoint!r}; write -m URI=name")
         found[endpoint] = uri
@@ -224,7 +235,8 @@ def name_of(uri: str) -> str:
 
 
 def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text."""
+    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text. Raises ``UsageError``,
+    ``InvalidField``."""
     found: dict[str, Any] = {}
     for pair in config:
         key, equals, value = pair.partition("=")
@@ -235,6 +247,7 @@ def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
             found[key] = json.loads(value)
         except ValueError:
             found[key] = value
+    check_server_engine(found)
     return found
 
 

@@ -46,9 +46,15 @@ class LoadedModel:
 
 
 def resolve_device(settings: EngineSettings) -> Any:
+    """Raises ``PackagingError`` for a device that this machine or this torch has not."""
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(settings.device)
+    device = torch.device(settings.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        there = f"this machine's torch finds {torch.cuda.device_count()} CUDA devices"
+        why = there if torch.backends.cuda.is_built() else "this torch was built without CUDA"
+        raise PackagingError(f"device: {settings.device!r} is not allowed; expected one that is here: {why}")
+    return device
 
 
 def resolve_dtype(settings: EngineSettings, device: Any) -> Any:

@@ -10,12 +10,11 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField
-from ..settings import EngineSettings
+from ..settings import EngineSettings, check_name, check_server_engine
 from .body_fields import named, read_list, read_object
 from .provisioned import check_throughput
 from .source import Source
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
 VERSION = re.compile(r"[0-9]{1,18}|@?[A-Za-z0-9_-]{1,255}")
@@ -141,8 +140,7 @@ def _entity(item: Any, field: str) -> ServedEntity:
         name = (
             re.sub(r"[^A-Za-z0-9_-]+", "-", f"{entity_name}-{version}".replace("@", "")).strip("-_")[-63:].strip("-_")
         )
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InvalidField(f"{field}.name", name, "1 to 63 letters, digits, dashes and underscores")
+    name = check_name(name, f"{field}.name")
     scale = item.get("scale_to_zero_enabled")
     if scale is not None and not isinstance(scale, bool):
         raise InvalidField(f"{field}.scale_to_zero_enabled", scale, "true or false")
@@ -179,10 +177,7 @@ def _engine_settings(value: Any, field: str) -> dict[str, Any]:
     given = {} if value is None else read_object(value, field, set(EngineSettings.__struct_fields__))
     if given.get("trust_remote_code"):
         raise InvalidField(f"{field}.trust_remote_code", True, "false: it is granted on the server's command line only")
-    try:
-        msgspec.convert(given, EngineSettings)
-    except msgspec.ValidationError as error:
-        raise InvalidField(field, given, f"engine settings: {error}") from None
+    check_server_engine(given, field)
     return given
 
 

@@ -26,8 +26,9 @@ from ..errors import Conflict, InvalidField, NotFound
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
+from ..settings import check_name
 from .body_fields import read_object
-from .endpoint_config import NAME, EndpointConfig, ServedEntity, as_written, parse_config, parse_rate_limits, parse_tags
+from .endpoint_config import EndpointConfig, ServedEntity, as_written, parse_config, parse_rate_limits, parse_tags
 from .endpoint_rows import (
     begin_update,
     change_endpoint,
@@ -91,9 +92,7 @@ class Endpoints:
         body = read_object(body, "", _CREATE_FIELDS)
         if body.get("route_optimized"):  # MLflow's Databricks client always sends it
             raise InvalidField("route_optimized", body["route_optimized"], "false: every route is as short as it gets")
-        name = body.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise InvalidField("name", name, "1 to 63 letters, digits, dashes and underscores")
+        name = check_name(body.get("name"))
         description = body.get("description") or ""
         if not isinstance(description, str) or len(description) > 4096:
             raise InvalidField("description", description, "a text of at most 4096 characters")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..errors import NotFound, PackagingError
+from ..errors import InvalidField, NotFound, PackagingError
 from ..settings import EngineSettings
 
 
@@ -30,10 +30,11 @@ class Resolved(Struct, frozen=True, kw_only=True):
 
     def settings(self, overrides: dict[str, Any]) -> EngineSettings:
         """The saved engine settings under ``overrides``. Raises ``PackagingError``."""
-        saved = {k: v for k, v in self.config.items() if k in EngineSettings.__struct_fields__ and v is not None}
+        own = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
+        saved = {k: v for k, v in self.config.items() if k in own and v is not None}
         try:
-            return msgspec.convert(saved | overrides, EngineSettings)
-        except msgspec.ValidationError as error:
+            return EngineSettings.read(saved | overrides)
+        except InvalidField as error:
             raise PackagingError(f"engine settings: {error}") from None
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta
+
+from ..checked import Checked
+from ..errors import PackagingError
+from ..settings import Bytes, Count, CountOrZero, Seconds, SecondsOrZero
+
+STATE_VARIABLE = "MLFLOW_LLM_STATE"
 
 
-class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one server, its workers included.
 
     ``host`` is loopback unless told otherwise. ``max_body_bytes`` bounds a request's body (413 above it).
@@ -28,29 +36,45 @@ class ServerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 2
-    max_body_bytes: int = 16 * 2**20
-    max_queued: int = 256
-    max_connections: int = 1000
-    retry_after: float = 1.0
-    default_max_tokens: int | None = None
-    timeout: float = 600.0
-    io_timeout: float = 30.0
-    offload_bytes: int = 8 * 2**10
-    drain_timeout: float = 30.0
-    scale_to_zero_after: float = 300.0
-    engine_timeout: float = 60.0
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    workers: Annotated[int, Meta(ge=1, le=64)] = 2
+    max_body_bytes: Bytes = 16 * 2**20
+    max_queued: CountOrZero = 256
+    max_connections: Count = 1000
+    retry_after: SecondsOrZero = 1.0
+    default_max_tokens: Count | None = None
+    timeout: Seconds = 600.0
+    io_timeout: Seconds = 30.0
+    offload_bytes: CountOrZero = 8 * 2**10
+    drain_timeout: SecondsOrZero = 30.0
+    scale_to_zero_after: Seconds = 300.0
+    engine_timeout: Seconds = 60.0
     database: str | None = None
     require_keys: bool = False
     state_dir: str | None = None
-    log_level: str = "info"
-    trace_sample: float = 0.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0
     trace_content: bool = False
     trace_experiment: str = "mlflow-llm"
 
 
 def default_state_dir() -> Path:
-    """Where a user's servers keep what must outlive them (XDG's state directory)."""
+    """Where a user's servers keep what must outlive them: ``MLFLOW_LLM_STATE``, else in XDG's state directory."""
+    if own := os.environ.get(STATE_VARIABLE):
+        return Path(own)
     root = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(root, "mlflow-llm")
+
+
+def ledger_dir(settings: ServerSettings) -> Path:
+    """The ledger's part of the state directory, made where it is not there. Raises ``PackagingError`` where it cannot
+    be written."""
+    place = Path(settings.state_dir or default_state_dir(), "ledger")
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError as error:
+        raise PackagingError(
+            f"the state directory {place} cannot be written ({error.strerror}); name another in {STATE_VARIABLE}"
+        ) from None

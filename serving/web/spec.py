@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..settings import EngineSettings
+from ..settings import EngineSettings, check_name
 from .settings import ServerSettings
 
 ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-token"]
@@ -33,6 +33,9 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     min_provisioned_throughput: int | None = None
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
 
 class ServeSpec(Struct, frozen=True, kw_only=True):

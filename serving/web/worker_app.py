@@ -19,7 +19,7 @@ from .follower import Follower
 from .offload import give_way
 from .profiles import profiles_of
 from .registry import locate
-from .settings import ServerSettings, default_state_dir
+from .settings import ServerSettings, ledger_dir
 from .spec import ServeSpec, store_url
 from .tracing import OFF, Outbox, Tracer
 from .warm import generate_one
@@ -81,6 +81,4 @@ def _metering(spec: ServeSpec, store: Any) -> tuple[Any, Any]:
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
 
-    state = Path(spec.settings.state_dir or default_state_dir(), "ledger")
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return Keys(store), Ledger(store, state_dir=state)
+    return Keys(store), Ledger(store, state_dir=ledger_dir(spec.settings))

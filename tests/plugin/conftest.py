@@ -15,7 +15,7 @@ from tiny_models import COMMON, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.plugin import local_servers
+from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -51,7 +51,7 @@ def save(root: Path, **config: int) -> Path:
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """State and runtime directories of the test alone; when it is over, no process of it and no engine may be left."""
     with tempfile.TemporaryDirectory(prefix="mlp-", ignore_cleanup_errors=True) as root:
-        monkeypatch.setenv(local_servers.STATE_VARIABLE, f"{root}/state")
+        monkeypatch.setenv(STATE_VARIABLE, f"{root}/state")
         monkeypatch.setenv("XDG_RUNTIME_DIR", root)
         yield Path(root)
         left = [p for p in psutil.process_iter() if belongs(p, root)]

@@ -9,11 +9,12 @@ from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.plugin import calls, deployments, endpoint_calls, local_servers
+from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def state(tmp_path, monkeypatch):
-    monkeypatch.setenv(local_servers.STATE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
 
 
 def test_module_has_one_client():
@@ -36,9 +37,9 @@ def test_unknown_deployment():
     assert client.list_deployments() == []
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a" * 65, None])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "we ird", "a.b", "a" * 64, None])
 def test_bad_names(name):
-    """A name that could leave the state directory is refused."""
+    """A name is one of the management API: one that could leave the state directory is none."""
     with pytest.raises(MlflowException, match="name"):
         deployments.LlmDeploymentClient("llm").create_deployment(name, "models:/a/1")
 
@@ -79,6 +80,21 @@ def test_config_is_engine_settings():
     assert entity["engine_settings"] == {"max_num_seqs": 4, "dtype": "bfloat16"}
     with pytest.raises(MlflowException, match="'port' cannot be set here"):
         endpoint_calls.config_of("models:/a/1", {"port": 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"workers": "0"}, "workers: 0 is not allowed; expected an integer from 1 to 64"),
+        ({"port": "abc"}, "port: 'abc' is not allowed; expected an integer from 0 to 65535"),
+        ({"threads": 0}, "threads: 0 is not allowed; expected an integer from 1 to 1024, or null"),
+        ({"in_process": "true"}, "in_process: True is not allowed; expected false"),
+    ],
+)
+def test_config_that_is_refused(config, reason):
+    """A server that could not start is none: the field, its value and what is allowed are said at once."""
+    with pytest.raises(MlflowException, match=reason):
+        deployments.LlmDeploymentClient("llm").create_deployment("a", "models:/a/1", config=config)
 
 
 def test_requests_of_a_frame():

@@ -182,7 +182,12 @@ BAD_CONFIGS = [
     ({"served_entities": [entity(version=True)]}, "entity_version"),
     ({"served_entities": [entity(name="../x")]}, "entity_name"),
     ({"served_entities": [{"entity_name": "/srv/x", "entity_version": "1"}]}, "entity_version"),
-    ({"served_entities": [entity(engine_settings={"dtype": "float99"})]}, "engine_settings"),
+    (
+        {"served_entities": [entity(engine_settings={"dtype": "float99"})]},
+        "engine_settings.dtype: 'float99' is not allowed; expected one of 'auto', 'bfloat16'",
+    ),
+    ({"served_entities": [entity(engine_settings={"max_num_seqs": 0})]}, "engine_settings.max_num_seqs: 0 is not"),
+    ({"served_entities": [entity(engine_settings={"in_process": True})]}, "engine_settings.in_process: True is not"),
     ({"served_entities": [entity(engine_settings={"trust_remote_code": True})]}, "trust_remote_code"),
     ({"served_entities": [entity()], "traffic_config": {"sticky": 1}}, "sticky"),
     ({"served_entities": [entity(workload_type="GPU_SMALL")]}, "workload_type"),

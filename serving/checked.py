@@ -1,0 +1,70 @@
+"""Settings that say what they allow: a Struct whose annotations are its one table of types, choices and ranges."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+import msgspec.inspect as inspect
+from msgspec import Struct
+
+from .errors import InvalidField
+
+
+class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """However one is made, a value that its field does not allow raises ``InvalidField``: field, value, what is
+    allowed. A ``Meta(description=…)`` says so in words where type and bounds do not."""
+
+    def __post_init__(self) -> None:
+        for name, (kind, allowed) in _fields(type(self)).items():
+            _checked(name, getattr(self, name), kind, allowed)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], parent: str = "") -> Self:
+        """From plain values, as JSON or YAML has them; ``parent`` is where they stand. Raises ``InvalidField``."""
+        fields, found, before = _fields(cls), {}, f"{parent}." if parent else ""
+        for name, value in values.items():
+            if name not in fields:
+                raise InvalidField(f"{before}{name}", value, "no such setting; known are " + ", ".join(fields))
+            found[name] = _checked(f"{before}{name}", value, *fields[name])
+        return cls(**found)
+
+
+def _checked(name: str, value: Any, kind: Any, allowed: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise InvalidField(name, value, allowed) from None
+
+
+@functools.cache
+def _fields(cls: type[Checked]) -> dict[str, tuple[Any, str]]:
+    """Each field's type, and what it allows in words."""
+    kinds = typing.get_type_hints(cls, include_extras=True)
+    return {name: (kinds[name], _allowed(inspect.type_info(kinds[name]))) for name in cls.__struct_fields__}
+
+
+def _allowed(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.Metadata():
+            described = (kind.extra_json_schema or {}).get("description")
+            return described or _allowed(kind.type)
+        case inspect.UnionType():
+            rest = [_allowed(one) for one in kind.types if not isinstance(one, inspect.NoneType)]
+            return ", ".join([*rest, "or null"] if kind.includes_none else rest)
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(repr, kind.values))
+        case inspect.IntType() | inspect.FloatType():
+            return ("an integer" if isinstance(kind, inspect.IntType) else "a number") + _bounds(kind)
+        case inspect.BoolType():
+            return "true or false"
+        case _:
+            return "a text"
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+    low = f" above {kind.gt:g}" if kind.gt is not None else f" from {kind.ge:g}" if kind.ge is not None else ""
+    return low + (f" to {kind.le:.0f}" if kind.le is not None else "")

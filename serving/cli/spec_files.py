@@ -1,0 +1,53 @@
+"""``--spec FILE``: what a command serves, as JSON. What is wrong with it is one line that names file and field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from ..checked import Checked
+from ..errors import InvalidField
+from ..settings import EngineSettings, check_server_engine
+from ..transport.engine_model import EngineModel
+from ..web.settings import ServerSettings
+from ..web.spec import ServeSpec
+
+T = TypeVar("T")
+
+
+def read_serve_spec(path: str) -> ServeSpec:
+    """Raises ``ClickException``."""
+    return _read(path, ServeSpec, ServerSettings)
+
+
+def read_engine_spec(path: str) -> EngineModel:
+    """Raises ``ClickException``."""
+    return _read(path, EngineModel, EngineSettings)
+
+
+def _read(path: str, kind: type[T], settings: type[Checked]) -> T:
+    try:
+        data = Path(path).read_bytes()
+        for parent, checked, values in _settings_in(msgspec.json.decode(data), settings):
+            checked.read(values, parent)
+            if checked is EngineSettings:
+                check_server_engine(values, parent)
+        return msgspec.json.decode(data, type=kind)
+    except (OSError, ValueError, msgspec.MsgspecError, InvalidField) as error:
+        raise click.ClickException(f"--spec {path}: {error}") from None
+
+
+def _settings_in(raw: Any, settings: type[Checked]) -> Iterator[tuple[str, type[Checked], dict[str, Any]]]:
+    """Where in a file are settings, of which kind; what is no object there is left to its type."""
+    found: list[tuple[str, type[Checked], Any]] = [("settings", settings, raw), ("engine", EngineSettings, raw)]
+    listed = raw.get("endpoints") if isinstance(raw, dict) else None
+    for place, one in enumerate(listed if isinstance(listed, list) else ()):
+        found.append((f"endpoints[{place}].engine", EngineSettings, one))
+    for parent, checked, holder in found:
+        values = holder.get(parent.rpartition(".")[2]) if isinstance(holder, dict) else None
+        if isinstance(values, dict):
+            yield parent, checked, values
