@@ -16,6 +16,8 @@ from typing import Any
 import click
 import psutil
 
+from ..errors import PackagingError, ServingError
+
 PACKAGES = (
     "mlflow-llm",
     "mlflow",
@@ -42,12 +44,15 @@ def doctor(model_uri: str | None, as_json: bool) -> None:
     """Check this machine for a server.
 
     Versions, threads, memory and limits; with a model, proof that it gives a token. Exit status 1 where
-    something is missing.
+    something is missing or the model gives none.
     """
     found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits()}
     problems = _problems(found)
     if model_uri is not None:
-        found["model"] = try_model(model_uri)
+        try:
+            found["model"] = try_model(model_uri)
+        except (ServingError, PackagingError) as error:
+            problems.append(f"{model_uri}: {error}")
     if as_json:
         click.echo(json.dumps({**found, "problems": problems}, indent=2))
     else:
