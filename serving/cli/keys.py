@@ -30,7 +30,7 @@ def create(database: str, tenant: str, name: str, scopes: tuple[str, ...], limit
     Any key sees its own tenant's usage.
     """
     found = [limit_of(limit) for limit in limits]
-    with opened(database) as store:
+    with opened(database, make=True) as store:
         secret, key = Keys(store).create(tenant, name=name, scopes=scopes)
         for kind, value in found:
             Limits(store).set("key", key.key_id, kind, value)

@@ -45,7 +45,7 @@ def limits() -> None:
 def set_(database: str, scope: str, subject: str, limits: tuple[str, ...]) -> None:
     """Limit SUBJECT: a key's id, a tenant, an endpoint. Scope "user" is each key at that endpoint by itself."""
     found = [limit_of(limit) for limit in limits]
-    with opened(database) as store:
+    with opened(database, make=True) as store:
         for kind, value in found:
             limit = Limits(store).set(scope, subject, kind, value)
             click.echo(f"{scope} {subject}: {shown(kind, limit.value)} {unit_of(kind)}")

@@ -34,7 +34,7 @@ def set_(database: str, entity: str, input_: str, cached: str | None, output: st
     found["unit_minute"] = micro_units("unit_minute", unit_minute)
     if found["cached"] > found["input"]:
         raise InvalidField("cached", fields["cached"], f"at most the price of input, {fields['input']}")
-    with opened(database) as store:
+    with opened(database, make=True) as store:
         Prices(store).set(entity, Price(**found))
     click.echo(f"{entity}: {units(found['input'])} in, {units(found['cached'])} cached, {units(found['output'])} out")
 

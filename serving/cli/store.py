@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 
 import click
-from sqlalchemy.exc import SQLAlchemyError
 
 from ..errors import InvalidField
 from ..metering.money import MILLION
+from ..metering.opening import NoStore
 from ..metering.store import Store
 
 DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
@@ -18,12 +18,12 @@ database = click.option("--database", envvar="MLFLOW_LLM_DATABASE", required=Tru
 
 
 @contextlib.contextmanager
-def opened(url: str) -> Iterator[Store]:
-    """The store at ``url``, made where it is new. Raises ``ClickException`` where there cannot be one."""
+def opened(url: str, *, make: bool = False) -> Iterator[Store]:
+    """The store at ``url``; ``make`` it where it is new. Raises ``ClickException`` where there is none."""
     try:
-        store = Store(url)
-    except (ValueError, OSError, ModuleNotFoundError, SQLAlchemyError) as error:
-        raise click.ClickException(f"--database {url}: {str(error).splitlines()[0][:200]}") from None
+        store = Store(url, make=make)
+    except NoStore as error:
+        raise click.ClickException(str(error)) from None
     try:
         yield store
     finally:

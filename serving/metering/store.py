@@ -19,13 +19,14 @@ from typing import Any, Protocol, TypeVar
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Unavailable
+from . import opening
+from .opening import NoStore
 
 T = TypeVar("T")
 
@@ -39,6 +40,10 @@ class Runner(Protocol):
 def here(attempt: Callable[[], T], *, read: bool) -> T:
     """On the caller's own thread."""
     return attempt()
+
+
+def _always(_error: Exception) -> bool:
+    return True
 
 
 BUSY_TIMEOUT_MS = 20
@@ -57,29 +62,35 @@ _inherited: list[Any] = []  # pools of a parent process: closing its SQLite hand
 
 
 class Store:
-    """``Store("sqlite:///path")``, ``Store("postgresql+psycopg://…")``; a plain path is SQLite's.
+    """``Store("sqlite:///path")``, ``Store("postgresql://…")``.
 
     ``?synchronous=FULL`` on a SQLite URL makes every commit survive a power cut (NORMAL, the default, survives the
-    end of any process). Opening migrates the schema; many processes may open a new database at once. ``run`` is where
-    transactions run: an event loop passes one that uses threads (``web.store_threads``).
-    Raises ``Unavailable`` where the database does not answer within ``timeout`` seconds.
+    end of any process). Opening migrates the schema, and makes it unless ``make`` is False; many processes may open a
+    new database at once. ``run`` is where transactions run: an event loop passes one that uses threads
+    (``web.store_threads``). Raises ``NoStore`` where there cannot be one, and ``Unavailable`` where others hold it for
+    too long; with ``patient``, for who knows that it was there, a database that does not answer is waited for as well.
     """
 
-    def __init__(self, url: str, *, timeout: float = 5.0, run: Runner = here) -> None:
-        if "://" not in url:
-            url = f"sqlite:///{url}"
-        parsed = sa.make_url(url)
-        if parsed.drivername == "postgresql":
-            parsed = parsed.set(drivername="postgresql+psycopg")
+    def __init__(
+        self, url: str, *, timeout: float = 5.0, run: Runner = here, make: bool = True, patient: bool = False
+    ) -> None:
+        parsed = opening.parsed(url)
         self.timeout = timeout
         self._run = run
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
-            raise ValueError(f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
-        self.engine = self._open(parsed.difference_update_query(["synchronous"]))
-        stores.add(self)
-        self._migrate()
+            raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
+        with opening.named(url):
+            if self.is_sqlite:
+                opening.check_file(parsed, make=make)
+            self.engine = self._open(parsed.difference_update_query(["synchronous"]))
+            stores.add(self)
+            try:
+                self._migrate(make=make, hopeful=_always if patient else opening.passing)
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, url: sa.URL) -> sa.Engine:
         if not self.is_sqlite:
@@ -93,9 +104,6 @@ class Store:
                 pool_use_lifo=True,
                 connect_args=_PATIENCE,
             )
-        if not url.database or url.database == ":memory:":
-            raise ValueError("the metering store needs a file: a database in memory is not shared by workers")
-        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
         engine = sa.create_engine(
             url,
             poolclass=sa.QueuePool,
@@ -115,13 +123,14 @@ class Store:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
-    def _migrate(self) -> None:
+    def _migrate(self, *, make: bool, hopeful: Callable[[Exception], bool]) -> None:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
-        head = ScriptDirectory.from_config(config).get_current_head()
+        scripts = ScriptDirectory.from_config(config)
+        head, patience = scripts.get_current_head(), 6 * self.timeout
 
         def current(connection: sa.Connection) -> str | None:
-            return MigrationContext.configure(connection).get_current_revision()
+            return opening.revision(connection, scripts)
 
         def upgrade(connection: sa.Connection) -> None:
             if not self.is_sqlite:
@@ -130,8 +139,11 @@ class Store:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
 
-        if self.read(current, timeout=6 * self.timeout) != head:
-            self.write(upgrade, timeout=6 * self.timeout)
+        found = self._retry(current, patience, read=True, hopeful=hopeful)
+        if found is None and not make:
+            raise ValueError("there is no metering store in it; serve, keys create, limits set and prices set make one")
+        if found != head:
+            self._retry(upgrade, patience, read=False, hopeful=hopeful)
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
         """Run ``work`` in a transaction and commit; an exception of its own rolls back and passes through."""
@@ -147,7 +159,14 @@ class Store:
             with connection.begin():
                 return work(connection)
 
-    def _retry(self, work: Callable[[sa.Connection], T], timeout: float | None, *, read: bool) -> T:
+    def _retry(
+        self,
+        work: Callable[[sa.Connection], T],
+        timeout: float | None,
+        *,
+        read: bool,
+        hopeful: Callable[[Exception], bool] = _always,
+    ) -> T:
         until = time.monotonic() + (self.timeout if timeout is None else timeout)
         pause = 0.001
 
@@ -162,6 +181,8 @@ class Store:
             except (IntegrityError, ProgrammingError, DataError):
                 raise
             except (DBAPIError, PoolTimeout) as error:
+                if not hopeful(error):
+                    raise
                 if time.monotonic() + pause > until:
                     raise Unavailable("the metering store does not answer", retry_after=1.0) from error
             time.sleep(pause * random.uniform(0.5, 1.5))

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import PackagingError, ServingError
+from ..metering.opening import NoStore
 from ..metering.store import Store
 from ..modes.endpoint_config import ServedEntity
 from ..modes.endpoints import Endpoints
@@ -51,9 +52,13 @@ def main(argv: list[str]) -> int:
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     over, changed = threading.Event(), threading.Event()
     threading.Thread(target=_await_end, args=(over, changed), daemon=True).start()
+    try:
+        store = Store(store_url(spec, directory))
+    except (NoStore, ServingError) as error:
+        say("failed", message=str(error))
+        return 1
     board = Board(directory)
     supervisor = Supervisor(state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=board.in_use)
-    store = Store(store_url(spec, directory))
     endpoints = Endpoints(store, locate=_locate_nothing)
     scaler = Scaler.of(spec.settings, store)
     controller = Controller(endpoints, supervisor, board, scaler, find=with_files, say=say, over=over)

@@ -71,7 +71,8 @@ def _store(url: str) -> Any:
     from ..metering.store import Store
     from .store_threads import StoreThreads
 
-    return Store(url, run=StoreThreads.for_url(url))
+    # the keeper has opened it: what does not answer now will
+    return Store(url, run=StoreThreads.for_url(url), patient=True)
 
 
 def _metering(spec: ServeSpec, store: Any) -> tuple[Any, Any]:

@@ -81,7 +81,7 @@ def test_prices(run, store):
         (("usage", "fold", "3"), "days"),
     ],
 )
-def test_mistakes_are_named(run, words, field):
+def test_mistakes_are_named(run, store, words, field):
     """Field, value and what is allowed; nothing is changed."""
     with pytest.raises(InvalidField, match=f"^{field}: ") as refused:
         run(*words)
@@ -90,10 +90,36 @@ def test_mistakes_are_named(run, words, field):
 
 def test_a_database_that_cannot_be(tmp_path):
     """One line, no trace."""
-    for url in ("nodialect://x", "sqlite://", f"sqlite:///{tmp_path}/no\0name"):
-        done = CliRunner().invoke(cli, ["limits", "list", "--database", url])
+    for url in (
+        "nodialect://x",
+        "sqlite://",
+        "store.db",
+        f"sqlite:///{tmp_path}/no\0name",
+        f"sqlite:///{tmp_path}/no/x",
+    ):
+        done = CliRunner().invoke(cli, ["keys", "create", "--database", url])
         assert done.exit_code == 1
-        assert done.stderr.startswith("Error: --database")
+        assert done.stderr.startswith(f"Error: database {url}: ")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("keys", "list"),
+        ("keys", "revoke", "key_1"),
+        ("limits", "list"),
+        ("limits", "remove", "tenant", "acme", "qph"),
+        ("prices", "list"),
+        ("usage",),
+        ("usage", "fold", "40"),
+    ],
+)
+def test_reading_makes_no_store(words, sqlite_url, tmp_path):
+    """A mistyped URL is not an empty store."""
+    done = CliRunner().invoke(cli, list(words), env={"MLFLOW_LLM_DATABASE": sqlite_url})
+    assert (done.exit_code, "there is no such file" in done.stderr) == (1, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_bill(run, store, ledger, reserve_of, tmp_path):

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -12,6 +18,7 @@ from alembic.runtime.migration import MigrationContext
 from mlflow_llm.serving.errors import InvalidField, Unavailable
 from mlflow_llm.serving.metering import Limits, Store, tables
 from mlflow_llm.serving.metering.money import Price, cost
+from mlflow_llm.serving.metering.opening import NoStore, shown
 
 
 def test_migrations_give_the_tables_that_the_code_uses(store):
@@ -50,18 +57,110 @@ def test_writes_of_many_threads_come_one_after_another(store):
     assert limits.list()[0].value == 200
 
 
-def test_a_database_that_cannot_be_opened_is_unavailable(tmp_path):
-    """A clear error within the timeout, not a stack of SQL errors."""
-    (tmp_path / "x.db").mkdir()
-    with pytest.raises(Unavailable):
-        Store(str(tmp_path / "x.db"), timeout=0.05)
+def other_program(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        connection.execute("INSERT INTO alembic_version VALUES ('0123456789ab')")
+        connection.commit()
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///x.db?synchronous=maybe"])
-def test_urls_that_cannot_work_are_refused(url):
-    """A database in memory is no store for several workers."""
-    with pytest.raises(ValueError, match=r"memory|synchronous"):
+def later_version(path: Path) -> None:
+    Store(f"sqlite:///{path}").close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999_of_tomorrow'")
+        connection.commit()
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (Path.mkdir, "unable to open database file"),
+        (lambda path: path.write_text("no database" * 1000), "file is not a database"),
+        (other_program, "is another program's database"),
+        (later_version, "was made by a later version of mlflow-llm"),
+    ],
+)
+def test_files_that_are_no_store(made, reason, tmp_path):
+    """Each is refused at once, with the URL and the reason, and is left as it is."""
+    made(tmp_path / "x.db")
+    url, began = f"sqlite:///{tmp_path}/x.db", time.monotonic()
+    with pytest.raises(NoStore, match=f"^database {re.escape(url)}: {reason}"):
         Store(url)
+    assert time.monotonic() - began < 5
+
+
+def test_a_database_that_others_hold_is_waited_for(tmp_path):
+    """A lock passes: only after the timeout it is said that the database does not answer, and why."""
+    url = f"sqlite:///{tmp_path}/x.db"
+    Store(url).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "x.db")) as other:
+        other.execute("UPDATE alembic_version SET version_num = '0001'")
+        other.commit()
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(Unavailable, match="does not answer: database is locked"):
+            Store(url, timeout=0.05)
+
+
+def test_postgresql_that_is_not_there():
+    """A refused connection is final, and the password is not shown; a patient opener goes on."""
+    pytest.importorskip("psycopg", reason="the extra 'postgres' is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    url, began = f"postgresql://me:s3cret@127.0.0.1:{port}/db", time.monotonic()
+    with pytest.raises(NoStore, match=r"postgresql://me:\*\*\*@127.*refused") as refused:
+        Store(url)
+    assert "s3cret" not in str(refused.value)
+    assert time.monotonic() - began < 5
+    with pytest.raises(Unavailable, match="refused"):
+        Store(url, timeout=0.05, patient=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("postgresql://me:a:b/c@d@host/db", "postgresql://me:***@host/db"),
+        (
+            "postgresql://host/db?user=me&password=x&sslmode=require",
+            "postgresql://host/db?user=me&password=***&sslmode=require",
+        ),
+        ("me:secret@host", "me:***@host"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("sqlite:////a:b/c@d.db", "sqlite:////a:b/c@d.db"),
+    ],
+)
+def test_passwords_are_not_shown(url, seen):
+    """Neither in an address nor in a query."""
+    assert shown(url) == seen
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("sqlite://", "in memory"),
+        ("sqlite:///:memory:", "in memory"),
+        ("sqlite:///x.db?synchronous=maybe", "synchronous"),
+        ("mysql://me:s3cret@host/db", "is neither"),
+        ("nodialect://x", "is neither"),
+        ("store.db", "is no URL"),
+        ("postgresql://host:port/db", "is no URL"),
+    ],
+)
+def test_urls_that_cannot_work_are_refused(url, reason):
+    """A database in memory is no store for several workers; what is no URL is not taken for a file."""
+    with pytest.raises(NoStore, match=reason) as refused:
+        Store(url)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_a_store_is_made_only_where_it_may_be(store_url, tmp_path):
+    """Whoever reads makes none, and nobody makes directories."""
+    with pytest.raises(NoStore, match="make one"):
+        Store(store_url, make=False)
+    Store(store_url).close()
+    Store(store_url, make=False).close()
+    with pytest.raises(NoStore, match=f"there is no directory {tmp_path}/no$"):
+        Store(f"sqlite:///{tmp_path}/no/x.db")
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TARGET = Target(endpoint="chat", entity="model-1")
 
 @pytest.fixture
 def store(tmp_path):
-    opened = Store(str(tmp_path / "metering.db"))
+    opened = Store(f"sqlite:///{tmp_path}/metering.db")
     yield opened
     opened.close()
 

@@ -23,6 +23,7 @@ from serving_process import Running, free_port
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.http import Client
 from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
+from mlflow_llm.serving.metering import Store
 
 Command = Callable[..., Result]
 
@@ -319,6 +320,7 @@ def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
     given = ["--database", url]
     arguments = {"before": [*given, "fold", "40"], "behind": ["fold", *given, "40"], "environment": ["fold", "40"]}
+    Store(url).close()
     runner = CliRunner(env={"MLFLOW_LLM_DATABASE": url if place == "environment" else None})
     done = runner.invoke(cli, ["usage", *arguments[place]])
     assert (done.exit_code, done.stdout) == (0, "folded 0 requests\n")

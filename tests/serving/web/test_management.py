@@ -32,7 +32,7 @@ CHAT = {"name": "chat", "config": CONFIG}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(str(tmp_path / "serving.db"))
+    opened = Store(f"sqlite:///{tmp_path}/serving.db")
     yield opened
     opened.close()
 

@@ -47,7 +47,7 @@ class Place:
 def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store without a row: copying it is quicker than making one."""
     path = tmp_path_factory.mktemp("new") / "ledger.db"
-    store = Store(str(path))
+    store = Store(f"sqlite:///{path}")
     store.close()
     return path
 

@@ -61,7 +61,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.fixture
 def store(tmp_path: Path):
-    opened = Store(str(tmp_path / "metering.db"))
+    opened = Store(f"sqlite:///{tmp_path}/metering.db")
     yield opened
     opened.close()
 

@@ -1,0 +1,101 @@
+"""What can be said of a store before it is used: is its URL one, is something there, what is in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from ..errors import Unavailable
+
+BACKENDS = ("sqlite", "postgresql")
+_SECRETS = (r"^((?:[^:/@]+://)?[^:/@]*:)(?!//).*(?=@)", r"([?&]password=)[^&]*")
+_PASSING_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
+_PASSING_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
+
+
+class NoStore(ValueError):
+    """There is no store at a URL, and waiting will not make one. The message has the URL, its password hidden."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"database {shown(url)}: {reason}")
+
+
+def shown(url: str) -> str:
+    """``url`` for people and logs, without its password."""
+    for secret in _SECRETS:
+        url = re.sub(secret, r"\1***", url)
+    return url
+
+
+def parsed(given: str) -> sa.URL:
+    """``given`` with the driver that we use. Raises ``NoStore``."""
+    if "://" not in given:
+        raise NoStore(given, "is no URL such as sqlite:///serving.db")
+    try:
+        url = sa.make_url(given)
+    except (ArgumentError, ValueError):
+        raise NoStore(given, "is no URL such as sqlite:///serving.db") from None
+    if url.get_backend_name() not in BACKENDS:
+        raise NoStore(given, "is neither sqlite:// nor postgresql://")
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+
+def check_file(url: sa.URL, *, make: bool) -> None:
+    """Raises ``NoStore`` where SQLite has no file to open, and none may be made or no directory is there for it."""
+    text = url.render_as_string(hide_password=False)
+    if not url.database or url.database == ":memory:":
+        raise NoStore(text, "the metering store needs a file: a database in memory is not shared by workers")
+    file = Path(url.database.removeprefix("file:"))
+    if not file.parent.is_dir():
+        raise NoStore(text, f"there is no directory {file.parent}")
+    if not make and not file.exists():
+        raise NoStore(text, "there is no such file; serve, keys create, limits set and prices set make one")
+
+
+def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
+    """How far the schema is migrated; None before the first time. Raises ``ValueError`` where it is not ours."""
+    found = MigrationContext.configure(connection).get_current_heads()
+    known = {script.revision for script in scripts.walk_revisions()}
+    if not found:
+        return None
+    if set(found) <= known:
+        return str(found[0])
+    if sa.inspect(connection).has_table("ledger"):
+        raise ValueError("was made by a later version of mlflow-llm")
+    raise ValueError("is another program's database")
+
+
+def passing(error: Exception) -> bool:
+    """Whether ``error`` comes of others at work, so that a later attempt may succeed."""
+    if not isinstance(error, DBAPIError):
+        return True
+    code = getattr(error.orig, "sqlite_errorcode", None)
+    state = getattr(error.orig, "sqlstate", None) or ""
+    return state.startswith(_PASSING_POSTGRES) if code is None else code & 0xFF in _PASSING_SQLITE
+
+
+def reason(error: BaseException) -> str:
+    """The database's own words, in one line."""
+    told = getattr(error, "orig", None) or error
+    return next(iter(str(told).splitlines()), "")[:200] or type(told).__name__
+
+
+@contextlib.contextmanager
+def named(url: str) -> Iterator[None]:
+    """Whatever goes wrong in opening ``url``, as ``NoStore`` or ``Unavailable`` with its name and the reason."""
+    try:
+        yield
+    except NoStore:
+        raise
+    except Unavailable as error:
+        told = f"database {shown(url)}: does not answer: {reason(error.__cause__ or error)}"
+        raise Unavailable(told, retry_after=error.retry_after) from error
+    except (ValueError, OSError, ModuleNotFoundError, SQLAlchemyError) as error:
+        raise NoStore(url, reason(error)) from error
