@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import click
+import sqlalchemy as sa
 
 from ..errors import InvalidField, NotFound
+from ..metering.keys import ANONYMOUS, Keys
 from ..metering.limits import MAX_VALUE, SCOPES, Limits
+from ..metering.store import Store
+from ..metering.tables import endpoints
 from ..metering.windows import KINDS, UNITS
 from .store import database, micro_units, opened, table, units
 
@@ -46,9 +50,20 @@ def set_(database: str, scope: str, subject: str, limits: tuple[str, ...]) -> No
     """Limit SUBJECT: a key's id, a tenant, an endpoint. Scope "user" is each key at that endpoint by itself."""
     found = [limit_of(limit) for limit in limits]
     with opened(database, make=True) as store:
+        _check_subject(store, scope, subject)
         for kind, value in found:
             limit = Limits(store).set(scope, subject, kind, value)
             click.echo(f"{scope} {subject}: {shown(kind, limit.value)} {unit_of(kind)}")
+
+
+def _check_subject(store: Store, scope: str, subject: str) -> None:
+    """Ids of keys are made by the store, so one that it does not know is a mistake: raises ``NotFound``. Endpoints may
+    come later."""
+    if scope == "key" and subject not in {ANONYMOUS.key_id, *(key.key_id for key in Keys(store).list())}:
+        raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")
+    known = sa.select(endpoints.c.name).where(endpoints.c.name == subject)
+    if scope in ("endpoint", "user") and store.read(lambda connection: connection.execute(known).first()) is None:
+        click.echo(f"note: there is no endpoint {subject!r} yet; the limit holds once there is", err=True)
 
 
 def unit_of(kind: str) -> str:

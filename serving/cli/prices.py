@@ -23,15 +23,21 @@ def prices() -> None:
 @prices.command("set")
 @database
 @click.argument("entity")
-@click.option("--input", "input_", default="0", show_default=True, help="A million prompt tokens.")
+@click.option("--input", "input_", help="A million prompt tokens (default: 0).")
 @click.option("--cached", help="A million of them found in the cache (default: as --input).")
-@click.option("--output", default="0", show_default=True, help="A million generated tokens.")
-@click.option("--unit-minute", default="0", show_default=True, help="A reserved token/s for a minute.")
-def set_(database: str, entity: str, input_: str, cached: str | None, output: str, unit_minute: str) -> None:
-    """Price ENTITY from now on: a served model's name, or "*" for all that have no price of their own."""
-    fields = {"input": input_, "cached": input_ if cached is None else cached, "output": output}
+@click.option("--output", help="A million generated tokens (default: 0).")
+@click.option("--unit-minute", help="A reserved token/s for a minute (default: 0).")
+def set_(database: str, entity: str, input_: str | None, **others: str | None) -> None:
+    """Price ENTITY from now on: a served model's name, or "*" for all that have no price of their own.
+
+    One price at least; what is not given costs nothing.
+    """
+    given = {name: value for name, value in {"input": input_, **others}.items() if value is not None}
+    if not given:
+        raise click.UsageError("give a price: --input, --cached, --output or --unit-minute")
+    fields = {"input": "0", "output": "0", "unit_minute": "0"} | given
+    fields.setdefault("cached", fields["input"])
     found = {name: micro_units(name, value) for name, value in fields.items()}
-    found["unit_minute"] = micro_units("unit_minute", unit_minute)
     if found["cached"] > found["input"]:
         raise InvalidField("cached", fields["cached"], f"at most the price of input, {fields['input']}")
     with opened(database, make=True) as store:

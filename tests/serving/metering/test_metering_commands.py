@@ -53,6 +53,28 @@ def test_limits(run, store):
         run("limits", "remove", "tenant", "acme", "qph")
 
 
+def test_limits_of_whom_there_is_not(run, store, sqlite_url):
+    """A key that there is not is refused; an endpoint may come later, which is said."""
+    with pytest.raises(NotFound, match="no key 'key_nope'"):
+        run("limits", "set", "key", "key_nope", "otpm=1")
+    assert Limits(store).list() == ()
+    _, key = Keys(store).create("acme")
+    for scope, subject, noted in (("key", key.key_id, False), ("key", "anonymous", False), ("user", "chat", True)):
+        words = ["limits", "set", scope, subject, "otpm=1", "--database", sqlite_url]
+        done = CliRunner().invoke(cli, words)
+        assert (done.exit_code, "note: there is no endpoint 'chat' yet" in done.stderr) == (0, noted)
+    assert len(Limits(store).list()) == 3
+
+
+def test_a_price_is_given(store, sqlite_url):
+    """Without one nothing is set, least of all 0; 0 can be said."""
+    done = CliRunner().invoke(cli, ["prices", "set", "m", "--database", sqlite_url])
+    assert (done.exit_code, "give a price" in done.stderr) == (2, True)
+    assert Prices(store).list() == ()
+    done = CliRunner().invoke(cli, ["prices", "set", "m", "--input", "0", "--database", sqlite_url])
+    assert done.stdout == "m: 0.00 in, 0.00 cached, 0.00 out\n"
+
+
 def test_prices(run, store):
     """A million tokens in currency units; cached tokens cost as much as others unless said."""
     run("prices", "set", "model-1", "--input", "3", "--output", "15.000001")
