@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import click
@@ -38,6 +40,7 @@ COLUMNS = (
 @click.option("--prompt-words", default=80, show_default=True, type=click.IntRange(1), help="Words in each prompt.")
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Tokens of each reply.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2))
+@click.option("--seed", type=int, help="The same seed gives the same prompts (default: other ones in each run).")
 @click.option("--no-stream", is_flag=True, help="Ask for whole replies: no times of single tokens.")
 @click.option(
     "--json", "json_file", type=click.File("w", encoding="utf-8", lazy=True), help="Write the figures here; - is here."
@@ -49,6 +52,7 @@ def bench(
     concurrency: str,
     requests: int,
     prompt_words: int,
+    seed: int | None,
     no_stream: bool,
     json_file: Any,
     **sampling: Any,
@@ -56,38 +60,47 @@ def bench(
     """Measure a server's times and throughput.
 
     A closed loop of callers: each sends its next chat when the last one is complete. Every prompt is another one,
-    and replies go on to --max-tokens whatever the model says. TTFT is the time to the first text, TPOT the mean
-    time between later tokens of a reply, e2e the whole request.
+    in this run and, without --seed, in any other: nothing but the template is found in a cache. Replies go on to
+    --max-tokens whatever the model says. TTFT is the time to the first text, TPOT the mean time between later tokens
+    of a reply, e2e the whole request.
     """
     counts = _numbers(concurrency)
     client = Client(url, key)
     load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
     if not no_stream:
         load |= {"stream": True, "stream_options": {"include_usage": True}}
+    if json_file is not None:
+        json_file.open()  # one that cannot be written is known before the measurement
     ask = partial(whole if no_stream else streamed, client)
-    ask(_body(load | {"max_tokens": 2}, 0, prompt_words))  # what the first request pays for is nobody's speed
-    _say(f"{load['model']} at {url}: {prompt_words} words in, {sampling['max_tokens']} tokens out; times in ms")
+    seed = random.randrange(10**9) if seed is None else seed
+    prompts = _prompts(seed, prompt_words)
+    ask(_body(load, next(prompts)) | {"max_tokens": 2})  # what the first request pays for is nobody's speed
+    told = f"{load['model']} at {url}: {prompt_words} words in, {sampling['max_tokens']} tokens out"
+    _say(f"{told}; --seed {seed}; times in ms")
     _say("  ".join(title.rjust(width) for title, _, width in COLUMNS))
     rows: list[dict[str, Any]] = []
     errors = 0
     for callers in counts:
-        bodies = _bodies(load, prompt_words, start=1 + sum(counts[: len(rows)]) * requests, count=callers * requests)
+        bodies = (_body(load, text) for text in islice(prompts, callers * requests))
         result = closed_loop(ask, bodies, callers)
         rows.append(result.summary())
         errors += _show(result, rows[-1])
     if json_file is not None:
-        json.dump({"url": url, "request": load, "prompt_words": prompt_words, "results": rows}, json_file, indent=2)
+        asked = {"url": url, "request": load, "prompt_words": prompt_words, "seed": seed}
+        json.dump(asked | {"results": rows}, json_file, indent=2)
         json_file.write("\n")
     if errors:
         raise SystemExit(1)
 
 
-def _body(load: Body, number: int, words: int) -> Body:
-    return load | {"messages": [{"role": "user", "content": prompt(number, words)}]}
+def _prompts(seed: int, words: int) -> Iterator[str]:
+    numbers = random.Random(seed)
+    while True:
+        yield prompt(numbers.randrange(10**9), words)
 
 
-def _bodies(load: Body, words: int, *, start: int, count: int) -> Iterator[Body]:
-    return (_body(load, number, words) for number in range(start, start + count))
+def _body(load: Body, text: str) -> Body:
+    return load | {"messages": [{"role": "user", "content": text}]}
 
 
 def _show(result: Result, row: dict[str, Any]) -> int:
