@@ -13,6 +13,7 @@ import click
 from .http import Client, first_model, url_options
 
 Messages = list[dict[str, Any]]
+INTERRUPTED = 130  # as shells say it of what SIGINT ended
 
 
 @click.command()
@@ -35,14 +36,16 @@ def chat(
 ) -> None:
     """Chat with a model. With MESSAGE: one answer.
 
-    Without: a conversation. Ctrl-C stops an answer, /new starts over, Ctrl-D ends.
+    Without: a conversation. Ctrl-C stops an answer or drops the line, /new starts over, Ctrl-D ends.
     """
     client = Client(url, key)
     body = {name: value for name, value in sampling.items() if value is not None}
     body["model"] = model or first_model(client)
     start: Messages = [{"role": "system", "content": system}] if system else []
     if message is not None:
-        _answer(client, body, [*start, {"role": "user", "content": message}], stats)
+        _, stopped = _answer(client, body, [*start, {"role": "user", "content": message}], stats)
+        if stopped:
+            raise SystemExit(INTERRUPTED)
         return
     _converse(client, body, start, stats)
 
@@ -57,17 +60,16 @@ def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool
             continue
         messages.append({"role": "user", "content": line})
         try:
-            text = _answer(client, body, messages, stats)
+            text, _ = _answer(client, body, messages, stats)
         except click.ClickException as error:
             error.show()
             messages.pop()
             failed = True
             continue
-        except KeyboardInterrupt:  # before anything came
-            click.echo("[stopped]")
+        if text:
+            messages.append({"role": "assistant", "content": text})
+        else:  # stopped before anything came
             messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": text})
     if failed and not sys.stdin.isatty():
         raise SystemExit(1)
 
@@ -82,20 +84,25 @@ def _lines(greeting: str) -> Iterator[str]:
     while True:
         try:
             line = input("> " if terminal else "")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             if terminal:
                 click.echo()
             return
+        except KeyboardInterrupt:  # may be meant for an answer that has just ended
+            if not terminal:
+                raise SystemExit(INTERRUPTED) from None
+            click.echo("\n[Ctrl-D ends]")
+            continue
         if line.strip():
             yield line
 
 
-def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: bool) -> str:
-    """Print the reply as it comes; Ctrl-C stops this reply alone. The text. Raises ``ClickException``."""
+def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
+    """Print the reply as it comes; Ctrl-C stops this reply alone. (text, stopped). Raises ``ClickException``."""
     parts: list[str] = []
     last: dict[str, Any] = {}
     started = time.perf_counter()
-    first = None
+    first, stopped = None, False
     request = body | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with contextlib.closing(client.stream("/v1/chat/completions", request)) as chunks:  # type: ignore[type-var]
@@ -107,13 +114,14 @@ def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: boo
                         parts.append(text)
                         click.echo(text, nl=False)
     except KeyboardInterrupt:
-        click.echo(" [stopped]", nl=False)
+        stopped = True
+        click.echo(" [stopped]" if parts else "[stopped]", nl=False)
     finally:
-        if parts:
+        if parts or stopped:
             click.echo()
     if stats:
         _tell(last, started, first or time.perf_counter(), time.perf_counter())
-    return "".join(parts)
+    return "".join(parts), stopped
 
 
 def _tell(last: dict[str, Any], started: float, first: float, ended: float) -> None:

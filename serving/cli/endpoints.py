@@ -19,12 +19,13 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
     """List endpoints, adapters and their load."""
     client = Client(url, key, timeout=30)
     models = client.get("/v1/models")["data"]
-    if as_json:
-        click.echo(json.dumps(models, indent=2))
-        return
     tasks = {entry["name"]: entry["endpoint_type"] for entry in client.get("/api/2.0/endpoints/")["endpoints"]}
     states = _states(client)
-    table([HEADS, *(_row(model, tasks, states) for model in models)])
+    found = [model if "parent" in model else model | _load(model["id"], tasks, states) for model in models]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    table([HEADS, *map(_row, found)])
 
 
 def _states(client: Client) -> dict[str, Any]:
@@ -35,21 +36,19 @@ def _states(client: Client) -> dict[str, Any]:
     return found
 
 
-def _row(model: dict[str, Any], tasks: dict[str, str], states: dict[str, Any]) -> tuple[str, ...]:
+def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str, Any]:
+    """What an endpoint does, and how it is; an engine that stands still does not say what it runs."""
+    state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
+    load = {key: state[key] for key in ("status", "running", "waiting")}
+    return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
     """An adapter's row leaves out what its endpoint's says."""
-    name = model["id"]
     if "parent" in model:
-        return (f"  {name}", "", "", "", "", "", "")
-    state = states.get(name, {"status": "unhealthy", "running": "?", "waiting": "?"})
-    return (
-        name,
-        tasks.get(name, "").removeprefix("llm/v1/"),
-        model["root"],
-        str(model["max_model_len"]),
-        state["status"],
-        str(state["running"]),
-        str(state["waiting"]),
-    )
+        return (f"  {model['id']}", "", "", "", "", "", "")
+    counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
+    return (model["id"], model["task"], model["root"], str(model["max_model_len"]), model["status"], *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -189,6 +190,35 @@ def test_bench_counts_errors(command: Command) -> None:
     assert "400" in done.stderr
 
 
+def test_bench_asks_other_prompts_in_each_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run left in the prefix cache is not found by the next one, unless its --seed is given."""
+    module = sys.modules["mlflow_llm.serving.cli.bench"]
+    runs: list[list[str]] = []
+
+    def ask(client: Client, body: dict) -> Sample:
+        runs[-1].append(body["messages"][0]["content"])
+        return Sample(e2e=1.0, prompt_tokens=1, tokens=1)
+
+    def run(*more: str) -> dict:
+        runs.append([])
+        return json.loads(command("bench", "--concurrency", "1,2", "--requests", "2", "--json", "-", *more).stdout)
+
+    monkeypatch.setattr(module, "streamed", ask)
+    seed = run()["seed"]
+    run()
+    assert run("--seed", str(seed))["seed"] == seed
+    first, second, repeated = map(set, runs)
+    assert (len(first), len(first & second), first == repeated) == (7, 0, True)
+
+
+def test_bench_opens_its_file_first(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be written costs no measurement."""
+    monkeypatch.setattr(sys.modules["mlflow_llm.serving.cli.bench"], "streamed", None)
+    done = command("bench", "--json", "/nonexistent/x.json")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("Error: Could not open file '/nonexistent/x.json'")
+
+
 @pytest.mark.parametrize("numbers", ["", "0", "1,x", "-3", "1.5"])
 def test_bench_refuses_numbers(command: Command, numbers: str) -> None:
     """Concurrency that is no list of positive numbers is a usage error."""
@@ -203,7 +233,10 @@ def test_endpoints(command: Command) -> None:
     assert endpoint.split()[:4] == ["assistant", "chat", "model-1", "8192"]
     assert "ready" in endpoint
     assert adapter == "  assistant:pirate"
-    assert [m["id"] for m in json.loads(command("endpoints", "--json").stdout)] == ["assistant", "assistant:pirate"]
+    listed, below = json.loads(command("endpoints", "--json").stdout)
+    assert (listed["id"], below["id"]) == ("assistant", "assistant:pirate")
+    assert [listed[key] for key in ("task", "status", "running", "waiting")] == ["chat", "ready", 0, 0]
+    assert "status" not in below
 
 
 def test_doctor() -> None:
@@ -249,14 +282,26 @@ def read_until(terminal: int, text: str, seconds: float = 30.0) -> str:
     return shown
 
 
-def test_a_conversation_in_a_terminal(observed: Running) -> None:
-    """In a terminal: a greeting and a prompt; Ctrl-C stops an answer and leaves the conversation; Ctrl-D ends it."""
-    first = spoken(observed, "Hello", max_tokens=1)
+@contextlib.contextmanager
+def chatting(server: Running, *message: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """``chat`` in a terminal, and our end of it."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "chat", "--url", observed.url, "--temperature", "0"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "dumb"})
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "chat", "--url", server.url, "--temperature", "0"]
+    environment = {**os.environ, "TERM": "dumb"}
+    process = subprocess.Popen([*command, *message], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_conversation_in_a_terminal(observed: Running) -> None:
+    """A greeting and a prompt; Ctrl-C stops an answer and leaves the conversation; Ctrl-D ends it."""
+    first = spoken(observed, "Hello", max_tokens=1)
+    with chatting(observed) as (process, ours):
         assert "chatting with assistant" in read_until(ours, "> ")
         os.write(ours, b"Hello\n")
         read_until(ours, f"Hello\r\n{first}")
@@ -264,10 +309,34 @@ def test_a_conversation_in_a_terminal(observed: Running) -> None:
         read_until(ours, "[stopped]\r\n> ")
         os.write(ours, b"\x04")
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+
+
+def test_an_interrupt_at_the_prompt(observed: Running) -> None:
+    """Ctrl-C drops the line that is being typed, and the conversation goes on."""
+    first = spoken(observed, "Hello", max_tokens=1)
+    with chatting(observed, "--max-tokens", "1") as (process, ours):
+        read_until(ours, "> ")
+        os.write(ours, b"Nothing of")
+        read_until(ours, "Nothing of")
+        while not select.select([ours], [], [], 0.5)[
+            0
+        ]:  # what comes just before readline waits is seen at the next key
+            process.send_signal(signal.SIGINT)
+        read_until(ours, "[Ctrl-D ends]\r\n> ")
+        os.write(ours, b"Hello\n")
+        read_until(ours, f"Hello\r\n{first}\r\n> ")
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+
+
+def test_an_answer_that_is_interrupted(observed: Running) -> None:
+    """One message whose answer Ctrl-C stops: what came is shown, and the exit status tells."""
+    first = spoken(observed, "Hello", max_tokens=1)
+    with chatting(observed, "Hello") as (process, ours):
+        read_until(ours, first)
+        process.send_signal(signal.SIGINT)
+        read_until(ours, "[stopped]\r\n")
+        assert process.wait(20) == 130
 
 
 def test_closed_loop_runs_all_at_once() -> None:
