@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from gunicorn.app.base import BaseApplication
 
 from ..errors import EngineDied, PackagingError
 from . import logs
+from .directory import server_directory
 from .exporting import exporting
 from .spec import ServeSpec
 
@@ -35,17 +34,16 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
 
     ``progress`` is told each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
     """
-    directory = Path(tempfile.mkdtemp(prefix="mlflow-llm-server-"))
-    try:
+    with server_directory() as directory:
         (directory / SPEC).write_bytes(msgspec.json.encode(spec))
         (directory / METRICS).mkdir()
         os.environ[PROMETHEUS_DIRECTORY] = str(directory / METRICS)
-        with exporting(directory, spec.settings), Keeper(directory) as keeper:
-            keeper.await_ready(progress or (lambda _: None))
-            Application(spec, directory, keeper, progress).run()
-    finally:
-        os.environ.pop(PROMETHEUS_DIRECTORY, None)
-        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            with exporting(directory, spec.settings), Keeper(directory) as keeper:
+                keeper.await_ready(progress or (lambda _: None))
+                Application(spec, directory, keeper, progress).run()
+        finally:
+            os.environ.pop(PROMETHEUS_DIRECTORY, None)
 
 
 class Keeper:
