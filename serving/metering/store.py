@@ -81,6 +81,7 @@ class Store:
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
+        self._is_ours = False  # known from its revision: another program's file is left as it is
         with opening.named(url):
             if self.is_sqlite:
                 opening.check_file(parsed, make=make)
@@ -119,7 +120,8 @@ class Store:
     def _prepare(self, connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin where ``_begin`` says, also before DDL
         cursor = connection.cursor()
-        for pragma in ("journal_mode=WAL", f"synchronous={self._synchronous}", "foreign_keys=ON"):
+        lasting = ("journal_mode=WAL",) if self._is_ours else ()
+        for pragma in (*lasting, f"synchronous={self._synchronous}", "foreign_keys=ON"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
@@ -142,6 +144,8 @@ class Store:
         found = self._retry(current, patience, read=True, hopeful=hopeful)
         if found is None and not make:
             raise ValueError("there is no metering store in it; serve, keys create, limits set and prices set make one")
+        self._is_ours = True
+        self.engine.dispose()  # the next connections are prepared as ours
         if found != head:
             self._retry(upgrade, patience, read=False, hopeful=hopeful)
 

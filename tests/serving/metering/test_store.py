@@ -82,11 +82,14 @@ def later_version(path: Path) -> None:
 )
 def test_files_that_are_no_store(made, reason, tmp_path):
     """Each is refused at once, with the URL and the reason, and is left as it is."""
-    made(tmp_path / "x.db")
+    file = tmp_path / "x.db"
+    made(file)
+    before = file.is_file() and file.read_bytes()
     url, began = f"sqlite:///{tmp_path}/x.db", time.monotonic()
     with pytest.raises(NoStore, match=f"^database {re.escape(url)}: {reason}"):
         Store(url)
     assert time.monotonic() - began < 5
+    assert (file.is_file() and file.read_bytes()) == before
 
 
 def test_a_database_that_others_hold_is_waited_for(tmp_path):
