@@ -37,7 +37,7 @@ def test_unknown_deployment():
     assert client.list_deployments() == []
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "we ird", "a.b", "a" * 64, None])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "we ird", ".b", "a" * 64, None])
 def test_bad_names(name):
     """A name is one of the management API: one that could leave the state directory is none."""
     with pytest.raises(MlflowException, match="name"):

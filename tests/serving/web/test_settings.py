@@ -143,15 +143,16 @@ def test_options_of_serve(arguments: tuple[str, ...]) -> None:
         (("-m", "models:/assistant/1=we ird"), "we ird"),
         (("-m", "models:/assistant/1", "--name", "we ird"), "we ird"),
         (("-m", "models:/assistant/1", "--name", "a/b"), "a/b"),
-        (("-m", "models:/my.model/1"), "my.model"),
+        (("-m", "models:/my model/1"), "my model"),
     ],
 )
 def test_names_of_endpoints(arguments: tuple[str, ...], name: str) -> None:
     """A name is one that the management API takes too."""
     shown = told(invoke("serve", "--port", "0", *arguments))
-    assert shown.startswith("Error: " + line("name", name, "1 to 63 letters, digits, dashes and underscores"))
+    allowed = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
+    assert shown.startswith("Error: " + line("name", name, allowed))
     assert shown.count("\n") == 1
-    assert ("write -m URI=name" in shown) == (name == "my.model")
+    assert ("write -m URI=name" in shown) == (name == "my model")
 
 
 @pytest.mark.parametrize(
