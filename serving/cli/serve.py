@@ -16,6 +16,7 @@ from ..transport.auth import check_address, read_key
 from ..web.settings import ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
 from .spec_files import read_serve_spec
+from .store import opened
 
 DEFAULTS = ServerSettings()
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
@@ -154,10 +155,12 @@ def serve(
 
 def _check_place(settings: ServerSettings) -> None:
     """Before minutes of loading. Raises ``PackagingError`` where the server could not keep its state,
-    ``ClickException`` where it could not listen."""
+    ``ClickException`` where it could not listen or has no store."""
     host, port = settings.host, settings.port
     if settings.database is not None:
         ledger_dir(settings)
+        with opened(settings.database, make=True):
+            pass
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -374,6 +374,14 @@ def test_serve_looks_at_its_address_first() -> None:
     assert (done.exit_code, done.stderr) == (1, f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
 
 
+def test_serve_looks_at_its_store_first(tmp_path: Path) -> None:
+    """A store that cannot be is said before any model is read, in one line."""
+    options = ["serve", "-m", "models:/nobody/1", "--port", "0", "--database", f"sqlite:///{tmp_path}/no/store.db"]
+    done = CliRunner(env={"MLFLOW_LLM_STATE": str(tmp_path)}).invoke(cli, options)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert f"there is no directory {tmp_path}/no" in done.stderr
+
+
 @pytest.mark.parametrize("text", ['{"endpoints": [', '{"settings": {"port": "x"}}'])
 def test_serve_of_a_spec_that_is_none(text: str, tmp_path: Path) -> None:
     """A file that is no spec is an error with its name and the reason."""
