@@ -12,6 +12,7 @@ from .checked import Checked
 from .errors import InvalidField
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+NAME_ALLOWED = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
 YEAR = 365 * 86400
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -63,7 +64,5 @@ def check_server_engine(values: Mapping[str, Any], parent: str = "") -> None:
 def check_name(name: Any, field: str = "name", hint: str = "") -> str:
     """An endpoint's or served entity's name, which stands in URLs. Raises ``InvalidField``."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InvalidField(
-            field, name, f"1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first{hint}"
-        )
+        raise InvalidField(field, name, f"{NAME_ALLOWED}{hint}")
     return name

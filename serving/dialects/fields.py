@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InvalidField
-from .readers import Reader, any_of
+from ..readers import Reader, or_null
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +70,6 @@ class Table:
             "properties": properties,
             "additionalProperties": False,
         }
-
-
-def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return any_of(schema, {"type": "null"})
 
 
 def unknown_field(name: Any, value: Any, known: Mapping[str, Any] | Sequence[str], parent: str = "") -> InvalidField:

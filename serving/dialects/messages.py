@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from ..errors import InvalidField
+from ..readers import obj, reader, string
 from .fields import unknown_field
 from .message_schema import messages_schema
-from .readers import obj, reader, string
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys that clients copy back from our own replies; only null (or an empty list) says nothing.

@@ -9,49 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import InvalidField
-from ..request import MAX_CHOICES, Task
-from .fields import Field, Table, or_null
-from .messages import read_messages
-from .readers import (
+from ..readers import (
     INT32_MAX,
     INT64,
-    TOKEN,
     UINT64_MAX,
+    Entry,
     Reader,
     boolean,
     integer,
     list_of,
-    logit_bias,
     number,
     obj,
     one_of,
     reader,
-    stop_strings,
+    record,
     string,
-    texts_or_tokens,
 )
+from ..request import MAX_CHOICES, Task
+from .fields import Field, Table
+from .messages import read_messages
+from .readers import TOKEN, logit_bias, stop_strings, texts_or_tokens
 
 MAX_TOKENS = INT32_MAX
 _CHUNKS_AS_THEY_ARE = one_of(False, why="chunks are sent as they are")
 
 
-@reader(
-    type="object",
-    properties={
-        "include_usage": or_null(boolean.schema),
-        "include_obfuscation": or_null(_CHUNKS_AS_THEY_ARE.schema),
-    },
-    additionalProperties=False,
-)
+_STREAM_OPTIONS = record(include_usage=Entry(boolean), include_obfuscation=Entry(_CHUNKS_AS_THEY_ARE))
+
+
+@reader(**_STREAM_OPTIONS.schema)
 def _stream_options(value: Any, path: str) -> bool:
-    known = {"include_usage": boolean, "include_obfuscation": _CHUNKS_AS_THEY_ARE}
-    for key, entry in obj(value, path).items():
-        if key not in known:
-            raise InvalidField(f"{path}.{key}", entry, "only include_usage")
-        if entry is not None:
-            known[key](entry, f"{path}.{key}")
-    return bool(value.get("include_usage"))
+    return bool(_STREAM_OPTIONS(value, path).get("include_usage"))
 
 
 def _field(

@@ -26,9 +26,8 @@ from ..errors import Conflict, InvalidField, NotFound
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
-from ..settings import check_name
-from .body_fields import read_object
-from .endpoint_config import EndpointConfig, ServedEntity, as_written, parse_config, parse_rate_limits, parse_tags
+from .config_body import as_written, config_body
+from .endpoint_config import EndpointConfig, ServedEntity
 from .endpoint_rows import (
     begin_update,
     change_endpoint,
@@ -43,9 +42,8 @@ from .endpoint_rows import (
     tasks_of,
 )
 from .endpoint_views import endpoint_to_wire, rate_limits_to_wire, tags_to_wire
+from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .source import Source
-
-_CREATE_FIELDS = {"name", "config", "tags", "rate_limits", "description", "route_optimized"}
 
 
 class EndpointRow(Struct, frozen=True, kw_only=True):
@@ -89,22 +87,16 @@ class Endpoints:
 
     def create(self, body: dict[str, Any], *, creator: str = "") -> dict[str, Any]:
         """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""
-        body = read_object(body, "", _CREATE_FIELDS)
-        if body.get("route_optimized"):  # MLflow's Databricks client always sends it
-            raise InvalidField("route_optimized", body["route_optimized"], "false: every route is as short as it gets")
-        name = check_name(body.get("name"))
-        description = body.get("description") or ""
-        if not isinstance(description, str) or len(description) > 4096:
-            raise InvalidField("description", description, "a text of at most 4096 characters")
-        tags, rates = parse_tags(body.get("tags") or []), parse_rate_limits(body.get("rate_limits") or [])
-        config = self._config(body.get("config"), "config", lambda connection: must_be_new(connection, name))
+        given = NEW_ENDPOINT(body, "")
+        name = given["name"]
+        self._store.read(lambda connection: must_be_new(connection, name))  # before the work of looking models up
+        config = self._located(given["config"], body["config"], "config")
 
         def work(connection: sa.Connection) -> None:
-            insert_endpoint(
-                self._store, connection, name, config, self._now_ms(), creator=creator, description=description
-            )
-            set_tags(connection, name, tags, ())
-            set_rates(connection, name, rates)
+            more = {"creator": creator, "description": given.get("description", "")}
+            insert_endpoint(self._store, connection, name, config, self._now_ms(), **more)
+            set_tags(connection, name, given.get("tags", {}), ())
+            set_rates(connection, name, given.get("rate_limits", {}))
 
         self._store.write(work)
         return self.get(name)
@@ -133,9 +125,11 @@ class Endpoints:
 
     def update_config(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PUT …/{name}/config``. Raises ``Conflict`` while an update runs, ``InvalidField``."""
-        if isinstance(body, dict) and body.get("name") not in (None, name):
+        config = config_body(body, "")
+        if body.get("name") not in (None, name):
             raise InvalidField("name", body["name"], f"{name!r}: an endpoint keeps its name")
-        config = self._config(body, "", lambda connection: _must_be_idle(find_row(connection, name)))
+        self._store.read(lambda connection: _must_be_idle(find_row(connection, name)))  # before models are looked up
+        config = self._located(config, body, "")
 
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
@@ -165,8 +159,7 @@ class Endpoints:
 
     def put_rate_limits(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PUT …/{name}/rate-limits``: replaces the calls a minute of the endpoint and of each of its users."""
-        body = read_object(body, "", {"rate_limits"})
-        rates = parse_rate_limits(body.get("rate_limits") or [])
+        rates = NEW_RATE_LIMITS(body, "").get("rate_limits", {})
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             find_row(connection, name)
@@ -177,15 +170,11 @@ class Endpoints:
 
     def patch_tags(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """``PATCH …/{name}/tags`` with ``add_tags`` and ``delete_tags``; the tags as they are then."""
-        body = read_object(body, "", {"add_tags", "delete_tags"})
-        added = parse_tags(body.get("add_tags") or [], "add_tags")
-        deleted = body.get("delete_tags") or []
-        if not isinstance(deleted, list) or not all(isinstance(key, str) for key in deleted):
-            raise InvalidField("delete_tags", deleted, "a list of keys")
+        change = TAG_CHANGES(body, "")
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             find_row(connection, name)
-            set_tags(connection, name, added, tuple(deleted))
+            set_tags(connection, name, change.get("add_tags", {}), change.get("delete_tags", ()))
             change_endpoint(connection, name, self._now_ms())
             return {"tags": tags_to_wire(connection, name)}
 
@@ -260,26 +249,16 @@ class Endpoints:
 
         self._store.write(work)
 
-    def _config(self, body: Any, parent: str, check: Callable[[sa.Connection], None]) -> EndpointConfig:
-        """The config in ``body``, which stands at ``parent`` of the request, with its models found."""
+    def _located(self, config: EndpointConfig, body: dict[str, Any], parent: str) -> EndpointConfig:
+        """``config`` with its models found, all of the same tasks; errors name its fields as ``body`` does, which
+        stands at ``parent`` of the request. Raises ``InvalidField``, ``NotFound``."""
         with as_written(body, parent):
-            config = parse_config(body)
-            self._store.read(check)  # before the work of looking models up
-            return self._located(config)
-
-    def _located(self, config: EndpointConfig) -> EndpointConfig:
-        """``config`` with its models found, all of the same tasks. Raises ``InvalidField``, ``NotFound``."""
-        entities = config.served_entities
-        found = tuple(
-            msgspec.structs.replace(entity, source=source)
-            for entity, source in zip(entities, self._locate(entities), strict=True)
-        )
-        first = tasks_of(found[0])
-        for place, entity in enumerate(found):
-            if tasks_of(entity) != first:
-                field = f"served_entities[{place}]"
-                allowed = f"the same tasks as {found[0].name!r}: {', '.join(first)}"
-                raise InvalidField(field, list(tasks_of(entity)), allowed)
+            entities = config.served_entities
+            found = tuple(
+                msgspec.structs.replace(entity, source=source)
+                for entity, source in zip(entities, self._locate(entities), strict=True)
+            )
+            _same_tasks(found)
         return msgspec.structs.replace(config, served_entities=found)
 
     def _view(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
@@ -292,3 +271,11 @@ class Endpoints:
 def _must_be_idle(row: sa.Row) -> None:
     if row.config_update == "IN_PROGRESS":
         raise Conflict(f"an update of {row.name!r} is in progress; try again when it has ended")
+
+
+def _same_tasks(entities: tuple[ServedEntity, ...]) -> None:
+    first = tasks_of(entities[0])
+    for place, entity in enumerate(entities):
+        if tasks_of(entity) != first:
+            allowed = f"the same tasks as {entities[0].name!r}: {', '.join(first)}"
+            raise InvalidField(f"served_entities[{place}]", list(tasks_of(entity)), allowed)

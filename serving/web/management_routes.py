@@ -5,88 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_TEXT = {"type": "string"}
-_TOKENS = {"type": "integer", "minimum": 0, "maximum": 10**9, "description": "tokens/s"}
-_ENTITY = {
-    "type": "object",
-    "required": ["entity_name"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"},
-        "entity_name": {"type": "string", "description": "A registered model, or a model's URI or directory"},
-        "entity_version": {"type": "string", "description": "A number or an alias; none with a URI"},
-        "workload_size": {"enum": ["Small", "Medium", "Large"]},
-        "scale_to_zero_enabled": {"type": "boolean"},
-        "min_provisioned_throughput": _TOKENS,
-        "max_provisioned_throughput": _TOKENS,
-        "engine_settings": {"type": "object", "description": "Settings that replace those saved with the model"},
-    },
-}
-_ROUTE = {
-    "type": "object",
-    "required": ["served_model_name", "traffic_percentage"],
-    "additionalProperties": False,
-    "properties": {
-        "served_model_name": _TEXT,
-        "traffic_percentage": {"type": "integer", "minimum": 0, "maximum": 100},
-    },
-}
-CONFIG: dict[str, Any] = {
-    "type": "object",
-    "required": ["served_entities"],
-    "additionalProperties": False,
-    "properties": {
-        "served_entities": {"type": "array", "items": _ENTITY, "minItems": 1, "maxItems": 32},
-        "traffic_config": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "routes": {"type": "array", "items": _ROUTE},
-                "sticky": {"type": "boolean", "description": "A key's requests go to one served entity"},
-            },
-        },
-    },
-}
-_TAGS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["key"],
-        "additionalProperties": False,
-        "properties": {"key": _TEXT, "value": _TEXT},
-    },
-}
-RATE_LIMITS: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["calls", "renewal_period"],
-        "additionalProperties": False,
-        "properties": {
-            "calls": {"type": "integer", "minimum": 0, "maximum": 10**9},
-            "key": {"enum": ["endpoint", "user"]},
-            "renewal_period": {"const": "minute"},
-        },
-    },
-}
-_CREATE = {
-    "type": "object",
-    "required": ["name", "config"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"},
-        "config": CONFIG,
-        "description": {"type": "string", "maxLength": 4096},
-        "tags": _TAGS,
-        "rate_limits": RATE_LIMITS,
-    },
-}
-_PATCH_TAGS = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"add_tags": _TAGS, "delete_tags": {"type": "array", "items": _TEXT}},
-}
-_PUT_LIMITS = {"type": "object", "additionalProperties": False, "properties": {"rate_limits": RATE_LIMITS}}
+from ..modes.config_body import config_body
+from ..modes.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from ..readers import Reader
 
 BASE = "/api/2.0/serving-endpoints"
 ONE = f"{BASE}/<name>"
@@ -108,15 +29,27 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
     "cursor": {"type": "string", "description": "next_cursor of the page before"},
 }
 
-# (method, path, handler, summary, schema of the body)
-TABLE: tuple[tuple[str, str, str, str, dict[str, Any] | None], ...] = (
-    ("POST", BASE, "create_serving_endpoint", "Create an endpoint; it is ready when its engines are", _CREATE),
+# (method, path, handler, summary, reader of the body)
+TABLE: tuple[tuple[str, str, str, str, Reader[Any] | None], ...] = (
+    (
+        "POST",
+        BASE,
+        "create_serving_endpoint",
+        "Create an endpoint; it is ready when its engines are",
+        NEW_ENDPOINT,
+    ),
     ("GET", BASE, "list_serving_endpoints", "All endpoints", None),
     ("GET", ONE, "get_serving_endpoint", "One endpoint: its state, config and pending config", None),
     ("DELETE", ONE, "delete_serving_endpoint", "Delete an endpoint; what runs is finished", None),
-    ("PUT", f"{ONE}/config", "update_serving_endpoint", "Change what is served, without dropping a request", CONFIG),
-    ("PUT", f"{ONE}/rate-limits", "put_serving_rate_limits", "Replace the calls a minute", _PUT_LIMITS),
-    ("PATCH", f"{ONE}/tags", "patch_serving_tags", "Add and delete tags", _PATCH_TAGS),
+    (
+        "PUT",
+        f"{ONE}/config",
+        "update_serving_endpoint",
+        "Change what is served, without dropping a request",
+        config_body,
+    ),
+    ("PUT", f"{ONE}/rate-limits", "put_serving_rate_limits", "Replace the calls a minute", NEW_RATE_LIMITS),
+    ("PATCH", f"{ONE}/tags", "patch_serving_tags", "Add and delete tags", TAG_CHANGES),
     ("GET", f"{ONE}/openapi", "get_serving_openapi", "The OpenAPI document of one endpoint", None),
     ("GET", f"{ONE}/metrics", "get_serving_metrics", "The metrics of one endpoint", None),
 )

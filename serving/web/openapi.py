@@ -97,7 +97,7 @@ def _operation(route: Route, method: str, path: str) -> dict[str, Any]:
         parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(route)}}}
     elif route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body.schema}}}
     return operation
 
 

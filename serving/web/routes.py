@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..readers import Reader
 from ..request import Task
 from .management_routes import TABLE as MANAGEMENT
 from .management_routes import USAGE, USAGE_QUERY
@@ -23,8 +24,8 @@ DialectName = Literal["openai", "databricks", "mlflow"]
 class Route:
     """``open`` routes answer without an API key and while the server drains: probes depend on them.
 
-    ``scope`` is what the key must have, None for any key. ``body`` is the JSON schema of a body that is no request of a
-    dialect, ``query`` those of the parameters behind the path.
+    ``scope`` is what the key must have, None for any key. ``body`` reads a body that is no request of a dialect,
+    ``query`` are the JSON schemas of the parameters behind the path.
     """
 
     path: str
@@ -35,7 +36,7 @@ class Route:
     summary: str = ""
     open: bool = False
     scope: str | None = "invoke"
-    body: dict[str, Any] | None = None
+    body: Reader[Any] | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from probes import ANY, bounds
 
 from mlflow_llm.serving.dialects import FIELDS, REFUSED_FIELDS
 from mlflow_llm.serving.dialects.fields import Table
@@ -22,14 +23,6 @@ TABLES = [
     for dialect, tables in (("openai", OPENAI), ("databricks", DATABRICKS), ("mlflow", MLFLOW))
     for task, table in tables.items()
 ]
-ANY = [None, True, False, 0, 1, -1, 5, 0.5, 2.0, 10**400, 1e300, "", "x", "1", "auto", "none"]
-ANY += [[], {}, [0], [False], [1], [2.0], [1.5], [-1], [True], [None], ["a"], [""], ["a", 1], [1, "a"], ["text"]]
-ANY += [[[]], [[1]], [[1], [2, 2.0]], [[1], "a"], [[True]], [2**31 - 1], [2**31], {"a": 1}, {"a": None}]
-ANY += [{"type": "text"}, {"type": "json_object"}, {"1": 100}, {"1": 101}, {"1": None}, {"1": True}, {"x": 1}]
-ANY += [{"1234567890": 1}, {str(i): 0 for i in range(1024)}, {str(i): 0 for i in range(1025)}]
-ANY += [{"include_usage": given} for given in (True, None, 0, "x")]
-ANY += [{"include_obfuscation": given} for given in (True, False, None, 0)]
-
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CONTENTS = ["x", "", None, 5, [], ["x"], [{"type": "text", "text": "x"}], [{"type": "text"}], [{"type": "image_url"}]]
 CONTENTS += [[{"type": "text", "text": "x", "more": 1}], [{"type": "text", "text": None}]]
@@ -62,19 +55,6 @@ def messages() -> Iterator[Any]:
             yield [plain | {"tool_calls": calls}]
             yield [{"role": role, "content": None, "tool_calls": calls}]
             yield [{"role": role, "tool_calls": calls}]
-
-
-def bounds(schema: Any) -> Iterator[Any]:
-    """Values at, inside and just outside of every bound, and every option, that a schema has."""
-    if isinstance(schema, dict):
-        for key in ("minimum", "maximum", "exclusiveMinimum"):
-            if key in schema:
-                yield from (schema[key], schema[key] - 1, schema[key] + 1, schema[key] - 1e-9, schema[key] + 1e-9)
-        yield from schema.get("enum", ())
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for inner in schema:
-            yield from bounds(inner)
 
 
 def taken(table: Table, body: dict[str, Any]) -> bool:

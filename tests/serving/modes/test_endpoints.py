@@ -16,7 +16,8 @@ from databricks.sdk.service.serving import (
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
-from mlflow_llm.serving.modes.endpoint_config import EndpointConfig, Route, parse_config
+from mlflow_llm.serving.modes.config_body import config_body
+from mlflow_llm.serving.modes.endpoint_config import EndpointConfig, Route
 from mlflow_llm.serving.modes.endpoints import Endpoints
 from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.modes.traffic import TrafficSplit
@@ -139,7 +140,7 @@ def test_what_the_server_was_started_with_is_declared(endpoints):
     """A new endpoint, no change where it is the same, a new version where it differs, even while another is pending."""
 
     def config(version, **more):
-        served = parse_config(body(entity(version=version))["config"]).served_entities[0]
+        served = config_body(body(entity(version=version))["config"], "").served_entities[0]
         served = msgspec.structs.replace(served, source=source_of(served))
         return EndpointConfig(
             served_entities=(served,), routes=(Route(served_model_name=served.name, traffic_percentage=100),), **more
@@ -168,7 +169,7 @@ def test_what_the_server_was_started_with_is_declared(endpoints):
 )
 def test_a_model_is_named_by_version_alias_or_uri(given, uri, name):
     """Each gives the URI that MLflow fetches, and a name to route by."""
-    (served,) = parse_config(body(given)["config"]).served_entities
+    (served,) = config_body(body(given)["config"], "").served_entities
     assert (served.uri, served.name) == (uri, name)
 
 
@@ -196,7 +197,7 @@ BAD_CONFIGS = [
     ({"served_entities": [entity(min_provisioned_throughput=1.5)]}, "min_provisioned_throughput"),
     ({"served_entities": [entity(), entity(version="2")]}, "routes"),
     (body(routes={"assistant-1": 99})["config"], "routes"),
-    (body(routes={"assistant-1": 100.0})["config"], "traffic_percentage"),
+    (body(routes={"assistant-1": 99.5})["config"], "traffic_percentage"),
     (body(routes={"assistant-1": True})["config"], "traffic_percentage"),
     (body(routes={"other": 100})["config"], "served_model_name"),
 ]

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import InvalidField, NotFound
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
-from mlflow_llm.serving.modes.endpoint_config import parse_config
+from mlflow_llm.serving.modes.config_body import config_body
 from mlflow_llm.serving.modes.endpoints import Endpoints
 from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.web.app import create_app
@@ -100,7 +100,7 @@ def test_what_cannot_be_created_is_refused_by_name(managed, body: object, status
 def test_a_reserve_without_a_ledger_is_refused_by_its_place() -> None:
     """By the field that asked for it, before a model is looked for."""
     for asked in ({"min_provisioned_throughput": 5}, {"max_provisioned_throughput": 5}):
-        config = parse_config({"served_entities": [CONFIG["served_entities"][0] | asked]})
+        config = config_body({"served_entities": [CONFIG["served_entities"][0] | asked]}, "")
         with pytest.raises(InvalidField, match=rf"^served_entities\[0\].{next(iter(asked))}: 5 .*--database"):
             locate(config.served_entities, {}, metered=False)
 

@@ -1,0 +1,203 @@
+"""The configuration of an endpoint as the Databricks management API sends it: the shape of the body, read by readers
+that have their JSON schemas, and then what its fields say of each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidField
+from ..readers import Entry, any_of, boolean, integer, list_of, one_of, reader, record, string, text
+from ..settings import NAME, NAME_ALLOWED, EngineSettings, check_server_engine
+from .endpoint_config import EndpointConfig, Route, ServedEntity
+from .provisioned import check_throughput
+
+ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
+URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
+VERSION = re.compile(r"[0-9]{1,18}|@?[A-Za-z_-][A-Za-z0-9_-]{0,254}")
+MAX_ENTITIES = 32
+MAX_RATE = 10**9
+
+name_in_urls = text(NAME, NAME_ALLOWED)
+_MODEL = "the name of a registered model, or a model's URI"
+_NUMBER = integer(0, 10**18 - 1)
+_VERSION_ALLOWED = "a version number or an alias"
+_VERSION = text(re.compile(f"{VERSION.pattern}|"), _VERSION_ALLOWED)
+
+
+@reader(**any_of(_VERSION.schema, _NUMBER.schema))
+def _version(value: Any, path: str) -> str:
+    """A number or an alias; empty for a URI, which has none."""
+    if isinstance(value, str):
+        return _VERSION(value, path)
+    try:
+        return str(_NUMBER(value, path))
+    except InvalidField:
+        raise InvalidField(path, value, _VERSION_ALLOWED) from None
+
+
+@reader(type="object", maxProperties=0)
+def _nothing(value: Any, path: str) -> None:
+    if value != {}:
+        raise InvalidField(path, value, "no value: an entity runs on the server's own machine")
+
+
+def _engine_schema() -> dict[str, Any]:
+    schema = msgspec.json.schema(EngineSettings)["$defs"][EngineSettings.__name__]
+    ours = {"trust_remote_code": {"const": False}, "in_process": {"const": False}}
+    return {"type": "object", "additionalProperties": False, "properties": schema["properties"] | ours}
+
+
+@reader(**_engine_schema())
+def _engine_settings(value: Any, path: str) -> dict[str, Any]:
+    """Settings of the engine that replace those saved with the model."""
+    if not isinstance(value, dict):
+        raise InvalidField(path, value, "an object")
+    if value.get("trust_remote_code"):
+        raise InvalidField(f"{path}.trust_remote_code", True, "false: it is granted on the server's command line only")
+    check_server_engine(value, path)
+    return value
+
+
+_RATE = Entry(integer(0, MAX_RATE), "tokens/s")
+_ENTITY = {
+    "name": Entry(name_in_urls, "By which traffic is routed and requests may ask for it; made of the model's"),
+    "entity_name": Entry(text(re.compile(f"{ENTITY_NAME.pattern}|{URI.pattern}"), _MODEL), _MODEL, required=_MODEL),
+    "entity_version": Entry(_version, "A number or an alias; none with a URI"),
+    "min_provisioned_throughput": _RATE,
+    "max_provisioned_throughput": _RATE,
+    "scale_to_zero_enabled": Entry(boolean),
+    "workload_size": Entry(one_of("Small", "Medium", "Large"), "Taken, and left to the provisioned throughput"),
+    "workload_type": Entry(one_of("CPU")),
+    "environment_vars": Entry(_nothing),
+    "engine_settings": Entry(_engine_settings, "Settings that replace those saved with the model"),
+}
+# what older clients call the same
+OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
+_NEWER = {older: newer for newer, older in OLDER.items()}
+
+_percentage = integer(0, 100)
+_ENTITY_NAMES = ("served_model_name", "served_entity_name")
+_ROUTE = record(
+    served_model_name=Entry(string, "The name of a served entity"),
+    served_entity_name=Entry(string, "The same by its newer name; one of the two"),
+    traffic_percentage=Entry(_percentage, required="an integer from 0 to 100"),
+)
+_TRAFFIC = record(
+    routes=Entry(list_of(_ROUTE, "a list of routes"), "A share of each served entity; they sum to 100"),
+    sticky=Entry(boolean, "A key's requests go to one served entity"),
+)
+
+
+def _entities(spelling: Mapping[str, str]) -> Entry:
+    entity = record(**{spelling.get(name, name): entry for name, entry in _ENTITY.items()})
+    allowed = f"a list of 1 to {MAX_ENTITIES} served entities"
+    return Entry(list_of(entity, allowed, least=1, most=MAX_ENTITIES), required=allowed)
+
+
+_COMMON = {"traffic_config": Entry(_TRAFFIC), "name": Entry(string, "Of an update: the endpoint's own")}
+NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)
+OLD_SHAPE = record(served_models=_entities(OLDER), **_COMMON)
+
+
+@reader(**any_of(NEW_SHAPE.schema, OLD_SHAPE.schema))
+def config_body(value: Any, path: str) -> EndpointConfig:
+    """``{"served_entities": […], "traffic_config": {"routes": […]}}`` to a config.
+
+    ``served_models`` (``model_name``, ``model_version``) is the older spelling and read the same. Without routes
+    a single entity gets all traffic.
+    """
+    older = _is_older(value)
+    found = (OLD_SHAPE if older else NEW_SHAPE)(value, path)
+    listed = found["served_models" if older else "served_entities"]
+    with as_written(value, path):
+        return _config([{_NEWER.get(key, key): entry for key, entry in item.items()} for item in listed], found)
+
+
+@contextmanager
+def as_written(body: Any, parent: str) -> Iterator[None]:
+    """Errors inside, in the newer spelling, name their field as ``body`` spells it; it stands at ``parent`` of the
+    request."""
+    try:
+        yield
+    except InvalidField as error:
+        words = OLDER if _is_older(body) else {}
+        field = re.sub(r"\w+", lambda word: words.get(word[0], word[0]), error.param or "")
+        error.rename(".".join(filter(None, (parent, field))))
+        raise
+
+
+def _is_older(body: Any) -> bool:
+    return isinstance(body, dict) and body.get("served_entities") is None and body.get("served_models") is not None
+
+
+def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConfig:
+    entities = tuple(_entity(item, f"served_entities[{place}]") for place, item in enumerate(listed))
+    names = [entity.name for entity in entities]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise InvalidField(f"served_entities[{place}].name", name, "a name that only one served entity has")
+    traffic = found.get("traffic_config", {})
+    routes = _routes(traffic.get("routes"), "traffic_config.routes", names)
+    return EndpointConfig(served_entities=entities, routes=routes, sticky=traffic.get("sticky", False))
+
+
+def _entity(item: dict[str, Any], field: str) -> ServedEntity:
+    entity_name, version = item["entity_name"], item.get("entity_version", "")
+    uri = URI.fullmatch(entity_name) is not None
+    if uri and version:
+        raise InvalidField(f"{field}.entity_version", version, "none: a URI has no version beside it")
+    if not uri and not version:
+        raise InvalidField(f"{field}.entity_version", item.get("entity_version"), _VERSION_ALLOWED)
+    minimum, maximum = _throughput(item, field)
+    return ServedEntity(
+        name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
+        entity_name=entity_name,
+        entity_version=version,
+        min_provisioned_throughput=minimum,
+        max_provisioned_throughput=maximum,
+        scale_to_zero_enabled=item.get("scale_to_zero_enabled", False),
+        engine_settings=item.get("engine_settings", {}),
+    )
+
+
+def _name_of(entity_name: str, version: str) -> str:
+    made = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{entity_name}-{version}".replace("@", ""))
+    return made.strip("-_")[-63:].strip("-_")
+
+
+def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | None]:
+    minimum, maximum = item.get("min_provisioned_throughput"), item.get("max_provisioned_throughput")
+    if minimum is None and maximum is None:
+        return None, None
+    with as_written(None, field):
+        check_throughput(minimum or 0, maximum)
+    return minimum or 0, minimum if maximum is None else maximum
+
+
+def _routes(listed: tuple[dict[str, Any], ...] | None, field: str, names: list[str]) -> tuple[Route, ...]:
+    if listed is None:
+        if len(names) > 1:
+            raise InvalidField(field, None, "a traffic percentage for each of several served entities")
+        return (Route(served_model_name=names[0], traffic_percentage=100),)
+    routes = tuple(_route(item, f"{field}[{place}]", names) for place, item in enumerate(listed))
+    if len({route.served_model_name for route in routes}) != len(routes):
+        raise InvalidField(field, [route.served_model_name for route in routes], "one route for each served entity")
+    total = sum(route.traffic_percentage for route in routes)
+    if total != 100:
+        raise InvalidField(field, total, "percentages that sum to 100")
+    return routes
+
+
+def _route(item: dict[str, Any], field: str, names: list[str]) -> Route:
+    given = {key: item[key] for key in _ENTITY_NAMES if key in item} or {_ENTITY_NAMES[0]: None}
+    for key, name in given.items():
+        if name not in names:
+            raise InvalidField(f"{field}.{key}", name, "one of " + ", ".join(names))
+    if len(set(given.values())) > 1:
+        raise InvalidField(f"{field}.{key}", name, f"the same as {_ENTITY_NAMES[0]}, or only one of the two")
+    return Route(served_model_name=name, traffic_percentage=item["traffic_percentage"])

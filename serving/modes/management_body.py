@@ -1,0 +1,68 @@
+"""The bodies of the Databricks management API: create an endpoint, change its tags and its calls a minute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InvalidField
+from ..readers import Entry, Reader, integer, list_of, one_of, reader, record, string
+from .config_body import MAX_RATE, config_body, name_in_urls
+
+
+def _short(least: int, most: int) -> Reader[str]:
+    allowed = f"a text of {least} to {most} characters" if least else f"a text of at most {most} characters"
+
+    @reader(type="string", maxLength=most, **({"minLength": least} if least else {}))
+    def read(value: Any, path: str) -> str:
+        if not isinstance(value, str) or not least <= len(value) <= most:
+            raise InvalidField(path, value, allowed)
+        return string(value, path)
+
+    return read
+
+
+_TAG_KEY = _short(1, 127)
+_TAGS = list_of(
+    record(key=Entry(_TAG_KEY, required="a text of 1 to 127 characters"), value=Entry(_short(0, 255))), "a list of tags"
+)
+
+
+@reader(**_TAGS.schema)
+def tags(value: Any, path: str) -> dict[str, str]:
+    """``[{"key": …, "value": …}]``; a missing value is empty."""
+    return {tag["key"]: tag.get("value", "") for tag in _TAGS(value, path)}
+
+
+_CALLS = record(
+    calls=Entry(integer(0, MAX_RATE), required=f"an integer from 0 to {MAX_RATE}"),
+    key=Entry(one_of("endpoint", "user"), 'Of all, which is meant without it, or of each user; "endpoint" or "user"'),
+    renewal_period=Entry(one_of("minute"), required='"minute"'),
+)
+_RATE_LIMITS = list_of(_CALLS, "a list of limits")
+
+
+@reader(**_RATE_LIMITS.schema)
+def rate_limits(value: Any, path: str) -> dict[tuple[str, str], int]:
+    """``[{"calls": 100, "key": "endpoint", "renewal_period": "minute"}]`` to {(scope, kind): value}."""
+    found: dict[tuple[str, str], int] = {}
+    for place, limit in enumerate(_RATE_LIMITS(value, path)):
+        scope = limit.get("key", "endpoint")
+        if (scope, "qpm") in found:
+            raise InvalidField(f"{path}[{place}].key", scope, "one limit for each key")
+        found[scope, "qpm"] = limit["calls"]
+    return found
+
+
+NEW_ENDPOINT = record(
+    name=Entry(name_in_urls, required="the name of the endpoint"),
+    config=Entry(config_body, required="what the endpoint serves"),
+    description=Entry(_short(0, 4096)),
+    tags=Entry(tags),
+    rate_limits=Entry(rate_limits),
+    # MLflow's Databricks client always sends it
+    route_optimized=Entry(one_of(False, why="every route is as short as it gets")),
+)
+TAG_CHANGES = record(
+    add_tags=Entry(tags), delete_tags=Entry(list_of(string, "a list of keys"), "Keys; unknown ones are no error")
+)
+NEW_RATE_LIMITS = record(rate_limits=Entry(rate_limits))

@@ -1,0 +1,201 @@
+"""Readers of values: each reads one kind of value and has the JSON schema of what it takes.
+
+A reader is called with ``(value, path)`` and returns the value as the raw request holds it, or raises ``InvalidField``
+with the path (``messages[2].content``), the value and what is allowed. JSON's types are kept apart: true is not 1, "1"
+is not 1, NaN and Infinity are no numbers. 2.0 counts as an integer, as in JSON Schema, since some clients have only
+floats. No reader takes null: what it means is for the table or record to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from .errors import InvalidField
+
+INT64 = 2**63
+UINT64_MAX = 2**64 - 1
+INT32_MAX = 2**31 - 1
+MAX_DEPTH = 64
+
+T = TypeVar("T")
+JSON_TYPES = {str: "string", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reader(Generic[T]):
+    """``schema`` tells callers what ``read`` takes; a test compares the two."""
+
+    read: Callable[[Any, str], T]
+    schema: Mapping[str, Any]
+
+    def __call__(self, value: Any, path: str) -> T:
+        return self.read(value, path)
+
+
+def reader(**schema: Any) -> Callable[[Callable[[Any, str], T]], Reader[T]]:
+    """Decorates the function that reads."""
+    return lambda read: Reader(read, schema)
+
+
+@reader(type="boolean")
+def boolean(value: Any, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidField(path, value, "true or false")
+    return value
+
+
+def integer(low: int, high: int) -> Reader[int]:
+    """An integer in [low, high]."""
+
+    @reader(type="integer", minimum=low, maximum=high)
+    def read(value: Any, path: str) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InvalidField(path, value, f"an integer in [{low}, {high}]")
+        return value
+
+    return read
+
+
+def number(low: float, high: float, *, above: bool = False) -> Reader[float]:
+    """A finite number in [low, high]; ``above`` leaves ``low`` itself out."""
+    allowed = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
+
+    @reader(type="number", **{"exclusiveMinimum" if above else "minimum": low}, maximum=high)
+    def read(value: Any, path: str) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise InvalidField(path, value, allowed)
+        inside = low < value <= high if above else low <= value <= high  # NaN compares false
+        if not inside:
+            raise InvalidField(path, value, allowed)
+        return float(value)
+
+    return read
+
+
+@reader(type="string")
+def string(value: Any, path: str) -> str:
+    """A text that UTF-8 can carry: JSON escapes can spell half a surrogate pair, no tokenizer takes it."""
+    if not isinstance(value, str):
+        raise InvalidField(path, value, "a string")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidField(path, value, "valid Unicode text without lone surrogates") from None
+    return value
+
+
+def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
+    """A text that matches as a whole."""
+
+    @reader(type="string", pattern=f"^({pattern.pattern})$")
+    def read(value: Any, path: str) -> str:
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise InvalidField(path, value, allowed)
+        return string(value, path)
+
+    return read
+
+
+def one_of(*options: Any, why: str = "") -> Reader[Any]:
+    """One of the values themselves. ``why`` nothing else is taken, where these ask for no more than null does."""
+    listed = ", ".join(json.dumps(option) for option in options)
+    allowed = f"one of null, {listed}: {why}" if why else f"one of {listed}"
+    kinds = list(dict.fromkeys(JSON_TYPES[type(option)] for option in options))
+
+    @reader(type=kinds[0] if len(kinds) == 1 else kinds, enum=list(options))
+    def read(value: Any, path: str) -> Any:
+        if not any(type(value) is type(option) and value == option for option in options):
+            raise InvalidField(path, value, allowed)
+        return value
+
+    return read
+
+
+@reader(type="object")
+def obj(value: Any, path: str) -> dict[str, Any]:
+    """An object of any content, ``MAX_DEPTH`` levels of it: templates and those who walk it recurse."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidField(path, value, "an object")
+    if not is_shallow(value):
+        raise InvalidField(path, value, f"an object of at most {MAX_DEPTH} levels")
+    return value
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether objects and lists lie in each other at most ``MAX_DEPTH`` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = chain.from_iterable(entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [entry for entry in inside if isinstance(entry, dict | list | tuple)]
+        if not level:
+            return True
+    return False
+
+
+def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math.inf) -> Reader[tuple[T, ...]]:
+    bounds = ({"minItems": least} if least else {}) | ({"maxItems": most} if most < math.inf else {})
+
+    @reader(type="array", items=item.schema, **bounds)
+    def read(value: Any, path: str) -> tuple[T, ...]:
+        if not isinstance(value, list | tuple) or not least <= len(value) <= most:
+            raise InvalidField(path, value, allowed)
+        return tuple(item(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+
+    return read
+
+
+def any_of(*schemas: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": list(schemas)}
+
+
+def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return any_of(schema, {"type": "null"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One field of a record. ``required`` says what is expected where it is missing."""
+
+    read: Reader[Any]
+    description: str = ""
+    required: str = ""
+
+
+def record(**entries: Entry) -> Reader[dict[str, Any]]:
+    """An object of these fields: those given, as their readers hold them. Null means the default, as a missing one."""
+    properties = {
+        name: (dict(entry.read.schema) if entry.required else or_null(entry.read.schema))
+        | ({"description": entry.description} if entry.description else {})
+        for name, entry in entries.items()
+    }
+    required = [name for name, entry in entries.items() if entry.required]
+
+    @reader(
+        type="object",
+        properties=properties,
+        additionalProperties=False,
+        **({"required": required} if required else {}),
+    )
+    def read(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise InvalidField(path, value, "an object")
+        before = f"{path}." if path else ""
+        for name in value:
+            if name not in entries:
+                raise InvalidField(f"{before}{name}", value[name], "no such field; known are " + ", ".join(entries))
+        for name in required:
+            if value.get(name) is None:
+                raise InvalidField(f"{before}{name}", None, entries[name].required)
+        given = {name: entry for name, entry in value.items() if entry is not None}
+        return {name: entries[name].read(entry, f"{before}{name}") for name, entry in given.items()}
+
+    return read
