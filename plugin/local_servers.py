@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.settings import check_name as endpoint_name
 from mlflow_llm.serving.settings import check_server_engine
 from mlflow_llm.serving.transport.locks import acquire
-from mlflow_llm.serving.web.settings import ServerSettings, default_state_dir
+from mlflow_llm.serving.web.settings import DATABASE_VARIABLE, ServerSettings, default_state_dir
 
 from . import endpoint_calls as endpoints
 
@@ -100,6 +101,8 @@ def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
     """The server's command line; what is no server option is an engine setting."""
     words = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", model_uri, "--name", name]
     for key, value in config.items():
+        if key == "database":  # may have a password, and whoever lists processes reads command lines
+            continue
         if key in SERVER_KEYS:
             words += [f"--{key.replace('_', '-')}", str(value)]
         elif key == "require_keys":
@@ -107,6 +110,11 @@ def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
         else:
             words += ["-C", f"{key}={value}"]
     return words
+
+
+def _environment(config: dict[str, Any]) -> dict[str, str]:
+    own = {DATABASE_VARIABLE: str(config["database"])} if config.get("database") else {}
+    return {**os.environ, **own}
 
 
 def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None = None) -> dict[str, Any]:
@@ -121,6 +129,7 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
+            env=_environment(config),
             start_new_session=True,
         )
     _children[process.pid] = process

@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from ..settings import EngineSettings, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
-from ..web.settings import ServerSettings, ledger_dir
+from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
 from .spec_files import read_serve_spec
 from .store import opened
@@ -44,7 +45,7 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 )
 @click.option(
     "--database",
-    envvar="MLFLOW_LLM_DATABASE",
+    envvar=DATABASE_VARIABLE,
     help="URL of the store for keys and ledger, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE).",
 )
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
@@ -126,9 +127,8 @@ def serve(
     """Serve one or more models to OpenAI, Databricks and MLflow clients until a signal ends it."""
     from ..web.server import serve as run
 
-    if server["require_keys"] and not server["database"]:
-        raise click.UsageError("--require-keys needs --database")
     if spec_file is not None:
+        _check_alone(click.get_current_context())
         spec = read_serve_spec(spec_file)
         _check_place(spec.settings)
     else:
@@ -150,7 +150,24 @@ def serve(
             engine=overrides,
             profile=profile,
         )
+    if spec.settings.is_open_to_others:
+        click.echo(
+            f"warning: {spec.settings.host} is reached from other machines and no API keys are asked for: whoever "
+            "reaches it uses and changes the endpoints (--require-keys)",
+            err=True,
+        )
     run(spec, say)
+
+
+def _check_alone(context: click.Context) -> None:
+    """Raises ``UsageError`` for an option beside --spec: it would have no effect, and --require-keys must have one."""
+    given = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name != "spec_file" and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{', '.join(given)}: --spec says it all; write it there")
 
 
 def _check_place(settings: ServerSettings) -> None:

@@ -12,9 +12,10 @@ from ..errors import InvalidField
 from ..metering.money import MILLION
 from ..metering.opening import NoStore
 from ..metering.store import Store
+from ..web.settings import DATABASE_VARIABLE
 
 DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
-database = click.option("--database", envvar="MLFLOW_LLM_DATABASE", required=True, help=DATABASE)
+database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE)
 
 
 @contextlib.contextmanager

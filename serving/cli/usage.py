@@ -11,6 +11,7 @@ from ..metering.export import csv_lines, write_parquet
 from ..metering.retention import fold
 from ..metering.usage import Usage, UsageFilter, UsageSum
 from ..metering.usage_filter import filter_of, groups_of
+from ..web.settings import DATABASE_VARIABLE
 from .store import DATABASE, database, opened, table, units
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -18,7 +19,7 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 
 
 @click.group(invoke_without_command=True)
-@click.option("--database", envvar="MLFLOW_LLM_DATABASE", help=f"{DATABASE}  [required]")
+@click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [required]")
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--tenant", help="Only this tenant's.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,16 @@ def check_file(url: sa.URL, *, make: bool) -> None:
     file = Path(url.database.removeprefix("file:"))
     if not file.parent.is_dir():
         raise NoStore(text, f"there is no directory {file.parent}")
-    if not make and not file.exists():
-        raise NoStore(text, "there is no such file; serve, keys create, limits set and prices set make one")
+    if not file.exists():
+        if not make:
+            raise NoStore(text, "there is no such file; serve, keys create, limits set and prices set make one")
+        _make_private(file)
+
+
+def _make_private(file: Path) -> None:
+    """SQLite gives its other files the mode of this one: hashes of keys and the ledger are for the owner."""
+    with contextlib.suppress(OSError):  # another process has just made it, or opening it will say what is wrong
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
@@ -64,6 +73,8 @@ def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
     found = MigrationContext.configure(connection).get_current_heads()
     known = {script.revision for script in scripts.walk_revisions()}
     if not found:
+        if connection.dialect.name == "sqlite" and sa.inspect(connection).get_table_names():
+            raise ValueError("is another program's database")
         return None
     if set(found) <= known:
         return str(found[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
@@ -16,6 +17,7 @@ from ..errors import (
     MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
+    PermissionDenied,
     RequestError,
     ServingError,
     Unauthenticated,
@@ -35,7 +37,7 @@ from .offload import Offload
 from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path, one_slash
 from .running import ClientGone, RunningRequests
-from .settings import ServerSettings
+from .settings import ServerSettings, is_loopback
 from .tracing import OFF, Tracer
 
 ANSWERS = {**MANAGEMENT, "usage": usage.answer}
@@ -93,7 +95,8 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
     def view(name: str | None = None) -> Response:
         exchange = _exchange(server.tracer)
         answer = _answer(server, route, name, exchange)
-        if isinstance(answer.body, bytes) and route.is_invocation:
+        # a stream says itself when it has ended; of probes and pages that are open to all nothing is kept
+        if isinstance(answer.body, bytes) if route.is_invocation else not route.open:
             exchange.finish(answer.status)
         return _response(answer, exchange.request_id)
 
@@ -112,7 +115,7 @@ def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) 
             return ANSWERS[route.handler](server, asked)
         return PAGES[route.handler](server, **({"name": name} if name is not None else {}))
     except ServingError as error:
-        exchange.finish(error.status, error.message)
+        exchange.finish(error.status, error.logged)
         return error_answer(dialect, error)
     except ClientGone:
         exchange.finish(Aborted.status, "the client went away")
@@ -147,7 +150,7 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
         request_id=request_id_from(request.headers.get(REQUEST_ID)),
         method=request.method,
         path=request.path,
-        trace=tracer.context(request.headers.get("traceparent")),
+        trace=tracer.context(request.headers.get("traceparent"), request.headers.get("tracestate")),
         tracer=tracer,
     )
 
@@ -155,6 +158,8 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
 def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks for keys."""
     if server.keys is None:
+        if scope == "manage":
+            _check_site(server)
         return ANONYMOUS
     scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret:
@@ -164,6 +169,18 @@ def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     return caller
 
 
+def _check_site(server: Server) -> None:
+    """Without keys, a page in a browser on this machine could change endpoints: with a plain form from its own site, or
+    under its own name made to mean this address. Raises ``PermissionDenied``."""
+    origin, host = request.headers.get("Origin"), request.host
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise PermissionDenied("Origin: this server asks for no keys, so it is not managed from pages of other sites")
+    name = urlsplit(f"//{host}").hostname or ""
+    own = server.settings.host
+    if is_loopback(own) and not is_loopback(name) and name != own:
+        raise PermissionDenied("Host: this server asks for no keys, so it is managed by a name of this machine only")
+
+
 def _unrouted(error: HTTPException) -> Response:
     """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
     refused = _refusal(error)
@@ -171,7 +188,7 @@ def _unrouted(error: HTTPException) -> Response:
     exchange = _exchange()
     if isinstance(refused, MethodNotAllowed) and (allowed := getattr(error, "valid_methods", None)):
         answer.headers["Allow"] = ", ".join(sorted(allowed))
-    exchange.finish(answer.status, refused.message)
+    exchange.finish(answer.status, refused.logged)
     return _response(answer, exchange.request_id)
 
 

@@ -29,9 +29,17 @@ class Resolved(Struct, frozen=True, kw_only=True):
     uri: str = ""
 
     def settings(self, overrides: dict[str, Any]) -> EngineSettings:
-        """The saved engine settings under ``overrides``. Raises ``PackagingError``."""
+        """The saved engine settings under ``overrides``. Raises ``PackagingError``.
+
+        A model does not grant itself ``trust_remote_code``: who writes to a registry is not who runs its servers.
+        """
         own = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
         saved = {k: v for k, v in self.config.items() if k in own and v is not None}
+        if saved.get("trust_remote_code") and "trust_remote_code" not in overrides:
+            raise PackagingError(
+                "the model was logged with trust_remote_code: it brings code of its own, which runs only where the "
+                "server is started with -C trust_remote_code=true"
+            )
         try:
             return EngineSettings.read(saved | overrides)
         except InvalidField as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ def exporting(directory: Path, settings: ServerSettings) -> Iterator[None]:
         yield
         return
     command = [sys.executable, "-m", "mlflow_llm.serving.web.trace_exporter", str(directory), settings.trace_experiment]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    # MLflow imports LiteLLM where it is installed, which would ask a server of its own for prices
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tempfile
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ..checked import Checked
-from ..errors import PackagingError
+from ..errors import InvalidField, PackagingError
 from ..settings import Bytes, Count, CountOrZero, Seconds, SecondsOrZero
 
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
+DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
 class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +58,26 @@ class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0
     trace_content: bool = False
     trace_experiment: str = "mlflow-llm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.require_keys and self.database is None:
+            raise InvalidField("require_keys", True, "false without --database, which has the keys")
+
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether other machines may use it without a key."""
+        return not self.require_keys and not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def default_state_dir() -> Path:

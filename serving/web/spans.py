@@ -7,7 +7,7 @@ from typing import Any
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from .tracing import SpanRecord
 
@@ -17,9 +17,10 @@ SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDI
 def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:
     """``record`` as a finished OpenTelemetry span."""
     trace_id = int(record.trace.trace_id, 16)
+    state = TraceState.from_header([record.trace.state]) if record.trace.state else None
 
     def context(span_id: str, remote: bool) -> SpanContext:
-        return SpanContext(trace_id, int(span_id, 16), remote, TraceFlags(TraceFlags.SAMPLED))
+        return SpanContext(trace_id, int(span_id, 16), remote, TraceFlags(TraceFlags.SAMPLED), state)
 
     first = [] if record.first_ns is None else [Event("gen_ai.first_token", {}, timestamp=record.first_ns)]
     return ReadableSpan(

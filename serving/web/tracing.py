@@ -23,17 +23,20 @@ from . import metrics
 
 SOCKET = "traces.sock"
 MAX_QUEUED = 1000  # records in the worker's queue, and again in the exporter's
+MAX_STATE = 512  # characters, which W3C asks to carry at least
 MAX_CONTENT = 64 * 2**10  # bytes of a body, characters of a reply that a span carries
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 class TraceContext(NamedTuple):
-    """Ids in lower-case hex: 32 digits the trace's, 16 a span's. ``parent_id`` is the caller's span."""
+    """Ids in lower-case hex: 32 digits the trace's, 16 a span's. ``parent_id`` is the caller's span, ``state`` its
+    ``tracestate``."""
 
     trace_id: str
     span_id: str
     parent_id: str | None
     sampled: bool
+    state: str = ""
 
 
 class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,7 +63,7 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     replies: list[tuple[str, str | None]] | None = None
 
 
-def parse(traceparent: str | None) -> TraceContext | None:
+def parse(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
     """The caller's trace with a new span id of ours; None without a valid header, as the W3C recommendation asks."""
     found = _TRACEPARENT.fullmatch(traceparent.strip()) if traceparent and len(traceparent) < 200 else None
     if found is None:
@@ -68,7 +71,8 @@ def parse(traceparent: str | None) -> TraceContext | None:
     version, trace_id, parent_id, flags, rest = found.groups()
     if version == "ff" or (version == "00" and rest) or not int(trace_id, 16) or not int(parent_id, 16):
         return None
-    return TraceContext(trace_id, os.urandom(8).hex(), parent_id, bool(int(flags, 16) & 1))
+    state = tracestate if tracestate and len(tracestate) <= MAX_STATE else ""
+    return TraceContext(trace_id, os.urandom(8).hex(), parent_id, bool(int(flags, 16) & 1), state)
 
 
 class Tracer:
@@ -84,9 +88,9 @@ class Tracer:
         self._send = send
         self._encoder = msgspec.msgpack.Encoder()
 
-    def context(self, traceparent: str | None) -> TraceContext | None:
+    def context(self, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
         """The ids of a request; None where it has none."""
-        found = parse(traceparent)
+        found = parse(traceparent, tracestate)
         if self.sample == 0:
             return found._replace(sampled=False) if found else None
         if found is not None:

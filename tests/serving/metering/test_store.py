@@ -4,6 +4,7 @@ import contextlib
 import re
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -64,6 +65,12 @@ def other_program(path: Path) -> None:
         connection.commit()
 
 
+def other_program_without_migrations(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE songs (title TEXT)")
+        connection.commit()
+
+
 def later_version(path: Path) -> None:
     Store(f"sqlite:///{path}").close()
     with contextlib.closing(sqlite3.connect(path)) as connection:
@@ -77,6 +84,7 @@ def later_version(path: Path) -> None:
         (Path.mkdir, "unable to open database file"),
         (lambda path: path.write_text("no database" * 1000), "file is not a database"),
         (other_program, "is another program's database"),
+        (other_program_without_migrations, "is another program's database"),
         (later_version, "was made by a later version of mlflow-llm"),
     ],
 )
@@ -90,6 +98,17 @@ def test_files_that_are_no_store(made, reason, tmp_path):
         Store(url)
     assert time.monotonic() - began < 5
     assert (file.is_file() and file.read_bytes()) == before
+
+
+def test_a_new_file_is_for_its_owner_alone(tmp_path):
+    """It holds hashes of keys and everybody's ledger; SQLite's other files take its mode over."""
+    file = tmp_path / "x.db"
+    store = Store(f"sqlite:///{file}")
+    store.read(lambda connection: connection.execute(sa.text("SELECT 1")).all())
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    store.close()
+    assert len(modes) == 3
+    assert set(modes.values()) == {0o600}
 
 
 def test_a_database_that_others_hold_is_waited_for(tmp_path):

@@ -97,6 +97,28 @@ def test_what_cannot_be_created_is_refused_by_name(managed, body: object, status
     assert client.get(API).json == {"endpoints": []}
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "127.0.0.1:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "null"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+    ],
+)
+def test_pages_of_other_sites_do_not_manage_a_server_without_keys(
+    managed: Callable[..., FlaskClient], headers: dict[str, str], status: int
+) -> None:
+    """A browser sends a plain form anywhere, and a name can be made to mean this machine."""
+    client = managed()
+    answer = client.post(API, json=CHAT, headers=headers, base_url=f"http://{headers.get('Host', 'localhost')}")
+    assert answer.status_code == status, answer.json
+    assert len(client.get(API).json["endpoints"]) == (status == 200)
+
+
 def test_a_reserve_without_a_ledger_is_refused_by_its_place() -> None:
     """By the field that asked for it, before a model is looked for."""
     for asked in ({"min_provisioned_throughput": 5}, {"max_provisioned_throughput": 5}):

@@ -15,6 +15,7 @@ from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.web.entry import Resolved
 
 CODE = """
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_code_of_a_tokenizer(instant_bundle: Bundle, tmp_path: Path, marker: Pat
     assert not marker.exists()
     TextModel(bundle, trust_remote_code=True)
     assert marker.exists()
+
+
+def test_a_model_does_not_grant_itself_its_code(tiny_bundle: Bundle) -> None:
+    """What it was logged with is refused by name on a server, unless its command line says that it may, or may not."""
+    model = Resolved(bundle=tiny_bundle, config={"trust_remote_code": True})
+    with pytest.raises(PackagingError, match="-C trust_remote_code=true"):
+        model.settings({})
+    assert model.settings({"trust_remote_code": True}).trust_remote_code
+    assert not model.settings({"trust_remote_code": False}).trust_remote_code
 
 
 @pytest.mark.parametrize(

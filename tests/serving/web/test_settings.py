@@ -237,3 +237,33 @@ def test_state_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "reading the models" not in done.output
     expected = f"the state directory {tmp_path}/file/mlflow-llm/ledger cannot be written (Not a directory)"
     assert str(done.exception).startswith(expected)
+
+
+def test_keys_that_nobody_could_have_are_refused(tmp_path: Path) -> None:
+    """Wherever they are asked for: a server that asks for keys and has none would let everybody in."""
+    reason = "require_keys: True is not allowed; expected false without --database"
+    with pytest.raises(InvalidField, match=reason):
+        ServerSettings(require_keys=True)
+    assert reason in told(invoke("serve", "-m", "models:/x/1", "--require-keys"))
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"endpoints": [], "settings": {"require_keys": True}}))
+    assert reason in told(invoke("serve", "--spec", str(spec)))
+
+
+def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
+    """They would have no effect; one of them is --require-keys."""
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"endpoints": []}))
+    done = invoke("serve", "--spec", str(spec), "--require-keys", "--port", "28999")
+    assert done.exit_code == 2
+    assert "--port, --require-keys: --spec says it all" in done.output
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
+)
+def test_who_reaches_a_server_without_keys(host: str, is_open: bool) -> None:
+    """Beyond this machine there is a warning, but where keys are asked for."""
+    assert ServerSettings(host=host).is_open_to_others == is_open
+    assert not ServerSettings(host=host, database="sqlite:///x.db", require_keys=True).is_open_to_others

@@ -50,6 +50,16 @@ def test_a_header_is_continued() -> None:
     assert not later.sampled
 
 
+def test_the_callers_state_goes_on() -> None:
+    """``tracestate`` is carried with the context, as the recommendation asks, up to its 512 characters."""
+    found = Tracer(1.0, send=[].append).context(HEADER, "vendor=a,other=b")
+    assert found is not None
+    assert found.state == "vendor=a,other=b"
+    longest = parse(HEADER, "v=" + "a" * 511)
+    assert longest is not None
+    assert longest.state == ""
+
+
 def test_sampling() -> None:
     """Off by default, whatever a caller says; on, the caller decides, else the share of requests."""
     assert Tracer().context(None) is None
