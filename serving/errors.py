@@ -13,6 +13,7 @@
     │   ├── AlreadyExists        409
     │   ├── Conflict             409  legal in another state (an update while one runs)
     │   ├── PayloadTooLarge      413
+    │   ├── EndsEngines          422  one engine after the other died on it
     │   └── LimitExceeded        429  a rate, token or money limit; says which and until when
     ├── Unavailable              503  try again after ``retry_after`` seconds
     │   ├── Overloaded           503  the queue is full
@@ -71,6 +72,11 @@ class ServingError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    @property
+    def logged(self) -> str:
+        """The message for logs and traces, which keep nothing of what a prompt may say."""
+        return self.message
+
 
 class RequestError(ServingError):
     kind = "bad_request"
@@ -81,9 +87,19 @@ class InvalidField(RequestError):
     """``InvalidField("temperature", -1, "a number in [0, 2]")``."""
 
     kind = "invalid_field"
+    _told, _allowed = "", ""  # of one that crossed a process
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field}: {shown(value)} is not allowed; expected {allowed}", param=field)
+        self._told = shown(value) if value is None or isinstance(value, bool | int | float) else "the value"
+        self._allowed = allowed
+
+    @property
+    def logged(self) -> str:
+        """Numbers are shown; of texts, lists and objects only the field is named."""
+        if not self._allowed:
+            return f"{self.param}: not allowed" if self.param else self.kind
+        return f"{self.param}: {self._told} is not allowed; expected {self._allowed}"
 
     def rename(self, field: str) -> None:
         """Name another field: where a value stands is known to whoever called its reader."""
@@ -128,6 +144,13 @@ class Conflict(RequestError):
 class PayloadTooLarge(RequestError):
     kind = "payload_too_large"
     status = 413
+
+
+class EndsEngines(RequestError):
+    """Not ``Unavailable``: clients send that again by themselves, and the engine that others share would end again."""
+
+    kind = "ends_engines"
+    status = 422
 
 
 class LimitExceeded(RequestError):

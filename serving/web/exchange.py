@@ -57,7 +57,8 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)
 
     def accept(self, request: ValidRequest, body: bytes) -> None:
-        """Take note of a request that was found valid, and of its ``body`` where content is traced."""
+        """Take note of a request that was found valid, and of its ``body`` where content is traced. Not before: what
+        a caller merely names (an adapter) must not become a label of the metrics."""
         self.task, self.adapter, self.stream = request.task, request.adapter or "", request.stream
         self.reply_id, self.prompt_tokens = request.request_id, request.num_prompt_tokens
         if self.tracer.content and self.trace is not None and self.trace.sampled:

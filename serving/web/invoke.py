@@ -80,7 +80,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     size = len(incoming.body)
     raw = server.offload(size, _decode, incoming)
     endpoint, raw = _address(server.endpoints, incoming, raw)
-    exchange.endpoint, exchange.adapter, exchange.stream = endpoint.name, raw.adapter or "", raw.stream
+    exchange.endpoint, exchange.stream = endpoint.name, raw.stream
     exchange.user = raw.user and raw.user[:MAX_USER]
     exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
@@ -255,7 +255,7 @@ class Stream:
     def _fail(self, error: ServingError) -> bytes:
         self._over = True
         self.release(error)
-        self._exchange.finish(error.status, error.message)
+        self._exchange.finish(error.status, error.logged)
         data: bytes = self._encoder.error(error)
         return data
 
