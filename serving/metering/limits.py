@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ..errors import InvalidField, LimitExceeded
+from ..errors import InvalidField, LimitExceeded, PermissionDenied, RequestError
 from . import windows
 from .store import Store
 from .tables import folded, ledger, limits, provisioned_minutes
@@ -104,7 +104,9 @@ def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
 
 
 def admit(found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts) -> None:
-    """Raise ``LimitExceeded`` for the limit that holds the caller up longest; return where all have room."""
+    """Return where all limits have room. Else raise, of the limit that holds the caller up longest: ``LimitExceeded``,
+    or where waiting never helps ``RequestError`` (the request alone is too large) or ``PermissionDenied`` (a budget is
+    spent for good, a limit is zero)."""
     worst: tuple[float, Limit, int, int | None] | None = None
     for limit, state in found:
         have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
@@ -121,16 +123,18 @@ def admit(found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts)
 def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int) -> None:
     text = f"{limit.kind}: the {limit.scope}'s limit is {limit.value} {UNITS[limit.kind]}; "
     text += f"{remaining} are left and this request needs {wanted}"
-    if wanted > limit.value:
-        text += ", more than the limit ever allows"
-    elif at is not None:
-        text += f"; try again in {max(1, at - now)} s"
+    # clients retry a 429, some without an end
+    if wanted > limit.value > 0:
+        param = "max_tokens" if limit.kind == "otpm" else None
+        raise RequestError(f"{text}, more than the limit ever allows", param=param)
+    if at is None or limit.value == 0:
+        raise PermissionDenied(text)
     raise LimitExceeded(
-        text,
+        f"{text}; try again in {max(1, at - now)} s",
         limit=limit.kind,
         allowed=limit.value,
         remaining=remaining,
-        retry_after=None if at is None else float(at - now),
+        retry_after=float(at - now),
     )
 
 

@@ -214,7 +214,7 @@ def _fit(
 
 
 def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
-    context = f"the context of this model is {endpoint.context} tokens, prompt and completion together"
+    context = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
     return ContextTooLong(f"{path}: {count} tokens; {context}", param=path)
 
 

@@ -67,8 +67,8 @@ def _max_tokens(raw: RawChat | RawCompletion, endpoint: EndpointView, longest_pr
     if raw.sampling.error_behavior == "truncate":
         return room
     text = (
-        f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and the context of this model is "
-        f"{endpoint.context}, which leaves {room}"
+        f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and this model's maximum context "
+        f"length is {endpoint.context} tokens, which leaves {room}"
     )
     raise ContextTooLong(text, param="max_tokens")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ..dialects.base import Dialect
+from ..dialects.errors import retry_headers
 from ..errors import LimitExceeded, ServingError, Unauthenticated
 from . import ratelimit
 
@@ -46,17 +46,12 @@ def _entries(value: list[Any]) -> Any:
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:
-    """``error`` in the dialect's own words, with the headers that HTTP asks for beside its status.
-
-    ``Retry-After`` is in whole seconds, where the error says when.
-    """
+    """``error`` in the dialect's own words, with the headers that HTTP asks for beside its status."""
     rendered = dialect.error(error)
-    headers = dict(rendered.headers)
+    headers = retry_headers(error) | rendered.headers
     if isinstance(error, LimitExceeded):
         headers |= ratelimit.refused(error)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    if error.retry_after is not None:
-        headers.setdefault("Retry-After", str(max(1, math.ceil(error.retry_after))))
     body = json.dumps(rendered.body, ensure_ascii=True).encode()
     return Answer(status=rendered.status, body=body, headers=headers)

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from mlflow_llm.serving.errors import Aborted, AlreadyExists, InvalidField, LimitExceeded
+from mlflow_llm.serving.errors import Aborted, AlreadyExists, InvalidField, LimitExceeded, RequestError
 from mlflow_llm.serving.metering import Bucket, Limits, Price, Usage, UsageFilter
 from mlflow_llm.serving.metering.limits import check_integrity
 
@@ -117,11 +117,11 @@ def test_retry_after_is_when_it_fits(store, ledger, reserve_of, clock):
 
 
 def test_a_request_that_can_never_fit_says_so(store, ledger, reserve_of):
-    """More than the whole limit: no time to retry after."""
+    """More than the whole limit is no matter of time: clients retry what is."""
     Limits(store).set("key", "key_1", "otpm", 19)
-    with pytest.raises(LimitExceeded, match="more than the limit ever allows") as refused:
+    with pytest.raises(RequestError, match="more than the limit ever allows") as refused:
         ledger.reserve(reserve_of("r1"))
-    assert refused.value.retry_after is None
+    assert (refused.value.status, refused.value.param) == (400, "max_tokens")
 
 
 def test_the_strictest_level_wins(store, ledger, reserve_of):
