@@ -58,12 +58,19 @@ def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
     return name, document["components"]["schemas"][name]
 
 
-def _fields(schema: Schema, prefix: str) -> Iterator[tuple[str, ...]]:
-    """Each property, and those of the objects and lists within, by their paths."""
-    for name, inner in schema.get("properties", {}).items():
-        yield _field(prefix + name, name in schema.get("required", ()), inner)
-        yield from _fields(inner, f"{prefix}{name}.")
-        yield from _fields(inner.get("items", {}), f"{prefix}{name}[].")
+def _fields(schema: Schema, path: str) -> Iterator[tuple[str, ...]]:
+    """Each property, and those of the objects and lists within, by their paths. Of several shapes that an object may
+    have, all properties once; what one of them does without need not be given."""
+    shapes = [shape for shape in (schema, *schema.get("anyOf", ())) if "properties" in shape]
+    required = set.intersection(*(set(shape.get("required", ())) for shape in shapes)) if shapes else set()
+    properties = {name: inner for shape in shapes for name, inner in shape["properties"].items()}
+    for name, inner in properties.items():
+        where = f"{path}.{name}" if path else name
+        yield _field(where, name in required, inner)
+        yield from _fields(inner, where)
+    for shape in (schema, *schema.get("anyOf", ())):
+        if "items" in shape:
+            yield from _fields(shape["items"], f"{path}[]")
 
 
 def _field(name: str, required: bool, schema: Schema) -> tuple[str, ...]:
