@@ -12,7 +12,7 @@ import gevent
 from gunicorn.http.errors import ParseException
 
 from ..errors import PayloadTooLarge, RequestError
-from .running import ClientGone
+from .arrivals import TooSlow
 
 PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
 
@@ -21,7 +21,7 @@ def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
     """The body of the request of ``environ``, of ``limit`` bytes at most.
 
     Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
-    or broken, ``ClientGone`` where the client stops in the middle.
+    or broken, or (status 408) arrives too slowly.
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -31,10 +31,16 @@ def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
         if length is not None:
             return _exactly(environ["wsgi.input"], length)
         return _all(environ["wsgi.input"], limit) if environ.get("wsgi.input_terminated") else b""
-    except TimeoutError:
-        raise ClientGone from None
+    except TooSlow as error:
+        raise _timed_out(str(error)) from None
     except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
+
+
+def _timed_out(message: str) -> RequestError:
+    error = RequestError(message)
+    error.status = 408  # type: ignore[misc]  # HTTP's own; a kind of its own would say no more in any dialect
+    return error
 
 
 def _length(environ: Mapping[str, Any], limit: int) -> int | None:

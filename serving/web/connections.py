@@ -13,21 +13,29 @@ from typing import Any
 import gevent
 from gunicorn.http.body import ChunkedReader
 
+from .arrivals import Arrivals
+
 CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and dropped rather than the connection
 LINGER = 5.0  # seconds
 
 
 class RequestBody:
-    """A request's body for WSGI, in place of gunicorn's, that knows whether its end was reached."""
+    """A request's body for WSGI, in place of gunicorn's, that knows whether its end was reached.
 
-    def __init__(self, request: Any) -> None:
+    What arrives behind its end is the next head's: ``arrivals`` is told.
+    """
+
+    def __init__(self, request: Any, arrivals: Arrivals) -> None:
         self._request = request
+        self._arrivals = arrivals
         self._stream = request.body
         self._chunked = isinstance(request.body.reader, ChunkedReader)
         headers = dict(request.headers)
         self._left = int(headers.get("CONTENT-LENGTH", 0))
         self._optional = "EXPECT" in headers
         self._ended = self._broken = False
+        arrivals.expect_body()
+        self._note_end()
 
     def read(self, size: int) -> bytes:
         """Up to ``size`` bytes; fewer only where no more come."""
@@ -36,7 +44,12 @@ class RequestBody:
         self._broken = broken
         self._left -= len(data)
         self._ended = len(data) < size
+        self._note_end()
         return data
+
+    def _note_end(self) -> None:
+        if self.is_whole:
+            self._arrivals.expect_head()
 
     @property
     def is_whole(self) -> bool:

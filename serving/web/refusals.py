@@ -14,10 +14,12 @@ from gunicorn.http import errors as http
 from ..dialects import DIALECTS
 from ..errors import RequestError
 from . import logs
+from .arrivals import TooSlow
 from .exchange import REQUEST_ID, request_id_from
 from .routes import dialect_of_path, one_slash
 
 REFUSED: tuple[tuple[type[Exception], int, str], ...] = (
+    (TooSlow, 408, "Request Timeout"),
     (http.LimitRequestHeaders, 431, "Request Header Fields Too Large"),
     (http.LimitRequestLine, 414, "URI Too Long"),
     (http.ExpectationFailed, 417, "Expectation Failed"),

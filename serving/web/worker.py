@@ -19,6 +19,7 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from ..errors import ShuttingDown
 from . import logs
+from .arrivals import Arrivals
 from .gate import DRAIN_RETRY_AFTER
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
@@ -34,6 +35,7 @@ class DrainingWorker(GeventWorker):
     """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event."""
 
     wsgi: Any = None  # until it is loaded
+    answering = 0  # requests from their head to the last byte of their answer
 
     def init_process(self) -> None:
         # the arbiter's handlers, inherited, would only note a signal; nothing runs here yet that would have to end well
@@ -54,27 +56,30 @@ class DrainingWorker(GeventWorker):
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
         # instead of the parent's setblocking(1): a peer that neither sends nor takes a byte loses its connection
         client.settimeout(self.server.settings.io_timeout)
-        AsyncWorker.handle(self, listener, client, addr)
+        AsyncWorker.handle(self, listener, Arrivals(client, self.server.settings.io_timeout), addr)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
         from .connections import RequestBody, linger
 
-        req.body = body = RequestBody(req)
+        req.body = body = RequestBody(req, sock)
+        self.answering += 1
         try:
-            super().handle_request(listener_name, req, sock, addr)
+            super().handle_request(listener_name, req, sock.plain, addr)
         except StopIteration:  # how gunicorn says that the connection ends
             if not body.is_whole:
-                linger(sock)
+                linger(sock.plain)
             raise
+        finally:
+            self.answering -= 1
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
         from .connections import linger
         from .refusals import refuse
 
-        if refuse(client, exc, addr[0] if addr else ""):
-            linger(client)
+        if refuse(client.plain, exc, addr[0] if addr else ""):
+            linger(client.plain)
         else:
-            super().handle_error(req, client, addr, exc)
+            super().handle_error(req, client.plain, addr, exc)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.wsgi is None:
@@ -117,17 +122,16 @@ class DrainingWorker(GeventWorker):
     def _drain(self) -> None:
         """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
         self.server.gate.draining = True
-        running = self.server.running
-        logs.event("draining", running=len(running))
+        logs.event("draining", running=self.answering)
         self._wait(self.server.settings.drain_timeout)
-        if left := running.interrupt_all(CUT_SHORT):
+        if left := self.answering:
+            self.server.running.interrupt_all(CUT_SHORT)
             logs.event("drain over", interrupted=left)
             self._wait(FLUSH_SECONDS)
-        gevent.sleep(TICK)  # answers just computed still have to be written
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while len(self.server.running) and time.monotonic() < until:
+        while self.answering and time.monotonic() < until:
             self.notify()
             gevent.sleep(TICK)
 
