@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
 METRICS = "metrics"
 KEEPER_SECONDS = 2.0
+MAX_FILES = 65536
 BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
 
 
@@ -34,6 +36,7 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
 
     ``progress`` is told each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
     """
+    _allow_files()
     with server_directory() as directory:
         (directory / SPEC).write_bytes(msgspec.json.encode(spec))
         (directory / METRICS).mkdir()
@@ -44,6 +47,15 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
                 Application(spec, directory, keeper, progress).run()
         finally:
             os.environ.pop(PROMETHEUS_DIRECTORY, None)
+
+
+def _allow_files() -> None:
+    """As many open files as this process may allow itself: a thousand connections a worker are more than many a default
+    has room for, beside sockets to engines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Keeper:
@@ -77,7 +89,8 @@ class Keeper:
         """Start it again where it has ended, at most every ``KEEPER_SECONDS``."""
         if self._process.poll() is None or time.monotonic() - self._started_at < KEEPER_SECONDS:
             return
-        logs.event("the keeper ended and is started again", level=40, exit_status=self._process.returncode)
+        # without its exit status, which gunicorn has collected with the workers'
+        logs.event("the keeper ended and is started again", level=40)
         self._close_pipes()
         self._process = self._start()
 

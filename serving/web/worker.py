@@ -44,6 +44,12 @@ class DrainingWorker(GeventWorker):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
         super().init_process()
 
+    def init_signals(self) -> None:
+        super().init_signals()
+        # a terminal that closes tells the whole group; the arbiter says what that means
+        for ignored in (signal.SIGHUP, signal.SIGUSR2):
+            signal.signal(ignored, signal.SIG_IGN)
+
     @property
     def server(self) -> Server:
         served: Server = self.wsgi.extensions["mlflow_llm"]
@@ -137,7 +143,9 @@ class DrainingWorker(GeventWorker):
 
 
 class ServerArbiter(Arbiter):
-    """The first SIGTERM drains, the next one stops at once. When it looks at the workers it looks at the keeper too."""
+    """The first SIGTERM drains, the next one stops at once; SIGHUP, of a terminal that closes, drains too. gunicorn's
+    signals for reloading and for more or fewer workers mean nothing: the spec says what is served. When it looks at
+    the workers it looks at the keeper too."""
 
     terminated = False
 
@@ -153,7 +161,19 @@ class ServerArbiter(Arbiter):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
 
+    def init_signals(self) -> None:
+        of_hangup = signal.getsignal(signal.SIGHUP)
+        super().init_signals()
+        if of_hangup is signal.SIG_IGN:  # nohup
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for ignored in (signal.SIGTTIN, signal.SIGTTOU, signal.SIGUSR2):
+            signal.signal(ignored, signal.SIG_IGN)
+
     def signal(self, sig: int, frame: Any) -> None:
+        if sig == signal.SIGHUP:
+            if self.terminated:  # shell and kernel may both say it
+                return
+            sig = signal.SIGTERM
         if sig == signal.SIGTERM and self.terminated:
             sig = signal.SIGQUIT
         self.terminated = self.terminated or sig == signal.SIGTERM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import signal
 import sqlite3
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from instant_model import write_instant_model
 from serving_process import Running, running
 
@@ -70,3 +72,26 @@ def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
         with contextlib.closing(sqlite3.connect(database)) as other:
             rows = other.execute("SELECT status, completion_tokens FROM ledger").fetchall()
         assert rows == [("ok", 3), ("ok", 3)]
+
+
+def test_a_terminal_that_closes(tmp_path: Path) -> None:
+    """SIGHUP comes to arbiter and workers, and twice: what runs is finished. Signals that gunicorn knows for reloading
+    and for more workers change nothing before that."""
+    body = {"model": "assistant", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
+    with running(write_instant_model(tmp_path, step_delay=0.05), drain_timeout=60.0) as server:
+        arbiter = psutil.Process(server.process.pid)
+        family = {process.pid for process in arbiter.children()}
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(status_of(server, body)))
+        asking.start()
+        time.sleep(0.5)
+        for meaningless in (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU):
+            server.process.send_signal(meaningless)
+        workers = [process for process in arbiter.children() if "keeper" not in " ".join(process.cmdline())]
+        for process in (*workers, arbiter, arbiter):
+            process.send_signal(signal.SIGHUP)
+        await_line(server, '"draining"')
+        assert {process.pid for process in arbiter.children()} == family
+        asking.join(60)
+        assert answers == [200]
+        assert server.process.wait(60) == 0
