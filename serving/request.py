@@ -135,7 +135,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``deadline`` is seconds on the wall clock (``time.time()``), None for none. ``priority``: lower runs first.
     ``reserved``: within a provisioned reserve; it runs before all others and its pace is kept whatever else runs.
     ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was cut for
-    ``error_behavior: truncate``. ``sampling`` is None for embeddings.
+    ``error_behavior: truncate``. ``sampling`` is None for embeddings. ``index_by_prompt`` is the endpoint's profile's.
     """
 
     request_id: str
@@ -145,6 +145,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     adapter: str | None = None
     n: int = 1
+    index_by_prompt: bool = False
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -52,10 +52,13 @@ class EngineCore:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request: ValidRequest, client: Client = None) -> None:
-        """Take on a request. What is wrong with it is told by the next step as ``Failed``, never raised."""
+    def add(self, request: ValidRequest, client: Client = None, *, continues: bool = False) -> None:
+        """Take on a request. What is wrong with it is told by the next step as ``Failed``, never raised.
+
+        The queue's bound is for new ones: what ``continues`` was let in before, and its caller may have half of it.
+        """
         try:
-            self._check(request)
+            self._check(request, continues)
             key = self._adapters.key_of(request.adapter)
         except ServingError as error:
             self._entries.refuse(request, client, error)
@@ -67,12 +70,7 @@ class EngineCore:
         now = time.monotonic()
         for index in range(len(request.sequences)):
             sequence = SequenceState(
-                request,
-                index,
-                id=self._next_id,
-                key=key,
-                max_tokens=self.info.max_kv_tokens,
-                arrived_at=now,
+                request, index, id=self._next_id, key=key, max_tokens=self.info.max_kv_tokens, arrived_at=now
             )
             self._next_id += 1
             entry.unfinished[index] = sequence
@@ -82,12 +80,12 @@ class EngineCore:
             if reason is not None:  # resumed at its very end
                 self._finish(sequence, reason)
 
-    def _check(self, request: ValidRequest) -> None:
+    def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._entries:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
-        if (queued := self._entries.ahead_of(request)) >= self.settings.max_queued_requests:
+        if not continues and (queued := self._entries.ahead_of(request)) >= self.settings.max_queued_requests:
             raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
         check_request(request, self.info)
 

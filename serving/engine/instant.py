@@ -78,20 +78,20 @@ class InstantCore:
             pid=os.getpid(),
         )
 
-    def add(self, request: ValidRequest, client: str) -> None:
+    def add(self, request: ValidRequest, client: str, *, continues: bool = False) -> None:
         """Queue a request; what is wrong with it is said by a ``Failed`` event of the next step."""
-        failure = self._refusal(request)
+        failure = self._refusal(request, continues)
         if failure is not None:
             self._outbox.append((client, request.request_id, failure))
         else:
             self._running[request.request_id] = _Running(request, client)
 
-    def _refusal(self, request: ValidRequest) -> Failed | None:
+    def _refusal(self, request: ValidRequest, continues: bool) -> Failed | None:
         if request.request_id in self._running:
             return Failed("already_exists", f"request {request.request_id} is running")
         if request.adapter is not None and request.adapter not in self._adapters:
             return Failed("not_found", f"no adapter {request.adapter!r}", "adapter")
-        if len(self._running) >= self.settings.max_queued_requests:
+        if not continues and len(self._running) >= self.settings.max_queued_requests:
             return Failed("overloaded", "the queue is full", None, 1.0)
         longest = max((len(s.prompt_token_ids) for s in request.sequences), default=0)
         if longest > self.info.max_model_len:

@@ -43,6 +43,10 @@ class Health(Struct, frozen=True, kw_only=True):
     """Forward progress: ``steps`` grows with every forward. "stalled": work is waiting and no step came in time;
     "draining": the engine finishes what it has and ends.
 
+    ``last_step_age`` is seconds, those included in which nothing was heard of the engine, and grows also while it is
+    idle. What runs, waits and is held in the KV cache is 0 where there is no engine; what has been counted (steps and
+    tokens) is the last that was heard, and begins at 0 with each engine process.
+
     ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
     ``reserved_prompt_tokens`` of those read are within a provisioned reserve.
     """
@@ -79,7 +83,11 @@ class EventStream(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Thread-safe: many callers submit at once and are batched together."""
+    """Thread-safe: many callers submit at once and are batched together.
+
+    ``figures()`` is the last ``Health`` of each engine process that there was, by its generation. Callers find it with
+    ``getattr``: an engine that is always the same one may leave it out.
+    """
 
     @property
     def info(self) -> EngineInfo: ...

@@ -16,7 +16,8 @@ class Profile:
 
     ``default_max_tokens`` None: up to the context length. ``strict_turns``: one system message at most and first,
     then user and assistant in turn, ending in user (the Databricks document). ``raw_prompts`` False: completions go
-    through the chat template unless ``use_raw_prompt`` is true. ``allow_n`` is what provisioned endpoints have,
+    through the chat template unless ``use_raw_prompt`` is true. ``index_by_prompt``: a choice's index is its prompt's
+    where the dialect has a document that says so. ``allow_n`` is what provisioned endpoints have,
     ``allow_error_behavior`` what pay-per-token ones have. ``timeout``: seconds a request may take, None for no limit.
     """
 
@@ -27,6 +28,7 @@ class Profile:
     default_system_prompt: str | None = None
     strict_turns: bool = False
     raw_prompts: bool = True
+    index_by_prompt: bool = False
     allow_n: bool = True
     allow_error_behavior: bool = True
     max_stop_strings: int = 64
@@ -38,8 +40,8 @@ class Profile:
 
 
 # The seed of the Databricks document, by the two kinds of its endpoints.
-DATABRICKS_PROVISIONED = Profile(strict_turns=True, raw_prompts=False, allow_error_behavior=False)
-DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, allow_n=False)
+DATABRICKS_PROVISIONED = Profile(strict_turns=True, raw_prompts=False, index_by_prompt=True, allow_error_behavior=False)
+DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, index_by_prompt=True, allow_n=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

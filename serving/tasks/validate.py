@@ -74,6 +74,7 @@ def _generation(raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Hea
         sequences=_sequences(prompts, n, asked.seed),
         sampling=sampling,
         n=n,
+        index_by_prompt=profile.index_by_prompt,
         stop=asked.stop or (),
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,

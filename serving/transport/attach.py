@@ -14,13 +14,17 @@ from .rundir import SOCKET, Sleep, StateDir, check_private
 
 POLL_INTERVAL = 0.03  # seconds
 RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
+GRACE = 2.0  # seconds in which the keeper of an engine that stands still may replace it
 
 
 class Attached:
     """Implements ``finder.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
 
     ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
-    without an engine; one that is loading may take its own time."""
+    without an engine; one that is loading may take its own time.
+
+    An engine that stood still is gone back to where its keeper does not replace it: the keeper may have looked at
+    another time, and the engine may be well again. If it is not, that shows again."""
 
     def __init__(
         self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
@@ -46,9 +50,11 @@ class Attached:
             self._not_before = time.monotonic() + RETRY_INTERVAL
             return self.address
         deadline = time.monotonic() + self.timeout
+        again = time.monotonic() + min(GRACE, self.timeout)
         while not cancelled():
             status = self.state.read_status()
-            if status is not None and status.generation != stalled and self.state.engine_alive:
+            excluded = status is None or (status.generation == stalled and time.monotonic() < again)
+            if status is not None and not excluded and self.state.engine_alive:
                 if status.state == "ready" and self._join():
                     self.generation = status.generation
                     return f"ipc://{self.state.file(SOCKET)}"
@@ -62,7 +68,10 @@ class Attached:
     def _join(self) -> bool:
         assert self.state is not None
         assert self._membership is not None
-        check_private(self.state.path)
+        try:
+            check_private(self.state.path)
+        except FileNotFoundError:  # it has just ended
+            return False
         lock = self.state.lock(sleep=self._sleep)
         try:
             if not self.state.engine_alive:

@@ -29,6 +29,7 @@ from .stream import EventBuffer, Place, RemoteStream
 from .wait import ThreadWait, Wait
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
+AWAY = {"num_running": 0, "num_waiting": 0, "num_reserved": 0, "kv_tokens_used": 0}  # in an engine that is not there
 
 
 class _Call:
@@ -207,9 +208,14 @@ class RemoteEngine:
         """From the last heartbeat, without asking: "starting" while the engine is found or started again."""
         if self._closed or self._link.stopping:
             return Health(status="dead")
-        health = self._state.health
-        status = "stalled" if self._link.stalled else health.status if self._state.welcome else "starting"
-        return msgspec.structs.replace(health, status=status)
+        health, here = self._state.health, self._state.welcome
+        status = "stalled" if self._link.stalled else health.status if here else "starting"
+        nothing = {} if here else AWAY
+        return msgspec.structs.replace(health, status=status, last_step_age=self._link.step_age, **nothing)
+
+    def figures(self) -> dict[str, Health]:
+        """The last heartbeat of each engine process that this client was connected to, by generation."""
+        return self._state.seen
 
     def close(self) -> None:
         """Leave the engine, which ends soon after its last client. Closing twice is harmless."""

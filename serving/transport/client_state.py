@@ -12,14 +12,16 @@ from typing import Protocol
 import msgspec
 
 from ..engine.interface import AdapterInfo, EngineInfo, Health
-from ..errors import EngineDied, ServingError, ShuttingDown, from_kind
+from ..errors import EndsEngines, EngineDied, ServingError, ShuttingDown, from_kind
 from ..events import Event
 from ..request import ValidRequest
 from . import messages as m
 from .running import RunningRequest, Sink
 
 MAX_RESTARTS = 3
+SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone, so that the next death is its own
 DRAIN_RETRY_AFTER = 5.0  # seconds
+SEEN = 16  # engine processes of which the last figures are kept
 
 
 class Waiter(Protocol):
@@ -41,11 +43,14 @@ class ClientState:
         self.info: EngineInfo | None = None
         self.generation = ""
         self.health = Health(status="starting")
+        self.seen: dict[str, Health] = {}  # the last heartbeat of each engine process, by generation
+        self.step_age: float | None = None  # seconds since the last step, told since somebody last looked
         self.closing: str | None = None  # the engine's reason for ending on purpose
         self.lost = False  # the engine does not know us
         self.refused = ""  # why this engine is not for us
         self.moved = True  # whether there was progress since somebody last looked
         self._running: dict[str, RunningRequest] = {}
+        self._alone: RunningRequest | None = None  # the suspect that runs; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._number = 0
 
@@ -78,9 +83,13 @@ class ClientState:
             running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_AFTER))
             return wire_id
         self._running[wire_id] = running
-        if self.welcome:
-            self.outbox.append(m.encode(m.Submit(msgspec.structs.replace(request, request_id=wire_id))))
+        if self.welcome and self._alone is None:
+            self._send(running, msgspec.structs.replace(request, request_id=wire_id))
         return wire_id
+
+    def _send(self, running: RunningRequest, request: ValidRequest) -> None:
+        self.outbox.append(m.encode(m.Submit(request, running.sent)))
+        running.sent = running.submitted = True
 
     def _wire_id(self, request: ValidRequest) -> str:
         return f"{request.request_id}@{self.name}.{self._next()}"
@@ -90,6 +99,7 @@ class ClientState:
         running = self._running.get(wire_id)
         if running is not None:
             self.abort(wire_id)
+            running.submitted = False
             if running.phase == "pausing":
                 running.move("paused")
         return running
@@ -98,9 +108,23 @@ class ClientState:
         """Go on with what another client has released; the id under which it runs from now on."""
         running.wire_id = wire_id = self._wire_id(running.request)
         self._running[wire_id] = running
-        if self.welcome:
+        if self.welcome and self._alone is None:
             self._start(running)
         return wire_id
+
+    def _start_waiting(self) -> None:
+        """Start what is not in the engine: the first suspect alone, all once there is none."""
+        self._alone = None
+        waiting = [running for running in self.running() if not running.submitted or running.phase == "paused"]
+        for suspect in waiting:
+            if suspect.restarts >= SUSPECT_RESTARTS and suspect.phase == "running":
+                self._start(suspect)
+                if not suspect.done:
+                    self._alone = suspect
+                    return
+        for running in waiting:
+            if not running.done:
+                self._start(running)
 
     def _start(self, running: RunningRequest) -> None:
         if running.phase == "running":
@@ -110,15 +134,18 @@ class ClientState:
 
     def abort(self, wire_id: str) -> None:
         """Nobody reads this request any more: what still arrives for it is dropped."""
-        if self._running.pop(wire_id, None) is not None and self.welcome:
+        running = self._running.pop(wire_id, None)
+        if running is not None and self.welcome:
             self.outbox.append(m.encode(m.Abort(wire_id)))
+            if running is self._alone:
+                self._start_waiting()
 
     def finish(self, wire_id: str, index: int) -> None:
         running = self._running.get(wire_id)
         if running is None or index not in running.open:
             return
         running.ending.add(index)
-        if self.welcome and running.phase != "paused":
+        if running.submitted and running.phase != "paused":
             self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
 
     def _pause(self, running: RunningRequest) -> None:
@@ -136,7 +163,7 @@ class ClientState:
             self._go_on(running)
 
     def _go_on(self, running: RunningRequest) -> None:
-        if running.phase == "paused" and running.wanted and self.welcome:
+        if running.phase == "paused" and running.wanted and self.welcome and self._alone is None:
             running.move("running")
             self._resubmit(running)
 
@@ -165,13 +192,13 @@ class ClientState:
         message = m.decode_for_client(frame)
         match message:
             case m.Events():
-                self.moved = True
+                self.moved, self.step_age = True, 0.0
                 for wire_id, event in message.items:
                     self._deliver(wire_id, event)
             case m.Heartbeat(health):
                 idle = health.num_running + health.num_waiting == 0
                 self.moved = self.moved or idle or health.steps != self.health.steps
-                self.health = health
+                self._note(health)
             case m.Answer():
                 self.moved = True
                 self._answer(message)
@@ -182,6 +209,11 @@ class ClientState:
             case m.Stranger(reason):
                 self.lost = True
                 self.refused = "" if self.welcome else reason
+
+    def _note(self, health: Health) -> None:
+        self.health, self.step_age = health, health.last_step_age
+        if self.welcome:
+            self.seen = dict([*(self.seen | {self.generation: health}).items()][-SEEN:])  # a new one: others read it
 
     def _deliver(self, wire_id: str, event: Event) -> None:
         running = self._running.get(wire_id)
@@ -194,6 +226,8 @@ class ClientState:
             self._pause(running)
         else:
             self._go_on(running)
+        if running is self._alone:
+            self._start_waiting()
 
     def _answer(self, message: m.Answer) -> None:
         call = self._calls.pop(message.call, None)
@@ -210,9 +244,9 @@ class ClientState:
             self.lost = True
             self.refused = f"the engine has another model: its content hash is {there[:12]}, expected {here[:12]}"
             return
-        self.generation, self.info, self.health = message.generation, message.info, message.health
-        for running in self.running():
-            self._start(running)
+        self.generation, self.info = message.generation, message.info
+        self._note(message.health)
+        self._start_waiting()
         for call, _ in self._calls.values():
             self.outbox.append(m.encode(call))
 
@@ -222,7 +256,7 @@ class ClientState:
         if request is None:
             del self._running[running.wire_id]
         else:
-            self.outbox.append(m.encode(m.Submit(request)))
+            self._send(running, request)
 
     # when the line is gone
 
@@ -230,18 +264,20 @@ class ClientState:
         """The engine died: calls that change it fail, requests wait.
 
         A request without an event through ``MAX_RESTARTS`` restarts in a row is given up; a connection that never had
-        a welcome is no restart.
+        a welcome is no restart, nor is one for a request that waited while another ran alone.
         """
-        had_engine, self.generation = self.welcome, ""
+        self.generation, self._alone = "", None
         self.outbox.clear()
         for wire_id, running in list(self._running.items()):
+            was_there, running.submitted = running.submitted, False
             if running.phase == "pausing":
                 running.move("paused")
             if running.phase == "paused":
                 continue
-            running.restarts += had_engine
+            running.restarts += was_there
             if running.restarts > MAX_RESTARTS:
-                running.fail(EngineDied(f"the engine died {running.restarts} times in a row on this request"))
+                told = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
+                running.fail(EndsEngines(told))
                 del self._running[wire_id]
         for number, (call, waiter) in list(self._calls.items()):
             if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
@@ -250,7 +286,7 @@ class ClientState:
 
     def fail_all(self, error: ServingError) -> None:
         """End every request and call with ``error``."""
-        running, self._running = self._running, {}
+        running, self._running, self._alone = self._running, {}, None
         for request in running.values():
             request.fail(error)
         calls, self._calls = self._calls, {}

@@ -16,8 +16,8 @@ class Finder(Protocol):
     secret: bytes | None
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
-        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "".
-        Raises ``PackagingError`` or ``ServingError``."""
+        """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "";
+        ``cancelled`` is asked often. Raises ``PackagingError``, ``ServingError``, or OSError, which may pass."""
         ...
 
     def alive(self) -> bool: ...

@@ -23,7 +23,7 @@ from ..bundle import Bundle
 from ..errors import EngineDied, PackagingError, ShuttingDown
 from ..settings import EngineSettings
 from .auth import check_address, read_key
-from .locks import try_acquire
+from .locks import FileLock, acquire
 from .membership import Membership
 from .process import ENGINE_CORE, Spec
 from .rundir import (
@@ -41,6 +41,7 @@ from .rundir import (
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
+LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: who only looks whether it is held holds it for a moment
 PROCESS_MODULE = f"{_serving_package}.transport.process"
 
 
@@ -130,12 +131,11 @@ class Launcher:
             raise
         self._say("ready")
         self.generation = generation
-        check_private(self.state.path)
         return f"ipc://{self.state.file(SOCKET)}"
 
     def _wait(self, generation: str, deadline: float, cancelled: Callable[[], bool]) -> str | None:
         """The generation that became ready, None for one that was ready and has ended. Raises as ``find`` does."""
-        while not self._is_ready(generation):
+        while not self._is_ready(generation) or not self._is_private():
             if cancelled():
                 raise ShuttingDown("the client was closed")
             if time.monotonic() > deadline:
@@ -149,6 +149,13 @@ class Launcher:
             status = self.state.read_status()  # another may have started it anew in the meantime
             generation = status.generation if status else generation
         return generation
+
+    def _is_private(self) -> bool:
+        try:
+            check_private(self.state.path)
+        except FileNotFoundError:  # the engine has just ended
+            return False
+        return True
 
     def _join(self, stalled: str) -> str:
         """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
@@ -180,9 +187,7 @@ class Launcher:
     def _start(self) -> str:
         """Start an engine process that holds the engine lock from its first moment: we take it and hand it down."""
         generation = uuid.uuid4().hex
-        lock = try_acquire(self.state.engine_lock_path)
-        if lock is None:
-            raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0)
+        lock = self._engine_lock()
         fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``locks``
         spec = Spec(
             bundle=self.bundle,
@@ -201,7 +206,10 @@ class Launcher:
             self.state.write_json("spec.json", spec)
             self.state.write_json("status.json", Status(state="loading", generation=generation, pid=0))
             with open(self.state.file("engine.log"), "ab") as log:
-                command = [sys.executable, "-P", "-m", PROCESS_MODULE, self.state.file("spec.json")]
+                # the package has imported the module before it is run: no words about that, which would be the log's
+                # last line where an engine is killed while it loads
+                quiet = ["-W", "ignore::RuntimeWarning:runpy"]
+                command = [sys.executable, "-P", *quiet, "-m", PROCESS_MODULE, self.state.file("spec.json")]
                 subprocess.run(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -218,6 +226,13 @@ class Launcher:
             os.close(fd)
             lock.give_away()
         return generation
+
+    def _engine_lock(self) -> FileLock:
+        path, remake = self.state.engine_lock_path, self.state.prepare
+        try:
+            return acquire(path, make_parent=remake, sleep=self._sleep, timeout=LOCK_TIMEOUT)
+        except TimeoutError:
+            raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0) from None
 
     def _is_ready(self, generation: str) -> bool:
         """Raises ``PackagingError`` or ``EngineDied`` where the engine has failed."""

@@ -23,12 +23,16 @@ class Line:
         self.endpoint = endpoint
         self.connected = self._broken = False
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        if secret is not None:
-            secure_client(self._socket, secret)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.setsockopt(zmq.SNDHWM, 0)
+            self._socket.setsockopt(zmq.RCVHWM, 0)
+            if secret is not None:
+                secure_client(self._socket, secret)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self._socket.connect(endpoint)
+        except BaseException:  # no descriptors are left: one that stayed open would keep the context from ending
+            self._socket.close(0)
+            raise
         self._monitor_fd: int = self._monitor.FD
         self.fds: tuple[int, int] = (self._socket.FD, self._monitor_fd)
         self.is_broken()  # a descriptor tells nothing of what comes before the first look

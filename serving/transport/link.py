@@ -16,11 +16,12 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ..errors import PackagingError, ServingError, ShuttingDown, Unavailable
+from ..errors import ServingError, ShuttingDown, Unavailable
 from . import messages as m
 from .client_state import ClientState, died
 from .finder import Finder
 from .line import Line
+from .search import NOT_FOUND, Search
 from .wait import Wait
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Link:
     ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are
     seconds without an engine, even one that loads: ``timeout`` before the first welcome, ``away_timeout`` after which
     what waits for the next one fails. None is as long as it takes. ``cancelled`` ends the wait for the first welcome.
+    ``troubled``: see ``search.Search``.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class Link:
         timeout: float | None = None,
         away_timeout: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        troubled: Callable[[str], object] = lambda message: None,
     ) -> None:
         self.timeout, self.away_timeout, self._cancelled = timeout, away_timeout, cancelled
         self.wait, self.finder, self.state, self.keep, self.rest = wait, finder, state, keep, rest
         self.stall_timeout = stall_timeout
+        self._search = Search(troubled)
         self.stopping = False
         self.stalled = False
         self._commands: deque[Command] = deque()
@@ -69,8 +73,9 @@ class Link:
         self._context = zmq.Context()
         self._line: Line | None = None
         self._still = 0.0  # seconds without progress, as counted by this loop's own turns
+        self.step_age = 0.0  # seconds since the engine's last step that is known of; grows while the engine is silent
         self._turned_at = self._pinged_at = self._looked_at = 0.0
-        self._failures = self._dead_turns = self._refusals = 0
+        self._dead_turns = self._refusals = 0
         self._endpoint = ""
         self._away = 0.0  # seconds without an engine, as ``_still``
         self._told = ""
@@ -124,8 +129,7 @@ class Link:
             raise
         finally:
             self.stopping = True
-            self._run_commands()
-            self.state.fail_all(error)
+            self._fail_all(error)
             self.close()
 
     def close(self) -> None:
@@ -153,20 +157,28 @@ class Link:
     def _reconnect(self) -> None:
         try:
             self._connect(self.finder.generation if self.stalled else "")
-            self._failures = 0
-        except (ServingError, PackagingError) as error:
-            logger.warning("no engine: %s", error)
-            told = error if isinstance(error, ServingError) else died(str(error))
-            self.state.fail_all(told)
-            self._failures += 1
+            self._search.found()
+        except NOT_FOUND as error:
+            if told := self._search.failed(error):
+                self._fail_all(told)
+
+    def _fail_all(self, error: ServingError) -> None:
+        """Behind the commands: what was handed over to another engine is not ours to fail."""
+        self._run_commands()
+        self.state.fail_all(error)
 
     def _connect(self, stalled: str) -> None:
-        self._endpoint = self.finder.find(stalled, lambda: self.stopping)
+        self._endpoint = self.finder.find(stalled, self._is_over)
         self.stalled = False
         self._line = Line(self._context, self._endpoint, self.finder.secret)
         self.wait.watch([self._wake_read, *self._line.fds])
         self._still = 0.0
         self.state.hello(self.finder.client_id)
+
+    def _is_over(self) -> bool:
+        """Asked again and again by a search, which may take minutes: what runs here may be handed over meanwhile."""
+        self._run_commands()
+        return self.stopping
 
     def _disconnect(self, linger: int = 0) -> None:
         if self._line is None:
@@ -193,9 +205,11 @@ class Link:
         passed = min(now - self._turned_at, 2 * TURN)
         self._turned_at = now
         self._still += passed
+        self.step_age += passed
         if self.state.welcome:
             self._away = 0.0
-        elif self._line is None or not self._line.connected:
+        # of this host an engine is connected to when it is ready: one that then gives no welcome hangs
+        elif self._line is None or not self._line.connected or (self.finder.secret is None and self.state.info):
             self._away += passed
 
     def _tell_absence(self) -> None:
@@ -209,7 +223,7 @@ class Link:
             logger.warning("%s", reason)
         if self.away_timeout is not None and self._away > self.away_timeout:
             self._away = 0.0
-            self.state.fail_all(Unavailable(self._refused() or "the engine is not running", retry_after=RETRY_AFTER))
+            self._fail_all(Unavailable(self._refused() or "the engine is not running", retry_after=RETRY_AFTER))
 
     def _is_dead(self) -> bool:
         """The broken connection says it first, behind the last message; this is for one that does not break."""
@@ -229,7 +243,8 @@ class Link:
 
     def _pause(self) -> bool:
         """Wait for something to do; whether the connection has broken."""
-        ready = self.wait.wait(min(TURN * 2**self._failures, 5.0) if self._line is None and self.keep else TURN)
+        searching = self._line is None and (self.keep or self.state.busy)
+        ready = self.wait.wait(self._search.pause if searching else TURN)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
@@ -269,6 +284,8 @@ class Link:
         now = self._turned_at
         if self.state.moved:
             self.state.moved, self._still = False, 0.0
+        if self.state.step_age is not None:
+            self.step_age, self.state.step_age = self.state.step_age, None
         if self._line is None or not (self.state.busy or self.keep or not self.state.welcome):
             return
         if self._still > self.stall_timeout:

@@ -7,6 +7,7 @@ that the child never keeps its parent's lock alive.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable
 
 POLL_INTERVAL = 0.02
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class FileLock:
@@ -111,11 +113,14 @@ def acquire(
 
 
 def is_held(path: str) -> bool:
-    """Whether some process (this one included) holds the lock on ``path``; a missing file is not held."""
+    """Whether some process (this one included) holds the lock on ``path``; a missing file is not held.
+
+    Looking takes a free lock for a moment: ``acquire`` tries again, ``try_acquire`` may take it for held. Where no file
+    can be opened it is called held: who lives must not be taken for dead."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in EXHAUSTED
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, for the sake of a child forked just now

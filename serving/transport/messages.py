@@ -33,7 +33,10 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
+    """``continues``: an engine was given this request before, whether or not any token came of it."""
+
     request: ValidRequest
+    continues: bool = False
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):

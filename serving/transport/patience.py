@@ -35,17 +35,19 @@ class PatientLauncher(Launcher):
         super().__init__(*args, **options)
         self._over = over
         self._backoff = Backoff()
-        self._found_at: float | None = None
+        self._has_looked = False
+        self._found_at: float | None = None  # by the last search; None where it found nothing, however long it took
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         def ended() -> bool:
             return self._over() or cancelled()
 
-        if self._found_at is not None:
-            until = time.monotonic() + self._backoff.died_after(time.monotonic() - self._found_at)
+        if self._has_looked:
+            lived = 0.0 if self._found_at is None else time.monotonic() - self._found_at
+            until = time.monotonic() + self._backoff.died_after(lived)
             while time.monotonic() < until and not ended():
                 time.sleep(TURN)
-        self._found_at = time.monotonic()
+        self._has_looked, self._found_at = True, None
         found = super().find(stalled, ended)
         self._found_at = time.monotonic()
         return found

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         signal.signal(ending, _interrupt_load)
     try:
         state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
-        return _serve(spec, state)
+        return _serve(spec, state, lock)
     except Terminated:
         state.remove(state.lock(timeout=10.0))
         return 0
@@ -83,7 +83,7 @@ def _interrupt_load(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _serve(spec: Spec, state: StateDir) -> int:
+def _serve(spec: Spec, state: StateDir, lock: FileLock) -> int:
     _set_threads(spec.settings)
     import zmq
 
@@ -94,7 +94,16 @@ def _serve(spec: Spec, state: StateDir) -> int:
     module, _, name = spec.core.partition(":")
     core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
     info = msgspec.structs.replace(core.info, pid=os.getpid())
-    server = EngineServer(core, spec.settings, state, socket, info, spec.generation, drain_timeout=spec.drain_timeout)
+    server = EngineServer(
+        core,
+        spec.settings,
+        state,
+        socket,
+        info,
+        spec.generation,
+        drain_timeout=spec.drain_timeout,
+        in_place=lambda: lock.is_current,
+    )
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))

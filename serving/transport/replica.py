@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..engine.interface import Engine
-from ..errors import PackagingError, ServingError, ShuttingDown
+from ..errors import EngineDied, ShuttingDown
 from .client import RemoteEngine
 from .engine_model import EngineModel
 from .finder import Finder
-from .patience import FIRST_PAUSE, LONGEST_PAUSE
+from .patience import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
+from .search import NOT_FOUND
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Replica:
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
         self._proofs = 0
+        self._trouble = ""  # why the engine, that has been there, is not found
+        self._ready_since: float | None = None
 
         def make() -> Finder:
             return model.finder(index, state_dir, self._over)
@@ -76,30 +79,43 @@ class Replica:
 
     def _over(self) -> bool:
         with self._lock:
-            over = self._stopping or (self._draining and not self._in_use(self.address))
+            over = self._stopping or (self._draining and not self._is_used())
             self._is_over = self._is_over or over
             return self._is_over
+
+    def _is_used(self) -> bool:
+        try:
+            return self._in_use(self.address)
+        except OSError:  # nobody can say
+            return True
 
     def _run(self) -> None:
         pause = FIRST_PAUSE
         try:
             while not self._over():
+                self._ready_since = None
                 try:
                     self._keep()
-                except (ServingError, PackagingError, OSError) as error:
+                except NOT_FOUND as error:
                     if self._is_over and isinstance(error, ShuttingDown):
                         return
                     logger.warning("engine at %s: %s", self.address, error)
                     self.message = str(error)
                     self._set("failed")
+                    if self._was_healthy():
+                        pause = FIRST_PAUSE
                     self._sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
         finally:
             self._is_over = True
             self._ended(self)
 
+    def _was_healthy(self) -> bool:
+        return self._ready_since is not None and time.monotonic() - self._ready_since >= HEALTHY_LIFE
+
     def _keep(self) -> None:
-        """Returns when it is over; raises what keeps the engine from running."""
+        """Returns when it is over; raises what keeps the engine from running, but for what its client tries again."""
+        self._trouble = ""
         engine = RemoteEngine(
             self._make,
             stall_timeout=self._model.settings.stall_timeout,
@@ -108,14 +124,17 @@ class Replica:
             away_timeout=AWAY_TIMEOUT,
             cancelled=self._over,
             content_hash=self._model.bundle.content_hash,
+            troubled=self._troubled,
         )
         self.engine = engine
         proven = ""
         try:
             while not self._over():
-                generation = engine.generation
-                if engine.health().status != "ready":
-                    self._set("starting")
+                generation, status = engine.generation, engine.health().status
+                if status == "dead":
+                    raise EngineDied("the engine's client has ended")
+                if not generation or status != "ready":
+                    self._wait()
                 elif generation != proven:
                     self._set("starting")
                     self._proofs += 1
@@ -123,6 +142,7 @@ class Replica:
                     proven, self.message = generation, ""
                 else:
                     self._set("draining" if self._draining else "ready")
+                    self._ready_since = self._ready_since or time.monotonic()
                     time.sleep(TURN)
                     continue
                 time.sleep(TURN / 10)
@@ -130,10 +150,18 @@ class Replica:
             self.engine = None
             engine.close()
 
+    def _troubled(self, message: str) -> None:
+        self._trouble = message
+
+    def _wait(self) -> None:
+        """Its client looks for the engine, and starts it again."""
+        self.message = self._trouble or self.message
+        self._set("failed" if self._trouble else "starting")
+
     def _set(self, state: ReplicaState) -> None:
         if state != self.state:
             self.state = state
-            self.proven = state == "ready" or (self.proven and state != "failed")
+            self.proven = self.proven or state == "ready"
             self._changed()
 
     def _sleep(self, seconds: float) -> None:

@@ -37,6 +37,7 @@ from .locks import FileLock, acquire, is_held, try_acquire
 KEY_LENGTH = 16
 SOCKET = "socket"
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing NUL
+MAX_REMAKES = 100  # of the runtime directory in a row
 
 Sleep = Callable[[float], None]
 
@@ -107,12 +108,15 @@ class StateDir:
 
     def lock(self, *, sleep: Sleep = time.sleep, timeout: float | None = None) -> FileLock:
         """The right to start, end or remove this engine. Held for moments only."""
+        self._make_runtime()
+        return acquire(f"{self.path}.lock", make_parent=self._make_runtime, sleep=sleep, timeout=timeout)
+
+    def _make_runtime(self) -> None:
+        for _ in range(MAX_REMAKES):
+            with contextlib.suppress(FileNotFoundError):  # removed by its last user as soon as it was made
+                make_private(self.runtime)
+                return
         make_private(self.runtime)
-
-        def remake() -> None:
-            make_private(self.runtime)
-
-        return acquire(f"{self.path}.lock", make_parent=remake, sleep=sleep, timeout=timeout)
 
     def try_lock(self) -> FileLock | None:
         try:

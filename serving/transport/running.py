@@ -46,8 +46,10 @@ class RunningRequest:
         self.attempt = list(range(len(request.sequences)))
         self.ending: set[int] = set()  # sequences the caller has asked to end
         self.scored: set[int] = set()
+        self.submitted = False  # to the engine that there is now
         self.restarts = 0  # in a row, with nothing delivered between them
         self.failed = False
+        self.sent = False  # to an engine: from then on what is submitted is a continuation
         self.phase: Phase = "running"
         self.wanted = True  # by its reader: False from a pause until the reader asks for more
         self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed

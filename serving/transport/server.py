@@ -6,9 +6,8 @@ A client's life is shown by its lock file (``rundir``), that of a client on anot
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import msgspec
@@ -37,7 +36,7 @@ class Core(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
-    def add(self, request: ValidRequest, client: Any) -> None: ...
+    def add(self, request: ValidRequest, client: Any, *, continues: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[tuple[Any, str, Event]]: ...
@@ -60,7 +59,8 @@ class _Peer:
 
 
 class EngineServer:
-    """``socket`` is a bound ROUTER. ``run`` returns when the last client is gone or ``stop`` was called."""
+    """``socket`` is a bound ROUTER. ``run`` returns when the last client is gone, when ``stop`` was called, or when it
+    is no longer the engine that clients find (``in_place``), because somebody has removed its directory."""
 
     def __init__(
         self,
@@ -72,11 +72,13 @@ class EngineServer:
         generation: str,
         *,
         drain_timeout: float = 0.0,
+        in_place: Callable[[], bool] = lambda: True,
     ) -> None:
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
         self._drain = Drain(drain_timeout)
+        self._in_place = in_place
         self._last_tick = 0.0
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
@@ -126,8 +128,8 @@ class EngineServer:
             return
         peer.seen = time.monotonic()
         match message:
-            case m.Submit(request):
-                self._submit(identity, peer, request)
+            case m.Submit(request, continues):
+                self._submit(identity, peer, request, continues)
             case m.Abort(request_id):
                 self._abort(peer, request_id)
             case m.Finish(request_id, index):
@@ -152,11 +154,11 @@ class EngineServer:
         self._peers[identity] = _Peer(hello.client_id, hello.name, journal)
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
-    def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest) -> None:
+    def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:
         peer.open[request.request_id] = len(request.sequences)
         self._metered.begin(identity, request, peer.journal)
         try:
-            self.core.add(request, identity)
+            self.core.add(request, identity, continues=continues)
         except Exception as error:
             logger.exception("request %s", request.request_id)
             told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
@@ -230,6 +232,11 @@ class EngineServer:
     def _tick(self) -> bool:
         """Heartbeats, dead clients, idle end. True when the loop has ended."""
         now = self._last_tick = time.monotonic()
+        if not self._in_place():
+            logger.warning("%s was removed: its engine ends", self.state.path)
+            self.core.close()  # what ran goes on in the next engine, so its end is told to nobody
+            self._send_away("the engine's directory was removed")
+            return True
         alive = self.state.live_clients()
         for identity, peer in list(self._peers.items()):
             gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
@@ -253,9 +260,6 @@ class EngineServer:
             self.core.abort(request_id)
 
     def _end_if_unused(self) -> bool:
-        if not os.path.isdir(self.state.path):  # somebody removed the directory: no client can come any more
-            self.core.close()
-            return True
         lock = self.state.try_lock()
         if lock is None:
             return False
@@ -271,6 +275,9 @@ class EngineServer:
         """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
         lock = self.state.lock(timeout=10.0)
         self._send_events(self.core.close() or [])
-        for identity in self._peers:
-            self._send(identity, m.Closing("the engine was asked to end"))
+        self._send_away("the engine was asked to end")
         self.state.remove(lock)
+
+    def _send_away(self, why: str) -> None:
+        for identity in self._peers:
+            self._send(identity, m.Closing(why))

@@ -34,7 +34,7 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
     """``address`` is what ``attach`` takes, ``message`` the last failure; ``restarts`` are starts after the first;
-    ``proven``: it has been ready, and has not failed since."""
+    ``proven``: it has been ready, whatever it is now."""
 
     index: int
     address: str

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ..errors import NotFound, PackagingError, Unavailable
+from ..errors import NotFound, PackagingError, ServingError
 from ..modes.endpoint_config import EndpointConfig, ServedEntity
 from ..modes.endpoints import EndpointRow, Endpoints
 from ..transport.supervisor import EntityStatus, Supervisor
@@ -64,7 +64,8 @@ class Controller:
         """
         for row in self._endpoints.rows():
             if row.ready and not any(known.id == row.id for known in self._plan.endpoints):
-                self._endpoints.set_ready(row.name, False)
+                with contextlib.suppress(NotFound):
+                    self._endpoints.set_ready(row.name, False)
         if not self._plan.generation:  # else it was declared already, and may have been changed since
             for name, config in declared.items():
                 self._endpoints.declare(name, config, creator="command line")
@@ -98,7 +99,7 @@ class Controller:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> None:
-        """Look once at everything. A store that does not answer leaves all as it is."""
+        """Look once at everything. What fails, a store that does not answer most of all, is tried again next time."""
         try:
             rows = {row.id: row for row in self._endpoints.rows()}
             self._reconcile(rows)
@@ -107,8 +108,8 @@ class Controller:
             self._publish(rows)
             self._confirm()
             self._tell_readiness(rows)
-        except Unavailable as error:
-            logger.warning("the endpoints' store: %s", error)
+        except (ServingError, OSError) as error:
+            logger.warning("the endpoints: %s", error)
         self._clean()
 
     # what is wanted
@@ -167,10 +168,12 @@ class Controller:
                 rollout.generation = -1  # published with the next plan
                 if old is not None:
                     self._forget(old)
-            elif stage == "failed" and before != "failed":
-                logger.warning("endpoint %s, config %d: %s", row.name, rollout.version, rollout.message)
-                if row.pending_version == rollout.version:
-                    self._endpoints.mark_failed(row.name, rollout.version, rollout.message)
+            elif stage == "failed":
+                if before != "failed":
+                    logger.warning("endpoint %s, config %d: %s", row.name, rollout.version, rollout.message)
+                if row.pending_version == rollout.version:  # until the store has taken it
+                    with contextlib.suppress(NotFound):
+                        self._endpoints.mark_failed(row.name, rollout.version, rollout.message)
 
     def _confirm(self) -> None:
         """Tell the store what all workers serve."""
@@ -213,8 +216,9 @@ class Controller:
             elif before := next((p for p in self._plan.endpoints if p.id == row.id), None):
                 planned.append(before)
         if tuple(planned) != self._plan.endpoints or not self._plan.generation:
-            self._plan = Plan(generation=self._plan.generation + 1, endpoints=tuple(planned))
-            self._board.publish(self._plan)
+            plan = Plan(generation=self._plan.generation + 1, endpoints=tuple(planned))
+            self._board.publish(plan)
+            self._plan = plan
 
     def _planned(self, deployed: Deployed) -> PlannedEndpoint:
         entities = []
@@ -280,8 +284,8 @@ def _is_elsewhere(entity: ServedEntity) -> bool:
 
 
 def _addresses(status: EntityStatus, *, elsewhere: bool) -> tuple[str, ...]:
-    """Replicas that have been ready; one that is being started again keeps its requests. Nobody knows whether one
-    ``elsewhere`` is being started, so it is left out while there is another."""
-    ready = tuple(r.address for r in status.ready if r.index < status.wanted)
-    proven = tuple(r.address for r in status.replicas if r.proven and r.index < status.wanted)
-    return (ready or proven) if elsewhere else proven
+    """Replicas that have been ready; one that is being started again keeps its requests. One that cannot be is left out
+    while there is another, as is one ``elsewhere``, of which nobody knows whether it is being started."""
+    proven = [r for r in status.replicas if r.proven and r.index < status.wanted]
+    well = [r for r in proven if r.state == "ready" or not (elsewhere or r.state == "failed")]
+    return tuple(r.address for r in well or proven)

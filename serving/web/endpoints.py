@@ -34,7 +34,8 @@ class Endpoint:
         return self.engine.info.tasks
 
     def adapter_names(self) -> tuple[str, ...]:
-        return tuple(sorted(a.name for a in self.engine.adapters()))
+        """Those known here (``AdapterNames``): the engine itself, which may be away, is not asked."""
+        return self.view.known_adapters()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +111,7 @@ class Endpoints:
         if adapter not in (names := endpoint.adapter_names()):
             has = ", ".join(names) or "none"
             raise NotFound(f"endpoint {name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
-        # the question went to the engine: the endpoint may have been replaced in the meantime
-        routed = self._by_name.get(endpoint.name)
-        now = routed.entities.get(endpoint.entity) if routed is not None else None
-        return now or self.find(name, sticky_key=sticky_key, caller=caller)[0], adapter
+        return endpoint, adapter
 
     def _within(
         self, called: str | None, model: str, sticky_key: str | None, caller: str | None

@@ -14,6 +14,7 @@ from ..modes.traffic import TrafficSplit
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
 from . import logs
+from .adapter_names import AdapterNames
 from .admitting import mode_of
 from .board import Board, Held, Plan, PlannedEndpoint, PlannedEntity
 from .endpoints import Endpoint, Endpoints, Routed
@@ -22,6 +23,7 @@ from .profiles import PROFILES, profile_in
 from .replicas import Replicas
 
 TURN = 0.05  # seconds between looks at the plan
+FIRST_NAMES = 1.0  # seconds in which engines tell their adapters before requests come
 FIRST_SECONDS = 5.0  # for an engine of another host, which the keeper has just been connected to
 RETRY = 20  # turns after which a replica that did not answer is tried again
 
@@ -50,6 +52,7 @@ class Follower:
         self._engine_timeout = engine_timeout
         self._engines: dict[str, Replicas] = {}
         self._retiring: dict[str, Replicas] = {}
+        self._adapters: dict[str, AdapterNames] = {}  # of those in both
         self._texts: dict[tuple[Any, ...], TextModel] = {}
         self._splits: dict[tuple[str, int], TrafficSplit] = {}
         self._post = board.join()
@@ -81,6 +84,7 @@ class Follower:
         self._tell(self.generation, {a for entity in planned.values() for a in entity.addresses})
         reached = [self._reach(key, entity) for key, entity in planned.items()]
         self._complete = all(reached)
+        gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES)
         self._endpoints.replace(tuple(self._routed(endpoint) for endpoint in plan.endpoints))
         for key in self._engines.keys() - planned.keys():
             self._retiring[key] = self._engines.pop(key)
@@ -91,25 +95,30 @@ class Follower:
             logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
 
     def close(self) -> None:
+        for names in self._adapters.values():
+            names.close()
         for engine in (*self._engines.values(), *self._retiring.values()):
             engine.close()
         self._post.leave()
 
     def _reach(self, key: str, entity: PlannedEntity) -> bool:
+        source = entity.served.source
+        assert source is not None
         engine = self._engines.get(key) or self._retiring.pop(key, None)
         if engine is None:
-            assert entity.served.source is not None
-            adapters = entity.served.source.bundle.adapters
             engine = Replicas(
                 entity.info,
-                tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in adapters.items()),
-                open=functools.partial(self._attach, entity.served.source),
+                tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
+                open=functools.partial(self._attach, source),
                 want=functools.partial(self._board.want, key),
-                away_timeout=self._engine_timeout if entity.served.source.addresses else None,
+                away_timeout=self._engine_timeout if source.addresses else None,
             )
         engine.info = entity.info  # an engine started again elsewhere may have other settings
         self._engines[key] = engine
-        return engine.set_addresses(entity.addresses)
+        complete = engine.set_addresses(entity.addresses)
+        if key not in self._adapters:  # not before there is somebody to ask
+            self._adapters[key] = AdapterNames(engine, source.bundle.adapters)
+        return complete
 
     def _attach(self, source: Source, address: str) -> Engine:
         engine: Engine = self._open(
@@ -138,7 +147,7 @@ class Follower:
             name=planned.name,
             info=engine.info,
             text=self._text(entity),
-            adapters=lambda: tuple(adapter.name for adapter in engine.adapters()),
+            adapters=self._adapters[entity.key],
             profile=profile_in(mode, profile),
             names=(entity.served.name,),
         )
@@ -174,6 +183,8 @@ class Follower:
         changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
         over = [key for key, engine in self._retiring.items() if not self._gate.running(engine)]
         for key in over:
+            if key in self._adapters:  # it is not where an engine could never be reached
+                self._adapters.pop(key).close()
             self._retiring.pop(key).close()
         if over or any(changed):
             self._tell(self.generation)

@@ -364,6 +364,20 @@ def test_a_full_queue_of_others_keeps_no_reserved_request_out(tiny_bundle: Bundl
     core.close()
 
 
+def test_a_full_queue_keeps_no_continuation_out(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """What continues is taken beyond ``max_queued_requests``; it counts for those who come new."""
+    core = EngineCore(tiny_bundle, settings(max_queued_requests=2))
+    prompts = {name: prompt_of(5, i) for i, name in enumerate("abcde")}
+    outcomes = {name: Outcome() for name in prompts}
+    for name, prompt in prompts.items():
+        core.add(request_of(name, prompt), continues=name in "cd")
+    take(core, outcomes)
+    assert [name for name, outcome in outcomes.items() if outcome.failed] == ["e"]
+    for name in "abcd":
+        assert outcomes[name].tokens[0] == greedy(tiny_llama, prompts[name], 12)
+    core.close()
+
+
 def test_a_flood_changes_no_reserved_token(core: EngineCore, tiny_llama: Any) -> None:
     """Reserved requests take slots from spare ones in the middle of their text, and both have the tokens they would
     have alone."""

@@ -10,7 +10,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from transport_place import SETTINGS, completion, eventually, timeless
+from processes import gone
+from transport_place import SETTINGS, by_sequence, completion, eventually, timeless
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
@@ -203,4 +204,20 @@ def test_removed_directory(place, make_bundle):
     """An engine whose directory somebody removed ends all the same."""
     with place.connect(make_bundle()):
         shutil.rmtree(place.runtime)
+    place.assert_clean()
+
+
+def test_a_directory_removed_under_a_stream(place, make_bundle):
+    """The engine that nobody can find any more ends at once, one other goes on with what ran."""
+    bundle = make_bundle(step_delay=0.02)
+    expected = by_sequence(InstantEngine(bundle).submit(completion(max_tokens=120)))
+    with place.connect(bundle) as engine:
+        pid = engine.info.pid
+        stream = engine.submit(completion(max_tokens=120))
+        begin = [next(stream) for _ in range(5)]
+        shutil.rmtree(place.runtime)
+        assert by_sequence([*begin, *stream]) == expected
+        assert eventually(lambda: gone(pid))
+        assert engine.info.pid == place.engines()[0].pid != pid
+        assert len(place.engines()) == 1
     place.assert_clean()

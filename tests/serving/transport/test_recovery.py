@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 from processes import gone
-from transport_place import by_sequence, completion, eventually
+from transport_place import SETTINGS, by_sequence, completion, eventually
 
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Failed, Finished
@@ -81,6 +82,46 @@ def test_hung_engine_is_replaced(place, make_bundle):
     place.assert_clean()
 
 
+def test_an_engine_that_hangs_grows_older(place, make_bundle):
+    """While nothing is heard of it the age of its last step grows, and falls when it goes on; the rest is as it was."""
+    settings = msgspec.structs.replace(SETTINGS, stall_timeout=60.0)
+    with place.connect(make_bundle(step_delay=0.003, max_model_len=10**7), settings) as engine:
+        stream = engine.submit(completion(max_tokens=10**6))
+        next(stream)
+        assert eventually(lambda: engine.health().num_running == 1 and engine.health().last_step_age < 0.7)
+        os.kill(engine.info.pid, signal.SIGSTOP)
+        try:
+            assert eventually(lambda: engine.health().last_step_age > 1.5)
+            assert (engine.health().status, engine.health().num_running) == ("ready", 1)
+        finally:
+            os.kill(engine.info.pid, signal.SIGCONT)
+        assert eventually(lambda: engine.health().last_step_age < 0.7)
+        stream.close()
+    place.assert_clean()
+
+
+def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
+    """Nor waits there; what each process has counted is kept by its generation."""
+    settings = msgspec.structs.replace(SETTINGS, max_num_seqs=1)
+    with place.connect(make_bundle(step_delay=0.003, load_delay=1.0, max_model_len=10**7), settings) as engine:
+        streams = [engine.submit(completion(f"r{i}", max_tokens=10**6)) for i in range(3)]
+        next(streams[0])
+        assert eventually(lambda: engine.health().num_waiting == 2)
+        first = engine.generation
+        os.kill(engine.info.pid, signal.SIGKILL)
+        assert eventually(lambda: engine.health().status == "starting")
+        away = engine.health()
+        assert (away.num_running, away.num_waiting, away.num_reserved, away.kv_tokens_used) == (0, 0, 0, 0)
+        assert away.steps > 0
+        assert eventually(lambda: engine.health().last_step_age > away.last_step_age > 0)
+        assert eventually(lambda: engine.health().num_waiting == 2)
+        assert list(engine.figures()) == [first, engine.generation]
+        assert engine.figures()[first].generated_tokens == away.generated_tokens
+        for stream in streams:
+            stream.close()
+    place.assert_clean()
+
+
 def test_two_clients_one_successor(place, make_bundle):
     """When a shared engine dies its clients, in two processes, meet again in one."""
     bundle = make_bundle(step_delay=0.003)
@@ -106,7 +147,7 @@ def test_poison_is_given_up(place, make_bundle):
     bundle = make_bundle(poison_token_id=666)
     with place.connect(bundle) as engine:
         events = list(engine.submit(completion(prompt=(666,))))
-        assert [event.kind for event in events] == ["engine_died"]
+        assert [event.kind for event in events] == ["ends_engines"]
         assert str(MAX_RESTARTS + 1) in events[0].message
         assert isinstance(list(engine.submit(completion()))[-1], Finished)
     place.assert_clean()

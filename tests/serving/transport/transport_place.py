@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from mlflow_llm.serving.engine.instant import InstantModel, write_model
 from mlflow_llm.serving.events import Event, Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.transport.rundir import StateDir
 
 CORE = "mlflow_llm.serving.engine.instant:InstantCore"
 SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=60.0)
@@ -119,6 +121,21 @@ def make_bundle(tmp_path: Path) -> Callable[..., Bundle]:
         return write_model(tmp_path / "model", InstantModel(**model))
 
     return make
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``full_disk(times)``: so many files of state directories cannot be written."""
+    left: list[OSError] = []
+    real = StateDir.write_json
+
+    def write_json(self: StateDir, name: str, value: object) -> None:
+        if left:
+            raise left.pop()
+        real(self, name, value)
+
+    monkeypatch.setattr(StateDir, "write_json", write_json)
+    return lambda times: left.extend(OSError(errno.ENOSPC, "No space left on device") for _ in range(times))
 
 
 def completion(

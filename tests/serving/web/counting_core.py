@@ -30,11 +30,11 @@ class CountingCore(InstantCore):
         self._characters = _characters(tokenizer)
         self._out = os.open(directory / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def add(self, request: ValidRequest, client: Any) -> None:
+    def add(self, request: ValidRequest, client: Any, *, continues: bool = False) -> None:
         prompt = "".join(self._characters.get(token, "") for token in request.sequences[0].prompt_token_ids)
         serial = re.findall(r"#(\d+)", prompt)
         self._write("+", request.request_id, *serial[-1:])
-        super().add(request, client)
+        super().add(request, client, continues=continues)
 
     def step(self) -> list[Any]:
         told = super().step()

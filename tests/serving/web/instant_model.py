@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlflow_llm.serving.bundle import Bundle
 
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # a character's id is its place
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -18,8 +19,7 @@ TEMPLATE = (
 
 def write_instant_model(root: Path, **model: float) -> Bundle:
     """A bundle of ``InstantEngine`` in ``root``: a 259-token byte tokenizer and no weights."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate(alphabet)}
+    vocab = {c: i for i, c in enumerate(ALPHABET)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

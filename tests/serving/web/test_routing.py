@@ -6,13 +6,14 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import gevent
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
-from mlflow_llm.serving.engine.interface import AdapterInfo
+from mlflow_llm.serving.engine.interface import AdapterInfo, Health
 from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.modes.endpoint_config import Route
@@ -39,7 +40,7 @@ def endpoints(engine: InstantEngine, instant_text: TextModel) -> Endpoints:
     """``chat`` is split over the entities a (25 %) and b; ``loyal`` is the same, and sticky."""
 
     def entity(name: str, entity: str) -> Endpoint:
-        view = EndpointView(name=name, info=engine.info, text=instant_text, names=(entity,))
+        view = EndpointView(name=name, info=engine.info, text=instant_text, adapters=("pirate",), names=(entity,))
         return Endpoint(name=name, entity=entity, view=view, engine=engine)
 
     def routed(name: str, sticky: bool) -> Routed:
@@ -167,6 +168,36 @@ def test_replicas_that_should_be_there_are_missed(replicated) -> None:
     assert replicas.health().status == "ready"
     assert isinstance(list(replicas.submit(request()))[-1], Finished)
     replicas.close()
+
+
+def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) -> None:
+    """About once a second, so that its entity is not taken for idle; not while another replica takes it over."""
+    states, wanted = {"x": "starting", "y": "starting"}, []
+
+    def open(address: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            health=lambda: Health(status=states[address]),
+            submit=engine.submit,
+            hand_over=lambda stream, other: None,
+            close=lambda: None,
+        )
+
+    replicas = Replicas(engine.info, (), open=open, want=lambda: wanted.append(1))
+    replicas.set_addresses(("x", "y"))
+    replicas.rescue()
+    assert not wanted
+    stream = replicas.submit(request())
+    replicas.rescue()
+    replicas.rescue()
+    assert len(wanted) == 1
+    replicas._wanted_at -= 2.0
+    replicas.rescue()
+    assert len(wanted) == 2
+    states["y"] = "ready"
+    replicas._wanted_at -= 2.0
+    replicas.rescue()
+    assert len(wanted) == 2
+    stream.close()
 
 
 def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
