@@ -13,7 +13,8 @@ class Gate:
 
     The number of waiting requests comes with the engine's heartbeat, so it lags by at most one step or beat; what has
     entered counts this worker's requests that the heartbeat may not have seen yet. Requests to endpoints that reserve
-    capacity are counted apart, so that no queue of others keeps them out. An engine that is given up is closed only
+    capacity are counted apart, so that no queue of others keeps them out. While an engine is away nothing waits in it:
+    what has entered here waits for the next one, and alone bounds what may. An engine that is given up is closed only
     once nothing that entered for it is left.
     """
 

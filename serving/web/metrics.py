@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from ..errors import ShuttingDown
 from .endpoints import Endpoints
+from .engine_figures import Tally, figures_of
 from .worker_figures import locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -62,7 +64,7 @@ E2E = Histogram(
 
 
 class EngineCollector(Collector):
-    """Reads the heartbeat of every served entity when asked: sums over its replicas."""
+    """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``tally``."""
 
     LABELS = ("endpoint", "entity")
     GAUGES = (
@@ -79,8 +81,8 @@ class EngineCollector(Collector):
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
     )
 
-    def __init__(self, endpoints: Endpoints) -> None:
-        self.endpoints = endpoints
+    def __init__(self, endpoints: Endpoints, tally: Tally) -> None:
+        self.endpoints, self.tally = endpoints, tally
 
     def collect(self) -> Iterator[Metric]:
         entities = list(self.endpoints.entities())
@@ -90,10 +92,11 @@ class EngineCollector(Collector):
             for labels, health in found:
                 gauge.add_metric(labels, float(getattr(health, field)))
             yield gauge
+        sums = self.tally.add(((entity.name, entity.entity), figures_of(entity.engine)) for entity in entities)
         for name, text, field in self.COUNTERS:
             counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
-            for labels, health in found:
-                counter.add_metric(labels, float(getattr(health, field)))
+            for labels, counted in sums.items():
+                counter.add_metric(labels, float(counted[field]))
             yield counter
         ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine makes progress", labels=self.LABELS)
         replicas = GaugeMetricFamily("mlflow_llm_replicas", "Engine processes", labels=self.LABELS)
@@ -104,17 +107,25 @@ class EngineCollector(Collector):
         yield replicas
 
 
+_ALONE: WeakKeyDictionary[Endpoints, Tally] = WeakKeyDictionary()  # of processes that share no directory
+
+
 def exposition(endpoints: Endpoints) -> bytes:
     """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
-    engines = CollectorRegistry()
-    engines.register(EngineCollector(endpoints))
     if DIRECTORY not in os.environ:
-        return generate_latest(OWN) + generate_latest(engines)
+        return generate_latest(OWN) + _engines(endpoints, _ALONE.setdefault(endpoints, Tally()))
+    directory = Path(os.environ[DIRECTORY])
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
     try:
-        with locked(Path(os.environ[DIRECTORY]), alone=False):
+        with locked(directory, alone=False):
             counted = generate_latest(workers)
+        return counted + _engines(endpoints, Tally(directory))
     except FileNotFoundError:
         raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
-    return counted + generate_latest(engines)
+
+
+def _engines(endpoints: Endpoints, tally: Tally) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(endpoints, tally))
+    return generate_latest(registry)

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
 from typing import Any
 
+from msgspec import structs
+
+from ..engine.interface import Health
 from ..errors import NotFound, ShuttingDown
 from . import metrics, openapi
 from .answer import Answer, json_answer
 from .docs_page import page
 from .endpoints import Endpoint
 from .invoke import Server
+from .replicas import BEST_FIRST
 
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
@@ -71,19 +75,33 @@ def version(server: Server, **_: str) -> Answer:
 
 
 def health(server: Server, **_: str) -> Answer:
-    """200 while every engine makes progress (or has nothing to do), 503 otherwise."""
-    engines = {}
-    for endpoint in server.endpoints:
-        state = endpoint.engine.health()
-        engines[endpoint.name] = {
-            "status": state.status,
-            "steps": state.steps,
-            "last_step_age": round(state.last_step_age, 3),
-            "running": state.num_running,
-            "waiting": state.num_waiting,
-        }
-    well = all(engine["status"] == "ready" for engine in engines.values())
-    return json_answer({"status": "OK" if well else "UNHEALTHY", "endpoints": engines}, status=200 if well else 503)
+    """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise."""
+    found: dict[str, dict[str, Health]] = {}
+    for endpoint in server.endpoints.entities():
+        found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint.engine.health()
+    told = {name: _progress_of_all(entities) for name, entities in found.items()}
+    well = all(state["status"] == "ready" for state in told.values())
+    return json_answer({"status": "OK" if well else "UNHEALTHY", "endpoints": told}, status=200 if well else 503)
+
+
+def _progress_of_all(entities: dict[str, Health]) -> dict[str, Any]:
+    """An endpoint's: the state of the entity that is worst, the others' work added; each by itself where there are
+    several."""
+    worst = max(entities.values(), key=lambda health: BEST_FIRST.index(health.status))
+    names = ("steps", "num_running", "num_waiting")
+    sums = {name: sum(getattr(health, name) for health in entities.values()) for name in names}
+    each = {name: _progress(health) for name, health in entities.items()}
+    return _progress(structs.replace(worst, **sums)) | ({"entities": each} if len(each) > 1 else {})
+
+
+def _progress(health: Health) -> dict[str, Any]:
+    return {
+        "status": health.status,
+        "steps": health.steps,
+        "last_step_age": round(health.last_step_age, 3),
+        "running": health.num_running,
+        "waiting": health.num_waiting,
+    }
 
 
 def ready(server: Server, **_: str) -> Answer:

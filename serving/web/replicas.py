@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from gevent.event import Event as Signal
@@ -15,6 +16,7 @@ from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..events import Event, Failed
 from ..request import ValidRequest
 from . import logs
+from .engine_figures import figures_of
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
 RETRY_AFTER = 5.0  # seconds, for those who were told that there is no engine
@@ -26,6 +28,7 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "dead",
 )
 NOT_SUMMED = ("status", "last_step_age")
+PAST = 64  # engine processes of former replicas of which the last figures are kept
 
 
 class _Replica:
@@ -34,6 +37,10 @@ class _Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        self._name = uuid.uuid4().hex
+
+    def figures(self) -> Mapping[str, Health]:
+        return figures_of(self.engine, self._name)
 
     def submit(self, request: ValidRequest) -> EventStream:
         stream = self.engine.submit(request)
@@ -79,6 +86,8 @@ class Replicas:
         self._expected = False
         self._active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
+        self._past: dict[str, Health] = {}  # figures of those that are closed
+        self._wanted_at = 0.0
         self._arrived = Signal()
         self._closed = False
 
@@ -106,18 +115,28 @@ class Replicas:
         return len(opened) == len(addresses)
 
     def rescue(self) -> None:
-        """What runs on a replica that makes no progress goes on where there is one that does."""
-        each = (*self._active.values(), *(replica for _, replica in self._leaving))
-        for replica in (replica for replica in each if len(replica.streams)):
-            if not replica.is_ready and (others := [other for other in self._active.values() if other.is_ready]):
+        """What runs on a replica that makes no progress goes on where there is one that does; where there is none it
+        waits, and says so: an engine that is not there cannot tell that it has work."""
+        for replica in (replica for replica in self._each() if len(replica.streams) and not replica.is_ready):
+            if others := [other for other in self._active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
+            elif time.monotonic() - self._wanted_at > ASK_AGAIN:
+                self._wanted_at = time.monotonic()
+                with contextlib.suppress(OSError):  # the server's directory went with it; we still finish what runs
+                    self._want()
+
+    def _each(self) -> tuple[_Replica, ...]:
+        return (*self._active.values(), *(replica for _, replica in self._leaving))
 
     def let_go(self) -> bool:
         """Close the clients of former replicas on which nothing runs any more; whether there were any."""
         over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
         for address, replica in over:
             self._leaving.remove((address, replica))
+            self._past |= replica.figures()
             replica.engine.close()
+        while len(self._past) > PAST:
+            del self._past[next(iter(self._past))]
         return bool(over)
 
     def submit(self, request: ValidRequest) -> EventStream:
@@ -164,9 +183,17 @@ class Replicas:
         found = min(self._active.values(), key=lambda replica: not replica.is_ready)
         return found.engine.adapters()
 
+    def figures(self) -> Mapping[str, Health]:
+        """The last figures of each engine process that served here, by generation, former replicas' included."""
+        found = dict(self._past)
+        for replica in self._each():
+            found |= replica.figures()
+        return found
+
     def health(self) -> Health:
-        """The sums over all replicas, the best of their states; "ready" where none is wanted, "starting" where those
-        that should be there could not be reached yet."""
+        """The sums over all replicas, the best of their states, for requests move to it; "ready" where none is wanted,
+        "starting" where those that should be there could not be reached yet. ``last_step_age``: of those that have work
+        or are not ready the greatest, where all are idle the least."""
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
@@ -174,12 +201,14 @@ class Replicas:
         status = next(status for status in BEST_FIRST if status in present)
         summed = [name for name in Health.__struct_fields__ if name not in NOT_SUMMED]
         sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}
-        return Health(status=status, last_step_age=min((h.last_step_age for h in each), default=0.0), **sums)
+        busy = [h.last_step_age for h in each if h.num_running or h.num_waiting or h.status != "ready"]
+        age = max(busy) if busy else min((h.last_step_age for h in each), default=0.0)
+        return Health(status=status, last_step_age=age, **sums)
 
     def close(self) -> None:
         self._closed = True
         self._arrived.set()
-        for _, replica in (*self._active.items(), *self._leaving):
+        for replica in self._each():
             try:
                 replica.engine.close()
             except Exception:

@@ -127,6 +127,7 @@ def test_every_figure_of_a_heartbeat() -> None:
     from prometheus_client import CollectorRegistry
 
     from mlflow_llm.serving.engine.interface import Health
+    from mlflow_llm.serving.web.engine_figures import Tally
     from mlflow_llm.serving.web.metrics import EngineCollector
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
@@ -134,7 +135,7 @@ def test_every_figure_of_a_heartbeat() -> None:
     told = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     entity = SimpleNamespace(name="a", entity="model", engine=SimpleNamespace(health=lambda: told, count=3))
     registry = CollectorRegistry()
-    registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity])))
+    registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), Tally()))
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")
     names += ("kv_tokens_total", "prefix_hit_tokens_total", "prefix_query_tokens_total", "generated_tokens_total")
     found = [registry.get_sample_value(f"mlflow_llm_{name}", {"endpoint": "a", "entity": "model"}) for name in names]

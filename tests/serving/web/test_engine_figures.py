@@ -1,0 +1,140 @@
+"""Engines' counters in a scrape: whatever ends, starts again or is asked, they never go back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from instant_model import write_instant_model
+from prometheus_client.parser import text_string_to_metric_families
+from serving_process import running
+from test_metrics import figures, pick
+from test_server import BODY, ask, until
+from test_server_faults import engine_pid, well
+
+from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.web import metrics
+from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints
+from mlflow_llm.serving.web.engine_figures import FILE, KEPT, Tally
+from mlflow_llm.serving.web.replicas import Replicas
+
+PLACE = ("chat", "v1")
+
+
+class Engine:
+    """An engine process that says to have counted what it is told."""
+
+    info = None
+
+    def __init__(self, generation: str, counted: int) -> None:
+        self.told = {generation: Health(status="ready", generated_tokens=counted)}
+
+    def restarted(self, generation: str) -> None:
+        self.told[generation] = Health(status="ready")
+
+    def health(self) -> Health:
+        return next(reversed(self.told.values()))
+
+    def figures(self) -> dict[str, Health]:
+        return dict(self.told)
+
+    def close(self) -> None:
+        pass
+
+
+def worker(**engines: Engine) -> Endpoints:
+    """What a worker serves: ``chat`` with the entity v1 on replicas."""
+    replicas = Replicas(None, (), open=engines.__getitem__, want=lambda: None)
+    replicas.set_addresses(tuple(engines))
+    return Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=replicas))
+
+
+def generated(endpoints: Endpoints) -> float:
+    families = text_string_to_metric_families(metrics.exposition(endpoints).decode())
+    samples = [sample for family in families for sample in family.samples]
+    return next(
+        s.value for s in samples if s.name == "mlflow_llm_generated_tokens_total" and s.labels["entity"] == "v1"
+    )
+
+
+@pytest.fixture(params=["alone", "several workers"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if request.param == "alone":
+        monkeypatch.delenv(metrics.DIRECTORY, raising=False)
+    else:
+        monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_replica_that_leaves_takes_nothing_away() -> None:
+    """Neither while its last requests run nor when it is let go; what it still generates counts."""
+    engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
+    endpoints = worker(**engines)
+    replicas = next(iter(endpoints)).engine
+    assert generated(endpoints) == 1_000_400
+    replicas.set_addresses(("one",))
+    assert generated(endpoints) == 1_000_400
+    engines["other"].told["b"] = Health(status="ready", generated_tokens=500)
+    replicas.let_go()
+    assert generated(endpoints) == 1_000_500
+
+
+@pytest.mark.usefixtures("directory")
+def test_an_engine_that_starts_again_counts_on() -> None:
+    """Its new process begins at 0, also between two scrapes."""
+    engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
+    endpoints = worker(**engines)
+    engines["one"].restarted("c")
+    assert generated(endpoints) == 1_000_400
+    engines["one"].told["c"] = Health(status="ready", generated_tokens=7)
+    assert generated(endpoints) == 1_000_407
+
+
+def test_every_worker_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that came later, or whose heartbeat is older, shows no less than the one that was asked before."""
+    monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
+    assert generated(worker(one=Engine("a", 1_000_000))) == 1_000_000
+    assert generated(worker(one=Engine("a", 999_990))) == 1_000_000
+    assert generated(worker(one=Engine("b", 5))) == 1_000_005
+    assert generated(worker(one=Engine("a", 1_000_001))) == 1_000_006
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "figures.lock"]
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """Of engine processes that nobody tells of any more only the sum is kept."""
+    tally = Tally(tmp_path)
+    lasting = Health(status="ready", steps=1)
+    for number in range(3 * KEPT):
+        figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
+        assert tally.add([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
+    assert (tmp_path / FILE).stat().st_size < 50 * KEPT
+    assert len(tally._known["chat"]["v1"]) == KEPT + 1
+
+
+def test_an_engine_without_processes_counts() -> None:
+    """One that has no generations is one engine by itself; two as replicas are two."""
+    told = SimpleNamespace(health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
+    assert generated(Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=told))) == 3
+    assert generated(worker(one=told, other=told)) == 6
+
+
+def test_a_killed_engine(tmp_path: Path) -> None:
+    """Two workers and a kill -9: every scrape shows at least what was generated before, and then more."""
+    bundle = write_instant_model(tmp_path / "model", step_delay=0.002)
+    name = "mlflow_llm_generated_tokens_total"
+    with running(bundle, workers=2) as server:
+        for _ in range(4):
+            ask(server, BODY)
+        until(lambda: pick(figures(server), name) >= 4 * 8)
+        before, pid = pick(figures(server), name), engine_pid(server)
+        os.kill(pid, signal.SIGKILL)
+        seen = [before]
+        until(lambda: bool(seen.append(pick(figures(server), name))) or (well(server) and engine_pid(server) != pid))
+        for _ in range(4):
+            ask(server, BODY)
+        until(lambda: bool(seen.append(pick(figures(server), name))) or seen[-1] >= before + 4 * 8)
+    assert seen == sorted(seen)
