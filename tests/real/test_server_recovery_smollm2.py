@@ -16,16 +16,18 @@ from typing import Any
 import pytest
 from llm_server import served
 
-from mlflow_llm.flavors import llm
-
 SAYS: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
 LENGTH = {"model": "assistant", "max_tokens": 48, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 11}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", LENGTH | SAYS | {"temperature": 0}),
     ("chat/completions", LENGTH | SAYS | {"temperature": 0} | STREAM),
     ("chat/completions", LENGTH | SAYS | SAMPLED | STREAM),
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"n": 2}),
+    ("chat/completions", LENGTH | SAYS | SAMPLED | {"n": 2} | STREAM),
+    ("chat/completions", LENGTH | SAYS | {"temperature": 0, "model": "assistant:pirate"}),
+    ("chat/completions", LENGTH | SAYS | SAMPLED | {"model": "assistant:pirate"} | STREAM),
     ("completions", LENGTH | {"prompt": "The quick brown fox", "temperature": 0}),
     ("completions", LENGTH | {"prompt": ["Once", "Twice"], **SAMPLED} | STREAM),
 ]
@@ -73,10 +75,9 @@ def joined(parts: list[dict[str, Any]]) -> tuple[dict[int, str], dict[int, str],
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, assistant: Path) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("recovery")
-    llm.save_model(root / "chat", smollm2_dir, link_files=True)
-    arguments = ("-m", f"{root / 'chat'}=assistant", "-C", "max_model_len=512", "-C", "stall_timeout=12")
+    arguments = ("-m", f"{assistant}=assistant", "-C", "max_model_len=512", "-C", "stall_timeout=12")
     # a short path: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
         with served(root, *arguments, XDG_RUNTIME_DIR=runtime) as url:
@@ -94,8 +95,8 @@ def undisturbed(server: Server) -> list[Any]:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_caller_can_tell(server: Server, undisturbed: list[Any], fault: signal.Signals) -> None:
-    """Chat and completions, greedy and sampled, streamed and whole, one and two choices, under way when the engine is
-    killed or stopped: texts, ends and counts are those of an undisturbed run."""
+    """Chat, an adapter's too, and completions, greedy and sampled, streamed and whole, one and two choices, under way
+    when the engine is killed or stopped: texts, ends and counts are those of an undisturbed run."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         before = server.health()["steps"]
         answers = [pool.submit(server.post, *request) for request in REQUESTS]

@@ -119,7 +119,7 @@ def test_a_large_body_holds_up_nobody(slow: Running) -> None:
 
 
 def test_a_large_body_names_an_adapter(slow: Running) -> None:
-    """A body large enough for a thread may name an adapter, of which the engine is asked from there."""
+    """A body large enough for a thread may name an adapter, which is looked up there."""
     for adapter, expected in (("pirate", 200), ("nobody", 404)):
         body = json.dumps(BODY | {"adapter": adapter}).encode() + b" " * 10_000
         with asking(slow, body, "/invocations") as answer:
@@ -156,16 +156,3 @@ def test_drain_ends_streams_with_a_final_event(tmp_path: Path) -> None:
         assert lines[-1] == "[DONE]"
         assert server.process.wait(60) == 0, server.log()[-4000:]
         assert not alive_after(family, 60)
-
-
-def test_second_sigterm_stops_at_once(tmp_path: Path) -> None:
-    """A second SIGTERM does not wait for what runs."""
-    with (
-        running(write_instant_model(tmp_path, step_delay=0.01), drain_timeout=100.0) as server,
-        asking(server, BODY | {"stream": True, "max_tokens": 4000}) as answer,
-    ):
-        answer.readline()
-        server.terminate()
-        until(lambda: draining(server))
-        server.terminate()
-        server.process.wait(60)

@@ -6,8 +6,10 @@ import http.client
 import json
 import os
 import signal
+import socket
 import time
 import urllib.error
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,20 +114,36 @@ def test_health_comes_back_by_itself(deliberate: Running) -> None:
     assert engine_pid(deliberate) != pid
 
 
-def test_a_disconnect_aborts_within_two_steps(deliberate: Running) -> None:
-    """Behind the tokens that were delivered when the client left, the engine takes two steps at most; they are counted
-    as far as they were delivered. A machine that keeps the worker from running for two steps is asked again."""
-    assert any(steps_behind_a_disconnect(deliberate) <= 2 for _ in range(3))
+def leave_a_stream(server: Running, path: str) -> None:
+    with asking(server, LONG, path) as answer:
+        for _ in range(8):
+            answer.readline()
 
 
-def steps_behind_a_disconnect(server: Running) -> int:
+def leave_a_whole_reply(server: Running, path: str) -> None:
+    """Once the engine works for it; a whole reply has no byte before its last token."""
+    payload = json.dumps(LONG | {"stream": False, "stream_options": None}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(head.encode() + payload)
+        until(lambda: health(server)["running"] == 1)
+        time.sleep(0.7)
+
+
+@pytest.mark.parametrize("leaves", [leave_a_stream, leave_a_whole_reply])
+def test_a_disconnect_aborts_within_two_steps(deliberate: Running, leaves: Callable[[Running, str], None]) -> None:
+    """Behind the tokens that were delivered when the client left, to it or to the reply that it waits for, the engine
+    takes two steps at most; they are counted as far as they were delivered. A machine that keeps the worker from
+    running for two steps is asked again."""
+    assert any(steps_behind_a_disconnect(deliberate, leaves) <= 2 for _ in range(3))
+
+
+def steps_behind_a_disconnect(server: Running, leaves: Callable[[Running, str], None]) -> int:
     """Steps of the engine for a request whose client leaves, beyond those whose tokens were delivered."""
     path = "/endpoints/assistant/invocations"
     until(lambda: idle(server))
     before, known = steps_at_rest(server), len(lines(server, path))
-    with asking(server, LONG, path) as answer:
-        for _ in range(8):
-            answer.readline()
+    leaves(server, path)
     until(lambda: idle(server))
     until(lambda: len(lines(server, path)) > known)
     found = lines(server, path)[-1]

@@ -1,0 +1,66 @@
+"""``/health``: which states of which engines make a 503, and what it says of each."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.web import pages
+from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints, Routed
+from mlflow_llm.serving.web.replicas import Replicas
+
+
+def engine(status: str, **figures: float) -> SimpleNamespace:
+    return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None)
+
+
+def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
+    """Status and endpoints of the answer, given each endpoint's engines by served entity."""
+    served = Endpoints()
+    served.replace(
+        tuple(
+            Routed(
+                name=name,
+                entities={e: Endpoint(name=name, entity=e, view=None, engine=found) for e, found in engines.items()},
+            )
+            for name, engines in endpoints.items()
+        )
+    )
+    answer = pages.health(SimpleNamespace(endpoints=served))
+    return answer.status, json.loads(answer.body)["endpoints"]
+
+
+def replicas(*engines: object) -> Replicas:
+    each = dict(zip(map(str, range(len(engines))), engines, strict=True))
+    found = Replicas(None, (), open=each.__getitem__, want=lambda: None)
+    found.set_addresses(tuple(each))
+    return found
+
+
+@pytest.mark.parametrize("status", ["draining", "stalled", "starting", "dead"])
+def test_every_served_entity_counts(status: str) -> None:
+    """A second entity that makes no progress is a 503; the endpoint's state is its worst entity's."""
+    well = {"only": engine("ready")}
+    code, found = told(chat={"v1": engine("ready", num_running=1), "v2": engine(status, num_running=2)}, other=well)
+    assert code == 503
+    assert (found["chat"]["status"], found["chat"]["running"]) == (status, 3)
+    assert {name: (e["status"], e["running"]) for name, e in found["chat"]["entities"].items()} == {
+        "v1": ("ready", 1),
+        "v2": (status, 2),
+    }
+    assert found["other"] == {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0}
+    assert told(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
+
+
+def test_one_replica_that_makes_progress_is_enough() -> None:
+    """Requests move to it; the age of the other's last step is seen. None wanted is well, none reached is not."""
+    hung, good = engine("stalled", last_step_age=9.0, steps=1), engine("ready", last_step_age=0.1, steps=1)
+    code, found = told(chat={"v1": replicas(hung, good)})
+    assert (code, found["chat"]["status"], found["chat"]["last_step_age"]) == (200, "ready", 9.0)
+    assert told(chat={"v1": replicas(hung, hung)})[0] == 503
+    assert told(chat={"v1": replicas()})[0] == 200
+    idle = [engine("ready", last_step_age=age) for age in (50.0, 2.0)]
+    assert replicas(*idle).health().last_step_age == 2.0

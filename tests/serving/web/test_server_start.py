@@ -1,0 +1,94 @@
+"""What a server says and does while it starts, and where it listens."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from instant_model import write_instant_model
+from serving_process import Running, running
+
+from mlflow_llm.serving.bundle import Bundle
+
+PROOF = 0  # the token that the proof of an engine has for a prompt
+LOOKS = 3.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with the host of its settings' default; its engine takes half a second to load."""
+    with running(write_instant_model(tmp_path_factory.mktemp("started"), load_delay=0.5)) as server:
+        yield server
+
+
+def is_ready(server: Running) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as answer:
+            return answer.status == 200
+    except urllib.error.HTTPError as refused:
+        refused.close()
+    except OSError:
+        pass
+    return False
+
+
+def test_the_start_is_told(started: Running) -> None:
+    """Loading, first token, listening, in this order and each once."""
+    said = started.log()
+    steps = ("loading assistant", "first token of assistant", f"listening on {started.url}")
+    assert [said.count(step) for step in steps] == [1, 1, 1], said
+    places = [said.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+def test_an_engine_without_a_token_is_never_ready(tmp_path: Path) -> None:
+    """An engine that has loaded and answers, but gives no token, is not served: no first token is told of, nothing
+    listens and ``/ready`` is never a 200."""
+    bundle = write_instant_model(tmp_path, stall_token_id=PROOF)
+    with running(bundle, until="loading assistant") as server:
+        end = time.monotonic() + 60
+        while not any('"ready"' in path.read_text() for path in server.runtime.glob("*/status.json")):
+            assert time.monotonic() < end, server.log()
+            time.sleep(0.05)
+        end = time.monotonic() + LOOKS
+        while time.monotonic() < end:
+            assert not is_ready(server)
+            time.sleep(0.05)
+        said = server.log()
+    assert "first token" not in said
+    assert "listening" not in said
+
+
+def listening(server: Running) -> set[tuple[str, int]]:
+    """Where the server's processes take TCP connections."""
+    one = psutil.Process(server.process.pid)
+    connections = [c for p in (one, *one.children(recursive=True)) for c in p.net_connections("tcp")]
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def answers(server: Running, host: str) -> bool:
+    try:
+        socket.create_connection((host, server.port), timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_it_listens_on_loopback_alone(started: Running) -> None:
+    """Unless told otherwise no process of a server takes connections but at 127.0.0.1 and its port."""
+    assert listening(started) == {("127.0.0.1", started.port)}
+    assert answers(started, "127.0.0.1")
+    assert not answers(started, "127.0.0.2")  # another address of this machine
+
+
+def test_it_listens_where_it_is_told(instant_bundle: Bundle) -> None:
+    """With ``host`` 0.0.0.0 every address of the machine reaches it."""
+    with running(instant_bundle, host="0.0.0.0") as server:
+        assert listening(server) == {("0.0.0.0", server.port)}
+        assert answers(server, "127.0.0.2")
