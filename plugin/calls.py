@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import requests
 from mlflow.exceptions import MlflowException
+from mlflow.protos import databricks_pb2 as codes
 
 KEY_VARIABLE = "MLFLOW_LLM_KEY"
-TIMEOUT = (10, 600)
+CONNECT_SECONDS = 10
+SECONDS = 600.0
+CODES = {
+    400: codes.INVALID_PARAMETER_VALUE,
+    401: codes.UNAUTHENTICATED,
+    403: codes.PERMISSION_DENIED,
+    404: codes.RESOURCE_DOES_NOT_EXIST,
+    409: codes.RESOURCE_CONFLICT,
+    429: codes.REQUEST_LIMIT_EXCEEDED,
+    503: codes.TEMPORARILY_UNAVAILABLE,
+}
 
 
 def _headers() -> dict[str, str]:
@@ -20,75 +30,76 @@ def _headers() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def ask(method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False) -> requests.Response:
+def ask(
+    method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False, seconds: float = SECONDS
+) -> requests.Response:
     """The answer. Raises ``MlflowException`` with the server's own message for a status of 400 and above."""
+    timeout = (min(CONNECT_SECONDS, seconds), seconds)
     try:
-        answer = requests.request(method, url, json=body, headers=_headers(), timeout=TIMEOUT, stream=stream)
+        answer = requests.request(method, url, json=body, headers=_headers(), timeout=timeout, stream=stream)
     except requests.RequestException as error:
         raise MlflowException(f"no server answers at {url} ({type(error).__name__})") from None
     if answer.status_code >= 400:
-        try:
-            told = answer.json()
-            message = told.get("message") or told["error"]["message"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            message = answer.text[:200]
-        raise MlflowException(f"{answer.status_code}: {message}", error_code=_code(answer.status_code))
+        raise _refusal(answer)
     return answer
 
 
-def _code(status: int) -> int:
-    from mlflow.protos import databricks_pb2 as codes
+def told(method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS) -> dict[str, Any]:
+    """The JSON object that is the answer. Raises ``MlflowException``."""
+    try:
+        found = ask(method, url, body, seconds=seconds).json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise not_ours(url)
+    return found
 
-    named = {
-        400: codes.INVALID_PARAMETER_VALUE,
-        401: codes.UNAUTHENTICATED,
-        403: codes.PERMISSION_DENIED,
-        404: codes.RESOURCE_DOES_NOT_EXIST,
-        429: codes.REQUEST_LIMIT_EXCEEDED,
-        503: codes.TEMPORARILY_UNAVAILABLE,
-    }
-    return int(named.get(status, codes.INTERNAL_ERROR if status >= 500 else codes.BAD_REQUEST))
+
+def not_ours(url: str) -> MlflowException:
+    return MlflowException(f"{url} does not answer as this package's servers do: another server?")
+
+
+def _refusal(answer: requests.Response) -> MlflowException:
+    try:
+        said = answer.json()
+        message = said.get("message") or said["error"]["message"]
+        exists = said.get("error_code") == "RESOURCE_ALREADY_EXISTS"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, exists = answer.text[:200], False
+    status = answer.status_code
+    code = CODES.get(status, codes.INTERNAL_ERROR if status >= 500 else codes.BAD_REQUEST)
+    if status == 409 and exists:
+        code = codes.RESOURCE_ALREADY_EXISTS
+    return MlflowException(f"{status}: {message}", error_code=int(code))
 
 
 def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The JSON chunks of a streamed reply."""
+    """The JSON chunks of a streamed reply. Raises ``MlflowException`` for one that breaks off, too."""
     with ask("POST", url, {**body, "stream": True}, stream=True) as answer:
-        for line in answer.iter_lines():
+        for line in _lines(answer):
             if not line.startswith(b"data: "):
                 continue
             if line == b"data: [DONE]":
                 return
-            chunk = json.loads(line[6:])
+            chunk = _chunk(url, line[6:])
             if "error_code" in chunk:
                 raise MlflowException(chunk.get("message", "the stream ended with an error"))
             yield chunk
+    raise MlflowException("the stream broke off before its end")
 
 
-def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
-    """``(bodies, whether one was meant)`` of a dict, a list of dicts or a DataFrame (one row a request).
-
-    A DataFrame that ``mlflow deployments predict -I`` made of one JSON object has its messages spread over the rows;
-    they are put together again.
-    """
-    if isinstance(inputs, dict):
-        return [inputs], True
-    if hasattr(inputs, "to_dict"):
-        rows = [_said(row) for row in inputs.to_dict(orient="records")]
-        if rows and all(isinstance(row.get("messages"), dict) for row in rows):
-            return [{**rows[0], "messages": [row["messages"] for row in rows]}], True
-        return rows, len(rows) == 1
-    if isinstance(inputs, list) and all(isinstance(row, dict) for row in inputs):
-        return list(inputs), False
-    raise MlflowException.invalid_parameter_value(
-        f"inputs: expected a dict, a list of dicts or a DataFrame, not {type(inputs).__name__}"
-    )
-
-
-def _said(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the cells that pandas filled in, numbers as Python's own."""
-    found = {}
-    for key, value in row.items():
-        value = value.item() if hasattr(value, "item") else value
-        if value is not None and not (isinstance(value, float) and math.isnan(value)):
-            found[str(key)] = value
+def _chunk(url: str, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise not_ours(url)
     return found
+
+
+def _lines(answer: requests.Response) -> Iterator[bytes]:
+    try:
+        yield from answer.iter_lines()
+    except requests.RequestException as error:
+        raise MlflowException(f"the stream broke off before its end ({type(error).__name__})") from None

@@ -9,18 +9,19 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
-from . import calls
+from . import calls, model_uris, records
 from . import endpoint_calls as endpoints
+from . import local_config as configs
 from . import local_servers as servers
-
-FLAVOR = "llm"
+from .inputs import requests_of
+from .model_uris import FLAVOR
 
 
 def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None) -> None:
@@ -29,7 +30,10 @@ def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict
     MLflow's documentation names ``target`` first; what it calls has no such argument.
     """
     _check_flavor(flavor)
-    ended = subprocess.call(servers.command(servers.check_name(name), model_uri, config or {}))
+    given = configs.cleaned(config)
+    configs.check(given, others=())
+    words = configs.command(records.check_name(name), model_uris.absolute(model_uri), given)
+    ended = subprocess.call(words, env=configs.environment(given, model_uris.stores()))
     if ended not in (0, -2, 130):
         raise MlflowException(f"the server ended with exit status {ended}")
 
@@ -40,7 +44,8 @@ def target_help() -> str:
         "Target llm serves a model logged with the llm flavor from this machine:\n"
         "  mlflow deployments create -t llm --name assistant -m models:/assistant@champion [-C workers=2]\n"
         "The server listens on loopback, on a free port unless -C port=… says otherwise; `get` shows its URL.\n"
-        f"-C keys: {', '.join(servers.SERVER_KEYS)}, require_keys, and every engine setting.\n"
+        f"-C keys: {', '.join(configs.SERVER_KEYS)}, and every engine setting; as those of an\n"
+        f"endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
         "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
         "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
         "Target llm://host:port is a server that runs already: the same commands manage its endpoints\n"
@@ -58,6 +63,14 @@ def _named(name: Any) -> str:
 def _check_flavor(flavor: str | None) -> None:
     if flavor not in (None, FLAVOR):
         raise MlflowException.invalid_parameter_value(f"flavor: {flavor!r}; this target serves {FLAVOR!r} only")
+
+
+def _one_name(name: str | None, endpoint: str | None) -> Any:
+    if name is not None and endpoint not in (None, name):
+        raise MlflowException.invalid_parameter_value(
+            f"endpoint: {endpoint!r:.80} beside the deployment {name!r:.80}; they are the same here: name one"
+        )
+    return endpoint if name is None else name
 
 
 class LlmDeploymentClient(BaseDeploymentClient):
@@ -78,14 +91,12 @@ class LlmDeploymentClient(BaseDeploymentClient):
     ) -> dict[str, Any]:
         """Serve ``model_uri`` as ``name``; returns when it has generated a token."""
         _check_flavor(flavor)
+        name = _one_name(name, endpoint)
         if self._remote is not None:
-            return self._shown(endpoints.create(self._remote, _named(name), model_uri, config or {}))
-        servers.must_be_new(name)
-        with servers.locked(name):
-            servers.must_be_new(name)
-            record = servers.start(name, model_uri, config or {})
-            servers.write(record)
-        return servers.read(name)
+            uri, given = model_uris.absolute(model_uri), configs.cleaned(config)
+            return self._shown(endpoints.create(self._remote, _named(name), uri, given))
+        servers.create(name, model_uri, config)
+        return servers.get(name)
 
     def update_deployment(
         self,
@@ -101,62 +112,67 @@ class LlmDeploymentClient(BaseDeploymentClient):
         version fails, this raises and the old one serves on.
         """
         _check_flavor(flavor)
+        name = _one_name(name, endpoint)
         if self._remote is not None:
             return self._shown(endpoints.update(self._remote, _named(name), *self._merged(name, model_uri, config)))
-        with servers.locked(servers.check_name(name)):
-            record = servers.update(servers.read(name), model_uri, config or {})
-            servers.write(record)
-        return servers.read(name)
+        servers.update(name, model_uri, config)
+        return servers.get(name)
 
     def delete_deployment(self, name: str, config: dict[str, Any] | None = None, endpoint: str | None = None) -> None:
         """Finish what runs, then end. A deployment that does not exist is no error."""
-        if self._remote is not None:
-            if any(found["name"] == name for found in endpoints.list_all(self._remote)):
-                endpoints.delete(self._remote, name)
-            return
-        with servers.locked(servers.check_name(name)):
-            if name in servers.names():
-                servers.stop(servers.read(name))
-                servers.remove(name)
+        name = _one_name(name, endpoint)
+        if config:
+            raise MlflowException.invalid_parameter_value(f"config: {', '.join(map(str, config))}; delete takes none")
+        if self._remote is None:
+            servers.delete(name)
+        elif any(found["name"] == name for found in endpoints.list_all(self._remote)):
+            endpoints.delete(self._remote, name)
 
     def list_deployments(self, endpoint: str | None = None) -> list[dict[str, Any]]:
         if self._remote is not None:
-            return [self._shown(found) for found in endpoints.list_all(self._remote)]
-        return [servers.read(name) for name in servers.names()]
+            found = [self._shown(one) for one in endpoints.list_all(self._remote)]
+        else:
+            found = servers.list_all()
+        return [one for one in found if endpoint in (None, one["name"])]
 
     def get_deployment(self, name: str, endpoint: str | None = None) -> dict[str, Any]:
+        name = _one_name(name, endpoint)
         if self._remote is not None:
             return self._shown(endpoints.get(self._remote, _named(name)))
-        return servers.read(name)
+        return servers.get(name)
 
     def predict(
         self, deployment_name: str | None = None, inputs: Any = None, endpoint: str | None = None
     ) -> PredictionsResponse:
         """The reply to a dict; of several rows ``{"predictions": [reply, …]}``."""
-        url = self._url(deployment_name or endpoint)
-        bodies, single = calls.requests_of(inputs)
-        replies = [calls.ask("POST", url, body).json() for body in bodies]
+        bodies, single = requests_of(inputs)
+        if any(body.get("stream") for body in bodies):
+            raise MlflowException.invalid_parameter_value("stream: True is not allowed; predict_stream streams")
+        url = self._url(_one_name(deployment_name, endpoint))
+        replies = [calls.told("POST", url, body) for body in bodies]
         return PredictionsResponse(replies[0] if single else {"predictions": replies})
 
     def predict_stream(
         self, deployment_name: str | None = None, inputs: Any = None, endpoint: str | None = None
     ) -> Iterator[dict[str, Any]]:
         """The chunks of the reply to one request."""
-        bodies, _ = calls.requests_of(inputs)
+        bodies, _ = requests_of(inputs)
         if len(bodies) != 1:
             raise MlflowException.invalid_parameter_value("inputs: predict_stream takes one request")
-        return calls.chunks(self._url(deployment_name or endpoint), bodies[0])
+        if bodies[0].get("stream") is False:
+            raise MlflowException.invalid_parameter_value("stream: False is not allowed; predict does not stream")
+        return calls.chunks(self._url(_one_name(deployment_name, endpoint)), bodies[0])
 
     def create_endpoint(self, name: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
         """``config`` holds ``model_uri`` and what ``create_deployment`` takes as config."""
-        given = dict(config or {})
+        given = configs.mapping(config)
         model_uri = given.pop("model_uri", None)
         if not model_uri:
             raise MlflowException.invalid_parameter_value("config: expected model_uri, such as models:/a@champion")
         return self.create_deployment(name, model_uri, config=given)
 
     def update_endpoint(self, endpoint: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-        given = dict(config or {})
+        given = configs.mapping(config)
         return self.update_deployment(endpoint, given.pop("model_uri", None), config=given)
 
     def delete_endpoint(self, endpoint: str) -> None:
@@ -174,17 +190,17 @@ class LlmDeploymentClient(BaseDeploymentClient):
     def _merged(self, name: str, model_uri: str | None, config: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
         """What the endpoint is to serve: what is not named stays as it is."""
         assert self._remote is not None
-        entities = endpoints.get(self._remote, _named(name)).get("config", {}).get("served_entities", [])
-        if len(entities) != 1:
-            if model_uri is None:
-                raise MlflowException.invalid_parameter_value(f"model_uri: {name!r} serves {len(entities)} models")
-            return model_uri, config or {}
-        old = entities[0]
-        kept = {key: old[key] for key in endpoints.ENTITY_KEYS if key in old} | old.get("engine_settings", {})
-        return model_uri or endpoints.uri_of(old), {**kept, **(config or {})}
+        given = configs.cleaned(config)
+        named = None if model_uri is None else model_uris.absolute(model_uri)
+        served = endpoints.entities(endpoints.get(self._remote, _named(name)))
+        if len(served) == 1:
+            return named or endpoints.uri_of(served[0]), {**endpoints.settings_of(served[0]), **given}
+        if named is None:
+            raise MlflowException.invalid_parameter_value(f"model_uri: {name!r} serves {len(served)} models")
+        return named, given
 
     def _url(self, name: str | None) -> str:
         if not name:
             raise MlflowException.invalid_parameter_value("deployment_name or endpoint: name one")
-        base = self._remote or servers.read(name)["url"]
-        return f"{base}/endpoints/{name}/invocations"
+        base = self._remote or servers.url_of(name)
+        return f"{base}/endpoints/{quote(name, safe='')}/invocations"

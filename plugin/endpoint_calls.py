@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +12,7 @@ from mlflow.exceptions import MlflowException
 from mlflow_llm.serving.settings import EngineSettings
 
 from . import calls
+from .model_uris import absolute
 
 API = "/api/2.0/serving-endpoints"
 ENTITY_KEYS = ("min_provisioned_throughput", "max_provisioned_throughput", "scale_to_zero_enabled")
@@ -42,14 +41,42 @@ def delete(server: str, name: str) -> None:
     calls.ask("DELETE", f"{server}{API}/{quote(name, safe='')}")
 
 
-def get(server: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = calls.ask("GET", f"{server}{API}/{quote(name, safe='')}").json()
-    return found
+def get(server: str, name: str, *, seconds: float = calls.SECONDS) -> dict[str, Any]:
+    url = f"{server}{API}/{quote(name, safe='')}"
+    return _endpoint(calls.told("GET", url, seconds=seconds), url)
 
 
 def list_all(server: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = calls.ask("GET", server + API).json()["endpoints"]
+    listed = calls.told("GET", server + API).get("endpoints")
+    return [_endpoint(one, server + API) for one in _checked(listed, list, server + API)]
+
+
+def _endpoint(found: Any, url: str) -> dict[str, Any]:
+    """``found``, which has what is read of an endpoint."""
+    endpoint: dict[str, Any] = _checked(found, dict, url)
+    _checked(endpoint.get("name"), str, url)
+    _checked(_checked(endpoint.get("state"), dict, url).get("config_update"), str, url)
+    for entity in entities(endpoint):
+        _checked(entity.get("entity_name"), str, url)
+    return endpoint
+
+
+def _checked(value: Any, kind: type, url: str) -> Any:
+    if not isinstance(value, kind):
+        raise calls.not_ours(url)
+    return value
+
+
+def entities(endpoint: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an endpoint serves; nothing before its first config was ready."""
+    found: list[dict[str, Any]] = endpoint.get("config", {}).get("served_entities", [])
     return found
+
+
+def settings_of(entity: dict[str, Any]) -> dict[str, Any]:
+    """What ``config_of`` would make ``entity`` of."""
+    own = {key: entity[key] for key in ENTITY_KEYS if entity.get(key) not in (None, False)}
+    return own | entity.get("engine_settings", {})
 
 
 def await_config(server: str, name: str) -> dict[str, Any]:
@@ -91,8 +118,7 @@ def entity_of(model_uri: str) -> dict[str, Any]:
     if model_uri.startswith("models:") and path.count("/") == 1 and path.rsplit("/", 1)[1].isdecimal():
         name, version = path.rsplit("/", 1)
         return {"entity_name": name, "entity_version": version}
-    is_path = ":" not in model_uri.split("/")[0]
-    return {"entity_name": os.path.abspath(model_uri) if is_path else model_uri}
+    return {"entity_name": absolute(model_uri)}
 
 
 def uri_of(entity: dict[str, Any]) -> str:
@@ -100,7 +126,9 @@ def uri_of(entity: dict[str, Any]) -> str:
     name, version = entity["entity_name"], entity.get("entity_version") or ""
     if not version:
         return str(name)
-    return f"models:/{name}/{version}" if version.isdecimal() else f"models:/{name}@{version.removeprefix('@')}"
+    if version.isdecimal() or version == "latest":  # which is no alias
+        return f"models:/{name}/{version}"
+    return f"models:/{name}@{version.removeprefix('@')}"
 
 
 def parsed(value: Any) -> Any:
@@ -108,15 +136,6 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeEncodeError):
         return value
-
-
-def differing(old: dict[str, Any], new: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
-    """Which of ``keys`` have another value in ``new`` than in ``old``, however it is written."""
-    return [key for key in keys if key in new and _plain(parsed(new[key])) != _plain(parsed(old.get(key)))]
-
-
-def _plain(value: Any) -> bytes:
-    return msgspec.json.encode(value, order="sorted")

@@ -1,255 +1,272 @@
-"""Servers on this machine that the deployments plugin starts and finds again.
+"""Servers on this machine that the deployments plugin starts, finds again, changes and ends.
 
-One file a deployment, ``<state>/deployments/<name>.json``; one lock for all. The file names the process by its id and
-its start time, so that a number used again by another process is not taken for ours.
+A deployment's status::
+
+    STARTING      its process runs and is not ready yet
+    RUNNING       it serves; URI and settings are those that the server itself tells
+    DELETED       its endpoint was deleted through the server, which runs on; `update` brings it back
+    UNREACHABLE   its process runs and does not answer
+    STOPPED       its process has ended; `update` starts it again
+    UNREADABLE    its record is damaged; `delete` removes it
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import requests
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST
-
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.settings import check_name as endpoint_name
-from mlflow_llm.serving.settings import check_server_engine
-from mlflow_llm.serving.transport.locks import acquire
-from mlflow_llm.serving.web.settings import DATABASE_VARIABLE, ServerSettings, default_state_dir
+from mlflow.protos.databricks_pb2 import INVALID_STATE, RESOURCE_ALREADY_EXISTS
+from msgspec.structs import replace
 
 from . import endpoint_calls as endpoints
+from . import local_config as configs
+from . import model_uris, processes, records
+from .model_uris import FLAVOR, without_password
+from .records import Record
 
-SERVER_KEYS = ("host", "port", "workers", "profile", "database", "timeout", "drain_timeout", "max_queued", "log_level")
 START_SECONDS = 600.0
-_children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
+LOOK_SECONDS = 5.0
+HINTS = {
+    "DELETED": "its endpoint was deleted through the server, which runs on; `update` brings it back",
+    "STARTING": "`get` says when it runs",
+    "STOPPED": "`update` starts it again",
+    "UNREADABLE": "its record is damaged; `delete` removes it",
+}
 
 
-def directory() -> Path:
-    path = default_state_dir() / "deployments"
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return path
-
-
-def _remake() -> None:
-    directory()
-
-
-@contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One change to a deployment at a time, across processes."""
-    path = directory() / f".{name}.lock"
-    lock = acquire(str(path), make_parent=_remake)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def check_name(name: Any) -> str:
-    try:
-        return endpoint_name(name)
-    except InvalidField as error:
-        raise MlflowException.invalid_parameter_value(error.message) from None
-
-
-def check_config(config: dict[str, Any]) -> None:
-    """What ``command`` makes of it is allowed. Raises ``MlflowException``."""
-    settings = {key: endpoints.parsed(value) for key, value in config.items()}
-    own = [key for key in SERVER_KEYS if key in ServerSettings.__struct_fields__]
-    try:
-        ServerSettings.read({key: settings[key] for key in own if key in settings})
-        check_server_engine({key: settings[key] for key in endpoints.ENGINE_KEYS if key in settings})
-    except InvalidField as error:
-        raise MlflowException.invalid_parameter_value(error.message) from None
-
-
-def read(name: str) -> dict[str, Any]:
-    """A deployment's record. Raises ``MlflowException`` for an unknown one."""
-    try:
-        record: dict[str, Any] = json.loads((directory() / f"{check_name(name)}.json").read_text())
-    except FileNotFoundError:
-        raise MlflowException(f"no deployment is called {name!r}", error_code=RESOURCE_DOES_NOT_EXIST) from None
-    return record | {"status": "RUNNING" if is_running(record) else "STOPPED"}
-
-
-def names() -> list[str]:
-    return sorted(path.stem for path in directory().glob("*.json"))
-
-
-def is_running(record: dict[str, Any]) -> bool:
-    try:
-        process = psutil.Process(record["pid"])
-        return abs(process.create_time() - record["started"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
-    """The server's command line; what is no server option is an engine setting."""
-    words = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", model_uri, "--name", name]
-    for key, value in config.items():
-        if key == "database":  # may have a password, and whoever lists processes reads command lines
-            continue
-        if key in SERVER_KEYS:
-            words += [f"--{key.replace('_', '-')}", str(value)]
-        elif key == "require_keys":
-            words += ["--require-keys"] if str(value).lower() == "true" else []
-        else:
-            words += ["-C", f"{key}={value}"]
-    return words
-
-
-def _environment(config: dict[str, Any]) -> dict[str, str]:
-    own = {DATABASE_VARIABLE: str(config["database"])} if config.get("database") else {}
-    return {**os.environ, **own}
-
-
-def start(name: str, model_uri: str, config: dict[str, Any], *, port: int | None = None) -> dict[str, Any]:
-    """Start a server and wait until it is ready. Its record, not yet written. Raises ``MlflowException``."""
-    check_config(config)
-    port = int(config.get("port") or 0) or port or _free_port()
-    host = str(config.get("host") or "127.0.0.1")
-    log = directory() / f"{name}.log"
-    with open(log, "ab") as sink:
-        process = subprocess.Popen(
-            command(name, model_uri, {**config, "port": port}),
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=sink,
-            env=_environment(config),
-            start_new_session=True,
-        )
-    _children[process.pid] = process
-    url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    try:
-        started = psutil.Process(process.pid).create_time()
-        _await(process, url, log)
-    except BaseException:
-        stop_process(process.pid)
-        raise
+def get(name: str) -> dict[str, Any]:
+    """A deployment as it is shown. Raises ``MlflowException`` for an unknown one."""
+    status, record, served = state_of(records.read(name))
+    database = {key: without_password(record.config[key]) for key in record.config if key == "database"}
     return {
-        "name": name,
-        "model_uri": model_uri,
-        "config": config,
-        "url": url,
-        "pid": process.pid,
-        "started": started,
-        "flavor": "llm",
+        "name": record.name,
+        "status": status,
+        "flavor": FLAVOR,
+        "url": record.url,
+        "model_uri": ", ".join(map(endpoints.uri_of, served)) or record.model_uri,
+        "config": record.config | database,
+        "pid": record.pid,
+        "tracking_uri": without_password(record.tracking_uri),
+        "registry_uri": without_password(record.registry_uri),
     }
 
 
-def update(record: dict[str, Any], model_uri: str | None, config: dict[str, Any]) -> dict[str, Any]:
-    """Have the running server serve another version or other engine settings; one that does not run is started.
+def list_all() -> list[dict[str, Any]]:
+    found = []
+    for name in records.names():
+        try:
+            found.append(get(name))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # deleted just now
+                found.append({"name": name, "flavor": FLAVOR, "status": "UNREADABLE", "message": error.message})
+    return found
 
-    The new record, not yet written. Raises ``MlflowException``; the server then goes on as before.
-    """
-    merged = {**record["config"], **config}
-    uri = model_uri or record["model_uri"]
-    if not is_running(record):
-        return start(record["name"], uri, merged, port=urlsplit(record["url"]).port)
-    if changed := endpoints.differing(record["config"], config, (*SERVER_KEYS, "require_keys")):
-        raise MlflowException.invalid_parameter_value(
-            f"config: {', '.join(changed)} cannot change while the server runs; delete the deployment and create it"
+
+def state_of(record: Record) -> tuple[str, Record, list[dict[str, Any]]]:
+    """A deployment's status, its record with what the server says, and what that serves. What was changed through the
+    server is then on record, too, for when it has ended."""
+    status, served = _look(record)
+    if not served:
+        return status, record, served
+    found = replace(_as_served(record, served), starting=False)
+    if found != record:
+        records.exchange(record, found)
+    return status, found, served
+
+
+def _look(record: Record) -> tuple[str, list[dict[str, Any]]]:
+    if not processes.is_alive(record):
+        return "STOPPED", []
+    silent = "STARTING" if record.starting else "UNREACHABLE"
+    if record.starting and not processes.listens(record.pid, port_of(record)):  # another's server may answer there
+        return silent, []
+    try:
+        endpoint = endpoints.get(record.url, record.name, seconds=LOOK_SECONDS)
+    except MlflowException as error:
+        known = {"RESOURCE_DOES_NOT_EXIST": "DELETED", "UNAUTHENTICATED": "RUNNING", "PERMISSION_DENIED": "RUNNING"}
+        return known.get(error.error_code, silent), []
+    served = endpoints.entities(endpoint)
+    return "RUNNING" if served else "STARTING", served
+
+
+def _as_served(record: Record, served: list[dict[str, Any]]) -> Record:
+    """``record`` with the URI and settings that the server tells; of several models none is the deployment's."""
+    if len(served) != 1:
+        return record
+    uri, settings = endpoints.uri_of(served[0]), endpoints.settings_of(served[0])
+    return replace(record, model_uri=uri, config=_config(record, settings))
+
+
+def _config(record: Record, settings: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in record.config.items() if key in configs.SERVER_KEYS}
+    return own | (configs.base_of(record.config) if record.base is None else record.base) | settings
+
+
+def port_of(record: Record) -> int:
+    return urlsplit(record.url).port or 0
+
+
+def must_be_new(name: str) -> None:
+    if records.check_name(name) not in records.names():
+        return
+    try:
+        status, _, _ = state_of(records.read(name))
+    except MlflowException:
+        status = "UNREADABLE"
+    raise MlflowException(
+        f"a deployment {name!r} exists already: {_described(status)}", error_code=RESOURCE_ALREADY_EXISTS
+    )
+
+
+def _described(status: str) -> str:
+    return f"{status} ({HINTS[status]})" if status in HINTS else status
+
+
+def url_of(name: str) -> str:
+    """Where requests go. Raises ``MlflowException`` where there is no server to take them."""
+    record = records.read(name)
+    if record.starting or not processes.is_alive(record):
+        status, _, _ = state_of(record)
+        if status != "RUNNING":
+            raise MlflowException(f"deployment {name!r} is {_described(status)}", error_code=INVALID_STATE)
+    return record.url
+
+
+def create(name: str, model_uri: str, config: Any) -> None:
+    """Raises ``MlflowException`` where the server does not come up; no deployment is left then."""
+    must_be_new(name)
+    uri, given = model_uris.absolute(model_uri), configs.with_database(configs.cleaned(config))
+    configs.check(given)
+    model_uris.must_be_ours(uri)
+    with records.locked(name):
+        must_be_new(name)
+        start(name, uri, given)
+
+
+def start(name: str, model_uri: str, config: dict[str, Any], *, old: Record | None = None) -> None:
+    """Start a server, record it at once and wait until it is ready. Raises ``MlflowException``; the record is then
+    ``old`` again, or gone."""
+    port = config.get("port") or (port_of(old) if old is not None else processes.free_port())
+    host = config.get("host", configs.HOST)
+    processes.must_be_free(host, port)
+    log = records.log_of(name)
+    before = log.stat().st_size if log.exists() else 0
+    stores = model_uris.stores()
+    with open(log, "ab") as sink:
+        process = subprocess.Popen(
+            configs.command(name, model_uri, {**config, "port": port}),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=configs.environment(config, stores),
+            start_new_session=True,
         )
-    own = (*SERVER_KEYS, "require_keys", "trust_remote_code")  # of the command line, which runs on
-    settings = {key: value for key, value in merged.items() if key not in own}
-    endpoints.update(record["url"], record["name"], uri, settings)
-    return record | {"model_uri": uri, "config": merged}
+    try:
+        birth = processes.keep(process)
+        url = f"http://{configs.HOST if host == '0.0.0.0' else host}:{port}"
+        what: dict[str, Any] = {"name": name, "model_uri": model_uri, "config": config, "url": url, **stores}
+        what |= {"pid": birth.pid, "started": birth.started, "boot": birth.boot, "ticks": birth.ticks}
+        record = Record(**what, base=configs.base_of(config), starting=True)
+        records.write(record)
+        _await(process, record, lambda: _reason(log, before))
+        if extra := {key: config[key] for key in endpoints.ENTITY_KEYS if key in config}:
+            endpoints.update(url, name, model_uri, extra)
+        records.write(replace(record, starting=False))
+    except BaseException:
+        processes.stop_process(process.pid)
+        records.remove(name, log=False) if old is None else records.write(old)
+        raise
 
 
-def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _await(process: subprocess.Popen[bytes], record: Record, reason: Callable[[], str]) -> None:
+    log = records.log_of(record.name)
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if process.poll() is not None:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            reason = next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no message")
-            raise MlflowException(f"the server did not start: {reason[:300]} (log: {log})")
+            raise MlflowException(f"the server did not start: {reason()} (log: {log})")
         with contextlib.suppress(requests.RequestException):
-            if requests.get(f"{url}/ready", timeout=5).status_code == 200:
+            ready = requests.get(f"{record.url}/ready", timeout=LOOK_SECONDS).status_code == 200
+            if ready and processes.listens(process.pid, port_of(record)):
                 return
         time.sleep(0.1)
     raise MlflowException(f"the server was not ready within {START_SECONDS:.0f} seconds (log: {log})")
 
 
-def write(record: dict[str, Any]) -> None:
-    path = directory() / f"{record['name']}.json"
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({k: v for k, v in record.items() if k != "status"}, indent=1))
-    draft.replace(path)
+def _reason(log: Path, before: int) -> str:
+    """The last error in what this start wrote, which stands behind ``before`` bytes of earlier ones."""
+    with open(log, "rb") as stream:
+        stream.seek(before)
+        lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "no message")[:300]
 
 
-def stop(record: dict[str, Any], *, wait: float | None = None) -> None:
+def update(name: str, model_uri: str | None, config: Any) -> None:
+    """Have the running server serve another version or other engine settings; one that does not run is started.
+
+    Raises ``MlflowException``; the server then goes on as before. Interrupted, the record says what was asked for.
+    """
+    given = configs.cleaned(config)
+    named = None if model_uri is None else model_uris.absolute(model_uri)
+    with records.locked(records.check_name(name)):
+        record = records.read(name)
+        configs.check({**configs.cleaned(record.config), **given})
+        if processes.is_alive(record):
+            _change(record, named, given)
+        else:
+            uri = named or record.model_uri
+            _check_model(record, uri)
+            start(name, uri, {**configs.cleaned(record.config), **given}, old=record)
+
+
+def _check_model(record: Record, uri: str) -> None:
+    kept = {"tracking_uri": record.tracking_uri, "registry_uri": record.registry_uri}
+    model_uris.check_stores(uri, kept)
+    model_uris.must_be_ours(uri)
+
+
+def _change(record: Record, model_uri: str | None, given: dict[str, Any]) -> None:
+    configs.must_stay(record.config, given, port_of(record))
+    try:
+        served = endpoints.entities(endpoints.get(record.url, record.name))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        ask, now, kept = endpoints.create, record, record.config
+    else:
+        ask, now = endpoints.update, _as_served(record, served)
+        kept = endpoints.settings_of(served[0]) if len(served) == 1 else {}
+        if model_uri is None and len(served) > 1:
+            raise MlflowException.invalid_parameter_value(f"model_uri: {record.name!r} serves {len(served)} models")
+    uri = model_uri or now.model_uri
+    _check_model(record, uri)
+    settings = {key: value for key, value in {**kept, **given}.items() if key not in configs.FIXED_KEYS}
+    wanted = replace(now, model_uri=uri, config=_config(record, settings), starting=False)
+    records.write(wanted)
+    try:
+        ask(record.url, record.name, uri, settings)
+    except Exception:
+        records.write(now)
+        raise
+
+
+def delete(name: str) -> None:
+    """Finish what runs, then end. A deployment that does not exist is no error."""
+    with records.locked(records.check_name(name)):
+        if name in records.names():
+            with contextlib.suppress(MlflowException):  # a damaged record names no process
+                stop(records.read(name))
+            records.remove(name)
+
+
+def stop(record: Record) -> None:
     """Drain and end a deployment's server, if it runs."""
-    if is_running(record):
-        drain = float(record["config"].get("drain_timeout") or 30)
-        stop_process(record["pid"], drain + 15 if wait is None else wait)
-
-
-def stop_process(pid: int, wait: float = 15.0) -> None:
-    """SIGTERM drains; what is still there after ``wait`` seconds is ended at once, its children too."""
-    try:
-        _signal_and_wait(pid, wait)
-    finally:
-        if (child := _children.pop(pid, None)) is not None:
-            child.poll()
-
-
-def _signal_and_wait(pid: int, wait: float) -> None:
-    try:
-        process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
-        process.send_signal(signal.SIGTERM)
-    except psutil.Error:
-        return
-    if not _ended_within([process], wait):
-        for member in family:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
-        _ended_within(family, 5)
-
-
-def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    """Wait for all. Another command's child is collected by PID 1, which in many a container never does: for psutil a
-    zombie still runs, for us it has ended."""
-    end = time.monotonic() + seconds
-    while not all(_has_ended(process) for process in processes):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
-
-
-def must_be_new(name: str) -> None:
-    if check_name(name) in names():
-        raise MlflowException(f"a deployment {name!r} exists already", error_code=RESOURCE_ALREADY_EXISTS)
-
-
-def remove(name: str) -> None:
-    for suffix in (".json", ".log"):
-        (directory() / f"{name}{suffix}").unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    if processes.is_alive(record):
+        drain = float(record.config.get("drain_timeout") or 30)
+        processes.stop_process(record.pid, drain + 15)

@@ -13,6 +13,7 @@ from mlflow_llm.serving.bundle import Bundle
 # A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import click
 
+from .endpoints import answers_of_ours
 from .http import Client, first_model, url_options
-from .load import Body, Result, closed_loop, prompt, streamed, whole
+from .load import Body, Result, Sample, closed_loop, prompt, streamed, whole
 
 COLUMNS = (
     ("callers", "concurrency", 7),
@@ -66,12 +67,13 @@ def bench(
     """
     counts = _numbers(concurrency)
     client = Client(url, key)
-    load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
+    with answers_of_ours(url):
+        load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
     if not no_stream:
         load |= {"stream": True, "stream_options": {"include_usage": True}}
     if json_file is not None:
         json_file.open()  # one that cannot be written is known before the measurement
-    ask = partial(whole if no_stream else streamed, client)
+    ask = partial(_asked, whole if no_stream else streamed, client, url)
     seed = random.randrange(10**9) if seed is None else seed
     prompts = _prompts(seed, prompt_words)
     ask(_body(load, next(prompts)) | {"max_tokens": 2})  # what the first request pays for is nobody's speed
@@ -91,6 +93,11 @@ def bench(
         json_file.write("\n")
     if errors:
         raise SystemExit(1)
+
+
+def _asked(ask: Callable[[Client, Body], Sample], client: Client, url: str, body: Body) -> Sample:
+    with answers_of_ours(url):
+        return ask(client, body)
 
 
 def _prompts(seed: int, words: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from .endpoints import answers_of_ours
 from .http import Client, first_model, url_options
 
 Messages = list[dict[str, Any]]
@@ -40,17 +41,18 @@ def chat(
     """
     client = Client(url, key)
     body = {name: value for name, value in sampling.items() if value is not None}
-    body["model"] = model or first_model(client)
+    with answers_of_ours(url):
+        body["model"] = model or first_model(client)
     start: Messages = [{"role": "system", "content": system}] if system else []
     if message is not None:
-        _, stopped = _answer(client, body, [*start, {"role": "user", "content": message}], stats)
+        _, stopped = _answer(client, url, body, [*start, {"role": "user", "content": message}], stats)
         if stopped:
             raise SystemExit(INTERRUPTED)
         return
-    _converse(client, body, start, stats)
+    _converse(client, url, body, start, stats)
 
 
-def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool) -> None:
+def _converse(client: Client, url: str, body: dict[str, Any], start: Messages, stats: bool) -> None:
     """Turn by turn; a turn that the server refuses is taken back, and the conversation goes on."""
     messages = list(start)
     failed = False
@@ -60,7 +62,7 @@ def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool
             continue
         messages.append({"role": "user", "content": line})
         try:
-            text, _ = _answer(client, body, messages, stats)
+            text, _ = _answer(client, url, body, messages, stats)
         except click.ClickException as error:
             error.show()
             messages.pop()
@@ -97,7 +99,7 @@ def _lines(greeting: str) -> Iterator[str]:
             yield line
 
 
-def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
+def _answer(client: Client, url: str, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
     """Print the reply as it comes; Ctrl-C stops this reply alone. (text, stopped). Raises ``ClickException``."""
     parts: list[str] = []
     last: dict[str, Any] = {}
@@ -105,7 +107,10 @@ def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: boo
     first, stopped = None, False
     request = body | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        with contextlib.closing(client.stream("/v1/chat/completions", request)) as chunks:  # type: ignore[type-var]
+        with (
+            answers_of_ours(url),
+            contextlib.closing(client.stream("/v1/chat/completions", request)) as chunks,  # type: ignore[type-var]
+        ):
             for chunk in chunks:
                 last |= {name: value for name, value in chunk.items() if value}
                 for text in (choice["delta"].get("content") for choice in chunk["choices"]):
@@ -120,7 +125,8 @@ def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: boo
         if parts or stopped:
             click.echo()
     if stats:
-        _tell(last, started, first or time.perf_counter(), time.perf_counter())
+        with answers_of_ours(url):
+            _tell(last, started, first or time.perf_counter(), time.perf_counter())
     return "".join(parts), stopped
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -18,14 +20,25 @@ HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "STATUS", "RUNNING", "WAITING")
 def endpoints(url: str, key: str | None, as_json: bool) -> None:
     """List endpoints, adapters and their load."""
     client = Client(url, key, timeout=30)
-    models = client.get("/v1/models")["data"]
-    tasks = {entry["name"]: entry["endpoint_type"] for entry in client.get("/api/2.0/endpoints/")["endpoints"]}
-    states = _states(client)
-    found = [model if "parent" in model else model | _load(model["id"], tasks, states) for model in models]
+    with answers_of_ours(url):
+        models = client.get("/v1/models")["data"]
+        tasks = {entry["name"]: entry["endpoint_type"] for entry in client.get("/api/2.0/endpoints/")["endpoints"]}
+        states = _states(client)
+        found = [model if "parent" in model else model | _load(model["id"], tasks, states) for model in models]
+        rows = [HEADS, *map(_row, found)]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
-    table([HEADS, *map(_row, found)])
+    table(rows)
+
+
+@contextlib.contextmanager
+def answers_of_ours(url: str) -> Iterator[None]:
+    """Reads what a server answered. Raises ``ClickException`` where that is JSON of another kind than ours."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError):
+        raise click.ClickException(f"{url} does not answer as our servers do: another server?") from None
 
 
 def _states(client: Client) -> dict[str, Any]:

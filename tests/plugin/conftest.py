@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import transformers as tf
+from mlflow.deployments import get_deploy_client
 from processes import alive_after
+from small_cases import small_command
 from tiny_models import COMMON, make_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.plugin import local_config
 from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
 TEMPLATE = (
@@ -36,7 +43,7 @@ def second_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(root: Path, **config: int) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=TEMPLATE)
@@ -68,3 +75,45 @@ def belongs(process: psutil.Process, root: str) -> bool:
         ours = process.environ().get("XDG_RUNTIME_DIR") == root
         return ours and process.pid != psutil.Process().pid and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+@pytest.fixture
+def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of target ``llm`` whose servers are small ones; what it has deployed is deleted in the end."""
+    monkeypatch.setattr(local_config, "command", small_command(local_config.command))
+    found = get_deploy_client("llm")
+    yield found
+    for deployment in found.list_deployments():
+        found.delete_deployment(deployment["name"])
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """Directories that say they are models: of our flavor ``one``, ``two``, ``slow`` and ``bad``, of another ``sk``."""
+    for name in ("one", "two", "slow", "bad", "sk"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "MLmodel").write_text(f"flavors:\n  {'sklearn' if name == 'sk' else 'llm'}: {{}}\n")
+    return tmp_path
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The port of a server of another kind, which answers everything with 200 and JSON of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "12")
+            self.end_headers()
+            self.wfile.write(b'{"up": true}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pandas as pd
 import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin import calls, deployments, endpoint_calls, local_servers
+from mlflow_llm.plugin import deployments, endpoint_calls
 from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
 
@@ -64,6 +63,7 @@ def test_a_server_that_does_not_answer():
         ("models:/a@champion", {"entity_name": "a", "entity_version": "@champion"}),
         ("models:/m-0123", {"entity_name": "models:/m-0123"}),
         ("runs:/x/model", {"entity_name": "runs:/x/model"}),
+        ("models:/a/latest", {"entity_name": "models:/a/latest"}),
         ("/srv/chat", {"entity_name": "/srv/chat"}),
     ],
 )
@@ -71,6 +71,11 @@ def test_a_model_uri_is_an_entity_and_back(uri, entity):
     """What the API is sent for a URI names the same model again."""
     assert endpoint_calls.entity_of(uri) == entity
     assert endpoint_calls.uri_of(entity) == uri
+
+
+def test_the_latest_version_of_a_command_line():
+    """The server shows it as a version called ``latest``, which is no alias."""
+    assert endpoint_calls.uri_of({"entity_name": "a", "entity_version": "latest"}) == "models:/a/latest"
 
 
 def test_config_is_engine_settings():
@@ -89,27 +94,20 @@ def test_config_is_engine_settings():
         ({"port": "abc"}, "port: 'abc' is not allowed; expected an integer from 0 to 65535"),
         ({"threads": 0}, "threads: 0 is not allowed; expected an integer from 1 to 1024, or null"),
         ({"in_process": "true"}, "in_process: True is not allowed; expected false"),
+        ({"require_keys": "yes"}, "require_keys: 'yes' is not allowed; expected true or false"),
+        ({"require_keys": 1}, "require_keys: 1 is not allowed; expected true or false"),
+        ({"require_keys": True}, "require_keys: True is not allowed; expected false without --database"),
+        ({"profile": "x"}, "profile: 'x' is not allowed; expected one of 'open'"),
+        ({"colour": 1}, "'colour' is unknown; expected host"),
+        ({"timeout": "NaN"}, "timeout: 'NaN' is not allowed"),
+        ("workers=1", "config: expected a dict, not str"),
     ],
 )
 def test_config_that_is_refused(config, reason):
     """A server that could not start is none: the field, its value and what is allowed are said at once."""
-    with pytest.raises(MlflowException, match=reason):
+    with pytest.raises(MlflowException, match=reason) as refused:
         deployments.LlmDeploymentClient("llm").create_deployment("a", "models:/a/1", config=config)
-
-
-def test_requests_of_a_frame():
-    """A row is a request without its empty cells; messages spread over rows are put together again."""
-    rows = pd.DataFrame([{"prompt": "a", "max_tokens": 2}, {"prompt": "b"}])
-    assert calls.requests_of(rows) == ([{"prompt": "a", "max_tokens": 2.0}, {"prompt": "b"}], False)
-    spread = pd.DataFrame({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
-    assert calls.requests_of(spread) == ([{"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}], True)
-
-
-def test_a_reused_process_id_is_not_ours():
-    """A record whose process number now belongs to another process counts as stopped."""
-    import os
-
-    assert not local_servers.is_running({"pid": os.getpid(), "started": 1.0})
+    assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
 
 
 def test_entry_point():

@@ -18,7 +18,7 @@ import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin import local_servers
+from mlflow_llm.plugin import processes
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 CONFIG = {"workers": 1, "max_model_len": 128, "idle_timeout": 0.5, "drain_timeout": 5}
@@ -52,7 +52,7 @@ def test_life_of_a_deployment(place: Path, saved_model: Path, second_model: Path
         assert {key: updated[key] for key in ("url", "pid", "status")} == {
             key: made[key] for key in ("url", "pid", "status")
         }
-        assert updated["config"] == CONFIG | {"max_num_seqs": "4"}
+        assert updated["config"] == CONFIG | {"max_num_seqs": 4}
         assert updated["model_uri"] == str(second_model)
         with pytest.raises(MlflowException, match="workers cannot change"):
             client.update_deployment("assistant", config={"workers": 3})
@@ -120,9 +120,11 @@ def callers(client, name: str, whole: dict, number: int = 4) -> Iterator[list[st
 
 def test_a_model_that_does_not_load(place: Path) -> None:
     """A server that does not come up is an MlflowException with its reason, and leaves no deployment."""
+    (place / "empty").mkdir()
+    (place / "empty" / "MLmodel").write_text("flavors:\n  llm: {}\n")
     client = get_deploy_client("llm")
-    with pytest.raises(MlflowException, match="did not start"):
-        client.create_deployment("broken", str(place / "nothing"))
+    with pytest.raises(MlflowException, match=r"did not start: .*manifest.json is missing"):
+        client.create_deployment("broken", str(place / "empty"))
     assert client.list_deployments() == []
 
 
@@ -131,7 +133,7 @@ def test_run_local_and_help(place: Path, saved_model: Path) -> None:
     command = [sys.executable, "-m", "mlflow", "deployments"]
     told = subprocess.run([*command, "help", "-t", "llm"], capture_output=True, text=True, timeout=60, check=True)
     assert "llm://host:port" in told.stdout
-    port = local_servers._free_port()
+    port = processes.free_port()
     options = [f"port={port}", "workers=1", "max_model_len=128", "idle_timeout=0.5"]
     words = ["run-local", "-t", "llm", "--name", "local", "-m", str(saved_model)]
     words += [word for option in options for word in ("-C", option)]
@@ -165,7 +167,7 @@ def test_a_server_that_nobody_collects_has_ended(monkeypatch: pytest.MonkeyPatch
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        local_servers.stop_process(pid, wait=5.0)
+        processes.stop_process(pid, wait=5.0)
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
         assert killed == []
     finally:

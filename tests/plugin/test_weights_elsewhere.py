@@ -18,7 +18,7 @@ import pytest
 from processes import alive_after
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.plugin import local_servers
+from mlflow_llm.plugin.processes import free_port
 from mlflow_llm.serving.transport.auth import write_key
 from mlflow_llm.serving.web.entry import resolve
 
@@ -54,7 +54,7 @@ def await_line(log: Path, text: str, seconds: float = 120.0) -> None:
 def registry(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an MLflow server that hands out artifacts itself."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # without a network mlflow waits for litellm's prices
-    port = local_servers._free_port()
+    port = free_port()
     words = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     words += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", f"{place}/artifacts"]
     before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
@@ -88,9 +88,9 @@ def test_the_gateway_fetches_texts_only(logged: str, place: Path) -> None:
     assert weights == {"model.safetensors"}
     assert sorted(os.listdir(texts.bundle.tokenizer_dir)) == sorted(os.listdir(whole.bundle.tokenizer_dir))
 
-    key, address = str(place / "key"), f"tcp://127.0.0.1:{local_servers._free_port()}"
+    key, address = str(place / "key"), f"tcp://127.0.0.1:{free_port()}"
     write_key(key)
-    port = local_servers._free_port()
+    port = free_port()
     fetched = place / "fetched"
     fetched.mkdir()
     engine = words_of(place, "engine", "engine", "-m", logged, "--listen", address, "--key-file", key)

@@ -1,0 +1,86 @@
+"""What callers hand to ``predict``, as the JSON bodies of requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from mlflow.exceptions import MlflowException
+
+
+def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
+    """``(bodies, whether one was meant)`` of a dict, a list of dicts or a DataFrame (one row a request).
+
+    A DataFrame that ``mlflow deployments predict -I`` made of one JSON object has its lists spread over the rows; they
+    are put together again. Raises ``MlflowException`` for what is no request, or no JSON.
+    """
+    if isinstance(inputs, dict):
+        return [_body(inputs)], True
+    if isinstance(inputs, pd.DataFrame):
+        rows = [_said(row) for row in inputs.to_dict(orient="records")]
+        if rows and all(isinstance(row.get("messages"), dict) for row in rows):
+            return [_joined(rows)], True
+        return rows, len(rows) == 1
+    if isinstance(inputs, list) and all(isinstance(row, dict) for row in inputs):
+        return [_body(row) for row in inputs], False
+    raise MlflowException.invalid_parameter_value(
+        f"inputs: expected a dict, a list of dicts or a DataFrame, not {type(inputs).__name__}"
+    )
+
+
+def plain(value: Any, where: str) -> Any:
+    """``value`` as JSON has it, NumPy's numbers and arrays as Python's own. Raises ``MlflowException`` that names
+    ``where`` for what JSON does not have."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {_key(key, where): plain(one, f"{where}.{key}") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one, f"{where}[{place}]") for place, one in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise MlflowException.invalid_parameter_value(f"{where}: {value} is not allowed; expected a number of JSON's")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise MlflowException.invalid_parameter_value(f"{where}: a {type(value).__name__} cannot be sent as JSON")
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str):
+        raise MlflowException.invalid_parameter_value(f"{where}: the key {key!r:.80} is no text")
+    return key
+
+
+def _body(given: dict[Any, Any]) -> dict[str, Any]:
+    return {_key(key, "inputs"): plain(value, key) for key, value in given.items()}
+
+
+def _said(row: dict[Any, Any]) -> dict[str, Any]:
+    """A row without the cells that pandas filled in, nor the fields that Arrow did: it has no absence but null."""
+    return {str(key): _full(plain(value, str(key))) for key, value in row.items() if not _is_missing(value)}
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or bool(pd.api.types.is_scalar(value) and pd.isna(value))
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _full(one) for key, one in value.items() if one is not None}
+    return [_full(one) for one in value] if isinstance(value, list) else value
+
+
+def _joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """One request of which each row has a message. Another field with a value a row is a list too, as ``stop`` may be;
+    with the same value in every row it is that value."""
+    body: dict[str, Any] = {"messages": [row["messages"] for row in rows]}
+    for key in dict.fromkeys(key for row in rows for key in row if key != "messages"):
+        if not all(key in row for row in rows):
+            raise MlflowException.invalid_parameter_value(
+                f"{key}: only some of the rows over which the messages are spread have a value; expected all or none"
+            )
+        values = [row[key] for row in rows]
+        body[key] = values[0] if all(value == values[0] for value in values) else values
+    return body

@@ -1,0 +1,94 @@
+"""Models and stores as the caller names them: absolute, there, and of our flavor, before a server is started."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import mlflow
+import sqlalchemy as sa
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+
+FLAVOR = "llm"
+IN_A_STORE = ("models:", "runs:")
+PASSWORD = re.compile(r"(://[^:/@\s]*):[^@\s]*@")
+
+
+def is_path(uri: str) -> bool:
+    return ":" not in uri.split("/")[0]
+
+
+def absolute(uri: Any) -> str:
+    """``uri`` with which the model is found from any directory. Raises ``MlflowException`` for what is no text."""
+    if not isinstance(uri, str) or not uri:
+        raise MlflowException.invalid_parameter_value(
+            f"model_uri: {uri!r:.80} is not allowed; expected a model's URI, such as models:/a@champion, or directory"
+        )
+    if uri.startswith("file:"):
+        return os.path.abspath(unquote(urlsplit(uri).path))
+    return os.path.abspath(uri) if is_path(uri) else uri
+
+
+def absolute_store(uri: str) -> str:
+    """A store's URI: a relative SQLite file or directory would be another one wherever the server is started again."""
+    if uri.startswith("sqlite"):
+        return _absolute_sqlite(uri)
+    if uri.startswith("file:") or (is_path(uri) and (os.sep in uri or os.path.isdir(uri))):
+        return absolute(uri)
+    return uri
+
+
+def _absolute_sqlite(uri: str) -> str:
+    try:
+        url = sa.make_url(uri)
+    except sa.exc.ArgumentError:  # the server will say what is wrong with it
+        return uri
+    if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
+        return uri
+    return url.set(database=os.path.abspath(url.database)).render_as_string(hide_password=False)
+
+
+def stores() -> dict[str, str]:
+    """MLflow's, as the caller has set them."""
+    return {
+        "tracking_uri": absolute_store(mlflow.get_tracking_uri()),
+        "registry_uri": absolute_store(mlflow.get_registry_uri()),
+    }
+
+
+def check_stores(uri: str, kept: dict[str, str]) -> None:
+    """Raises ``MlflowException`` where the server would look for ``uri`` in other stores than the caller."""
+    if not uri.startswith(IN_A_STORE):
+        return
+    for name, own in stores().items():
+        if kept.get(name) and kept[name].rstrip("/") != own.rstrip("/"):
+            raise MlflowException.invalid_parameter_value(
+                f"{name}: the deployment takes its models from {without_password(kept[name])}, not from "
+                f"{without_password(own)}; set that one, or delete the deployment and create it"
+            )
+
+
+def must_be_ours(uri: str) -> None:
+    """Raises ``MlflowException`` for a model that is not there, and for one of another flavor. What is neither in a
+    store of MLflow's nor a directory is left to the server to find."""
+    if not is_path(uri) and not uri.startswith(IN_A_STORE):
+        return
+    try:
+        flavors = mlflow.models.get_model_info(uri).flavors
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST" or not re.search(r"(?i)not found|no versions", error.message):
+            raise
+        raise MlflowException(error.message, error_code=RESOURCE_DOES_NOT_EXIST) from None
+    except Exception as error:  # of a store's client, or of the parser of what is no MLmodel
+        raise MlflowException(f"model_uri: {uri} cannot be read ({type(error).__name__}: {error!s:.200})") from None
+    if FLAVOR not in flavors:
+        raise MlflowException.invalid_parameter_value(
+            f"model_uri: {uri} was logged with the flavors {', '.join(flavors)}; expected one logged with {FLAVOR!r}"
+        )
+
+
+def without_password(uri: str) -> str:
+    return PASSWORD.sub(r"\1:***@", uri)

@@ -1,0 +1,134 @@
+"""What is kept of a deployment, one file each: ``<state>/deployments/<name>.json``, with a lock of its own.
+
+While its server runs, the server says what it serves; the file says what it was started with, and what it was asked
+for last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+
+from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.settings import check_name as endpoint_name
+from mlflow_llm.serving.transport.locks import acquire, try_acquire
+from mlflow_llm.serving.web.settings import STATE_VARIABLE, default_state_dir
+
+from .processes import Birth
+
+
+class Record(Birth, frozen=True, kw_only=True):
+    """``config`` is the whole of it, ``base`` the engine settings on the server's command line, which hold under all
+    later ones (None in files of earlier releases). ``starting``: whoever started the server has not yet seen it ready.
+    The stores are MLflow's, by which the server finds models; empty in files of earlier releases."""
+
+    name: str
+    model_uri: str
+    config: dict[str, Any]
+    url: str
+    base: dict[str, Any] | None = None
+    tracking_uri: str = ""
+    registry_uri: str = ""
+    starting: bool = False
+
+
+def directory() -> Path:
+    """Raises ``MlflowException`` where it cannot be made."""
+    path = (default_state_dir() / "deployments").absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise _unusable(path, error) from None
+    return path
+
+
+def _unusable(path: Path, error: OSError) -> MlflowException:
+    return MlflowException(
+        f"the state directory {path} cannot be used ({error.strerror}); name another in {STATE_VARIABLE}"
+    )
+
+
+def _remake() -> None:
+    directory()
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One change to a deployment at a time, across processes."""
+    path = _lock_path(name)
+    try:
+        lock = acquire(str(path), make_parent=_remake)
+    except OSError as error:
+        raise _unusable(path.parent, error) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _lock_path(name: str) -> Path:
+    return directory() / f".{name}.lock"
+
+
+def check_name(name: Any) -> str:
+    try:
+        return endpoint_name(name)
+    except InvalidField as error:
+        raise MlflowException.invalid_parameter_value(error.message) from None
+
+
+def read(name: str) -> Record:
+    """Raises ``MlflowException`` for an unknown deployment, and for a file that is no record."""
+    path = directory() / f"{check_name(name)}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except FileNotFoundError:
+        raise MlflowException(f"no deployment is called {name!r}", error_code=RESOURCE_DOES_NOT_EXIST) from None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise MlflowException(f"the record {path} cannot be read ({error}); `delete` removes it") from None
+
+
+def names() -> list[str]:
+    found = []
+    for path in directory().glob("*.json"):
+        with contextlib.suppress(MlflowException):
+            found.append(check_name(path.stem))
+    return sorted(found)
+
+
+def write(record: Record) -> None:
+    path = directory() / f"{record.name}.json"
+    draft = path.with_suffix(".draft")
+    try:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+        draft.replace(path)
+    except OSError as error:
+        raise _unusable(path.parent, error) from None
+
+
+def exchange(old: Record, new: Record) -> None:
+    """Write ``new`` where ``old`` still stands and nobody is changing the deployment."""
+    with contextlib.suppress(OSError, MlflowException):
+        lock = try_acquire(str(_lock_path(old.name)))
+        if lock is None:
+            return
+        try:
+            if read(old.name) == old:
+                write(new)
+        finally:
+            lock.release()
+
+
+def log_of(name: str) -> Path:
+    return directory() / f"{name}.log"
+
+
+def remove(name: str, *, log: bool = True) -> None:
+    for path in (directory() / f"{name}.json", *([log_of(name)] if log else [])):
+        path.unlink(missing_ok=True)

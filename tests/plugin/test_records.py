@@ -1,0 +1,127 @@
+"""What is kept of deployments, and which process is meant: killed callers, moved clocks, damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from mlflow.deployments import get_deploy_client
+from mlflow.exceptions import MlflowException
+from small_cases import SMALL, kill, refused
+
+from mlflow_llm.plugin import processes, records
+from mlflow_llm.serving.web.settings import STATE_VARIABLE
+
+CREATE = """
+import sys
+from mlflow.deployments import get_deploy_client
+from mlflow_llm.plugin import local_config
+real = local_config.command
+local_config.command = lambda *given: [sys.executable, sys.argv[1], *real(*given)[4:]]
+get_deploy_client("llm").create_deployment("a", sys.argv[2])
+"""
+
+
+def test_a_create_that_was_killed(client: Any, models: Path) -> None:
+    """The server that it left is listed as starting, then as running, and can be deleted."""
+    environment = {**os.environ, "SMALL_WAIT": "6"}
+    creator = subprocess.Popen([sys.executable, "-c", CREATE, SMALL, str(models / "one")], env=environment)
+    try:
+        assert await_status(client, "STARTING")
+        reason = "'a' is STARTING"
+        refused("INVALID_STATE", reason, client.predict, "a", {"prompt": "x"})
+        refused("RESOURCE_ALREADY_EXISTS", "STARTING", client.create_deployment, "a", str(models / "two"))
+    finally:
+        creator.kill()
+        creator.wait()
+    assert await_status(client, "RUNNING")
+    assert client.predict("a", {"prompt": "x"})["body"] == {"prompt": "x"}
+    client.delete_deployment("a")
+    assert client.list_deployments() == []
+
+
+def await_status(client: Any, status: str, seconds: float = 60.0) -> bool:
+    until = time.monotonic() + seconds
+    while [found["status"] for found in client.list_deployments()] != [status]:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_clock_that_moved() -> None:
+    """A process is known by its boot and ticks; by the clock only in records without, where it may not have moved."""
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        birth = processes.keep(own)
+        moved = birth.started + 3600
+        assert processes.is_alive(msgspec.structs.replace(birth, started=moved))
+        assert not processes.is_alive(msgspec.structs.replace(birth, ticks=birth.ticks + 1))
+        assert not processes.is_alive(msgspec.structs.replace(birth, boot="another"))
+        assert processes.is_alive(processes.Birth(pid=own.pid, started=birth.started))
+        assert not processes.is_alive(processes.Birth(pid=own.pid, started=moved))
+    finally:
+        own.kill()
+        own.wait()
+
+
+def test_a_record_of_an_earlier_release(client: Any, models: Path) -> None:
+    """It has neither ticks nor stores: it is read, and its deployment updated and ended."""
+    made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
+    file = records.directory() / "a.json"
+    kept = {key: json.loads(file.read_text())[key] for key in ("name", "model_uri", "config", "url", "pid", "started")}
+    file.write_text(json.dumps(kept | {"config": {"max_num_seqs": "2"}, "flavor": "llm"}))
+    assert client.get_deployment("a")["status"] == "RUNNING"
+    assert client.update_deployment("a", str(models / "two"))["pid"] == made["pid"]
+    client.delete_deployment("a")
+    assert not processes.is_alive(processes.Birth(pid=made["pid"], started=kept["started"]))
+
+
+def test_the_reason_is_of_this_start(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that earlier starts wrote to has their errors, too."""
+    for said in ("Error: the first", "a last word"):
+        monkeypatch.setenv("SMALL_FAIL", said)
+        refused("INTERNAL_ERROR", f"did not start: {said}", client.create_deployment, "a", str(models / "one"))
+    assert client.list_deployments() == []
+
+
+def test_a_stopped_deployment(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """predict names the state and what helps; where the server cannot start again its record stays."""
+    made = client.create_deployment("a", str(models / "one"))
+    kill(made)
+    refused("INVALID_STATE", "'a' is STOPPED .`update` starts it again", client.predict, "a", {"prompt": "x"})
+    with monkeypatch.context() as patch:
+        patch.setenv("SMALL_FAIL", "Error: no")
+        refused("INTERNAL_ERROR", "did not start", client.update_deployment, "a")
+    assert client.get_deployment("a") == made | {"status": "STOPPED"}
+    assert client.update_deployment("a")["url"] == made["url"]
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[1", b"\xff", b'{"name": "b", "pid": "x"}'])
+def test_a_damaged_record(client: Any, models: Path, text: bytes) -> None:
+    """It is named by its file, the others are listed beside it, and delete removes it."""
+    file = records.directory() / "b.json"
+    file.write_bytes(text)
+    (records.directory() / "no name.json").write_bytes(text)
+    with pytest.raises(MlflowException, match=str(file)):
+        client.get_deployment("b")
+    (found,) = client.list_deployments()
+    assert (found["name"], found["status"]) == ("b", "UNREADABLE")
+    refused("RESOURCE_ALREADY_EXISTS", "UNREADABLE", client.create_deployment, "b", str(models / "one"))
+    client.delete_deployment("b")
+    assert client.list_deployments() == []
+
+
+def test_a_state_directory_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, with the variable that names another."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(MlflowException, match=f"{tmp_path}/file/deployments cannot be used .*{STATE_VARIABLE}"):
+        get_deploy_client("llm").list_deployments()

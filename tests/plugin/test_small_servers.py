@@ -1,0 +1,139 @@
+"""Deployments whose server needs no model: how it is started, changed and found again, in a second or two each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow.deployments import get_deploy_client
+from small_cases import kill, refused, started
+
+from mlflow_llm.plugin import endpoint_calls, processes
+
+
+def test_a_port_of_another(client: Any, models: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is ready when its own process listens, not when somebody answers at its port."""
+    create, config = client.create_deployment, {"port": stranger}
+    refused(
+        "RESOURCE_CONFLICT", f"cannot listen on 127.0.0.1:{stranger}", create, "a", str(models / "one"), config=config
+    )
+    monkeypatch.setattr(processes, "must_be_free", lambda *_: None)  # taken between the look and the start
+    refused("INTERNAL_ERROR", "in use", create, "a", str(models / "one"), config=config)
+    assert client.list_deployments() == []
+
+
+def test_values_of_python(client: Any, models: Path) -> None:
+    """Booleans and numbers are JSON's on the command line, and None is not given."""
+    config = {"prefix_caching": False, "max_model_len": None, "max_num_seqs": 4, "workers": "1", "dtype": "float32"}
+    made = client.create_deployment("a", str(models / "one"), config=config)
+    words = started(made)["words"]
+    assert {"prefix_caching=false", "max_num_seqs=4", "dtype=float32"} == {
+        word for option, word in pairwise(words) if option == "-C"
+    }
+    assert made["config"] == {"prefix_caching": False, "max_num_seqs": 4, "workers": 1, "dtype": "float32"}
+
+
+def test_settings_of_an_endpoint(client: Any, models: Path) -> None:
+    """What only the management API takes is taken by create as by update, and when the server is started again."""
+    made = client.create_deployment("a", str(models / "one"), config={"scale_to_zero_enabled": "true"})
+    assert made["config"] == {"scale_to_zero_enabled": True}
+    client.update_deployment("a", config={"max_num_seqs": 2})
+    kill(made)
+    again = client.update_deployment("a")
+    assert again["config"] == {"scale_to_zero_enabled": True, "max_num_seqs": 2}
+    assert again["pid"] != made["pid"]
+
+
+def test_what_cannot_change(client: Any, models: Path) -> None:
+    """The command line of a running server stays; the same value again is no change, however it is written."""
+    made = client.create_deployment("a", str(models / "one"), config={"workers": 3})
+    for given in ({"trust_remote_code": True}, {"workers": 2}, {"port": 1}, {"host": "0.0.0.0"}):
+        reason = f"{next(iter(given))} cannot change while the server runs"
+        refused("INVALID_PARAMETER_VALUE", reason, client.update_deployment, "a", config=given)
+    same = {"trust_remote_code": False, "workers": "3", "host": "127.0.0.1", "timeout": 600}
+    assert client.update_deployment("a", config=same) == made
+
+
+def test_what_was_changed_through_the_server(client: Any, models: Path) -> None:
+    """URI and settings are those that the server tells, and known when it has ended."""
+    made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
+    remote = get_deploy_client(made["url"].replace("http", "llm"))
+    remote.update_deployment("a", str(models / "two"), config={"prefix_caching": False})
+    assert client.get_deployment("a") == made | {
+        "model_uri": str(models / "two"),
+        "config": {"max_num_seqs": 2, "prefix_caching": False},
+    }
+    kill(made)
+    assert client.get_deployment("a")["status"] == "STOPPED"
+    again = client.update_deployment("a")
+    assert (again["model_uri"], again["status"]) == (str(models / "two"), "RUNNING")
+    assert again["config"] == {"max_num_seqs": 2, "prefix_caching": False}
+
+
+def test_an_endpoint_deleted_through_the_server(client: Any, models: Path) -> None:
+    """It is shown as deleted; create says how it comes back, and update brings it back on the server that runs."""
+    made = client.create_deployment("a", str(models / "one"), config={"max_num_seqs": 2})
+    get_deploy_client(made["url"].replace("http", "llm")).delete_deployment("a")
+    assert client.list_deployments() == [made | {"status": "DELETED"}]
+    refused("RESOURCE_ALREADY_EXISTS", "DELETED .*`update`", client.create_deployment, "a", str(models / "one"))
+    assert client.update_deployment("a") == made
+
+
+def test_an_interrupted_update(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server goes on with an update whose caller is gone: it is shown, and not rolled back by the next start. One
+    that the server refuses leaves all as it was."""
+    made = client.create_deployment("a", str(models / "one"))
+    bad = str(models / "bad")
+    refused("INVALID_PARAMETER_VALUE", "no good", client.update_deployment, "a", bad, config={"max_num_seqs": 9})
+    assert client.get_deployment("a") == made
+    interrupted_update(client, models / "two", monkeypatch)
+    kill(made)  # before anybody looked
+    assert client.update_deployment("a")["model_uri"] == str(models / "two")
+
+
+def interrupted_update(client: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose caller gets Ctrl-C while the server works on it."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoint_calls, "await_config", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.update_deployment("a", str(model))
+
+
+def test_an_update_during_another(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a conflict, and what is served is what is shown."""
+    made = client.create_deployment("a", str(models / "one"))
+    interrupted_update(client, models / "slow", monkeypatch)
+    refused("RESOURCE_CONFLICT", "in progress", client.update_deployment, "a", str(models / "two"))
+    assert client.get_deployment("a") == made
+
+
+def test_relative_paths(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directory, database and MLflow's stores are found from any directory when the server is started again."""
+    monkeypatch.chdir(models)
+    before = mlflow.get_tracking_uri()
+    try:
+        mlflow.set_tracking_uri("sqlite:///tracking.db")
+        made = client.create_deployment("a", "./one", config={"database": "sqlite:///x.db"})
+    finally:
+        mlflow.set_tracking_uri(before)
+    assert made["model_uri"] == str(models / "one")
+    assert made["config"] == {"database": f"sqlite:///{models}/x.db"}
+    told = started(made)
+    assert told["MLFLOW_LLM_DATABASE"] == f"sqlite:///{models}/x.db"
+    assert told["MLFLOW_TRACKING_URI"] == made["tracking_uri"] == f"sqlite:///{models}/tracking.db"
+
+
+def test_a_password_is_not_shown(client: Any, models: Path) -> None:
+    """The server gets the database's password, get and list do not show it."""
+    url = "postgresql://me:secret@host/db"
+    made = client.create_deployment("a", str(models / "one"), config={"database": url, "require_keys": "true"})
+    assert made["config"]["database"] == "postgresql://me:***@host/db"
+    assert started(made)["MLFLOW_LLM_DATABASE"] == url
+    assert "--require-keys" in started(made)["words"]
