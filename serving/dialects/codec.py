@@ -11,7 +11,7 @@ from ..request import RawRequest, Task, ValidRequest
 from . import wire
 from .base import ErrorBody, StreamEncoder
 from .decode import decode
-from .errors import retry_headers
+from .errors import openai_error, retry_headers
 from .fields import Table
 
 
@@ -29,7 +29,7 @@ class ObjectDialect:
         return wire.reply(request, reply, self.style)
 
     def stream(self, request: ValidRequest) -> StreamEncoder:
-        return wire.Stream(request, self.style, self.error_body)
+        return wire.Stream(request, self.style, self.streamed_error)
 
     def error(self, error: ServingError) -> ErrorBody:
         return ErrorBody(status=error.status, body=self.error_body(error), headers=retry_headers(error))
@@ -37,11 +37,22 @@ class ObjectDialect:
     def error_body(self, error: ServingError) -> dict[str, Any]:
         raise NotImplementedError
 
+    def streamed_error(self, error: ServingError) -> dict[str, Any]:
+        """What a stream that has begun says of an error, before its ``[DONE]``."""
+        return self.error_body(error)
+
 
 class CodedErrorDialect(ObjectDialect):
-    """Errors are ``{"error_code", "message"}``; ``error_codes`` has the code of each kind."""
+    """Errors are ``{"error_code", "message"}``; ``error_codes`` has the code of each kind.
+
+    Within a stream OpenAI's ``error`` stands beside them: its clients, which these routes have too, take an event
+    without that key for one more chunk, and a stream that broke off for a whole one.
+    """
 
     error_codes: ClassVar[Mapping[str, str]]
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
         return {"error_code": self.error_codes[error.kind], "message": error.message}
+
+    def streamed_error(self, error: ServingError) -> dict[str, Any]:
+        return openai_error(error) | self.error_body(error)

@@ -1,13 +1,14 @@
 """The Databricks Foundation Model API (its REST reference; the open points are settled as docs/structures.md says).
 
 Replies are OpenAI's objects without the cache details; a stream's last chunk with choices carries ``usage``;
-embeddings carry an ``id``. An error is ``{"error_code", "message"}``. ``n`` and ``error_behavior`` belong to kinds of
-endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's profile.
+embeddings carry an ``id``. An error is ``{"error_code", "message"}``. Completions are numbered by their prompt, as the
+document says, on endpoints of a Databricks profile; elsewhere flat, as OpenAI does. ``n`` and ``error_behavior`` belong
+to kinds of endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's profile.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,7 @@ ERROR_CODES: dict[str, str] = {
     "already_exists": "RESOURCE_ALREADY_EXISTS",
     "conflict": "INVALID_STATE",
     "payload_too_large": "INVALID_PARAMETER_VALUE",
+    "ends_engines": "INVALID_PARAMETER_VALUE",
     "limit_exceeded": "REQUEST_LIMIT_EXCEEDED",
     "unavailable": "RESOURCE_EXHAUSTED",
     "overloaded": "RESOURCE_EXHAUSTED",
@@ -39,16 +41,10 @@ ERROR_CODES: dict[str, str] = {
 
 
 class DatabricksDialect(CodedErrorDialect):
-    """``index="prompt"`` numbers completions by their prompt, as the document says; "flat" as OpenAI does."""
-
     name = "databricks"
     tables = DATABRICKS
     error_codes = ERROR_CODES
-
-    def __init__(self, index: Literal["flat", "prompt"] = "flat") -> None:
-        self.style = wire.Style(
-            cached_tokens=False, usage_in_last=True, index_by_prompt=index == "prompt", embedding_id=True
-        )
+    style = wire.Style(cached_tokens=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
 
     def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
         """``use_raw_prompt`` is false unless given, as the document has it: the template is applied."""

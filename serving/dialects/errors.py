@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..errors import ServingError
 
 MAX_RETRY_AFTER = 60  # clients sleep as long as they are told, some without a bound: a month's budget would be days
+
+# kind -> (type, code); clients pick their exception by status and read these for details
+OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {
+    "internal": ("server_error", None),
+    "bad_request": ("invalid_request_error", None),
+    "invalid_field": ("invalid_request_error", "invalid_value"),
+    "context_too_long": ("invalid_request_error", "context_length_exceeded"),
+    "unauthenticated": ("authentication_error", "invalid_api_key"),
+    "permission_denied": ("permission_error", "permission_denied"),
+    "not_found": ("invalid_request_error", "not_found"),
+    "method_not_allowed": ("invalid_request_error", "method_not_allowed"),
+    "already_exists": ("invalid_request_error", "already_exists"),
+    "conflict": ("invalid_request_error", "conflict"),
+    "payload_too_large": ("invalid_request_error", "request_too_large"),
+    "ends_engines": ("invalid_request_error", "ends_engines"),
+    "limit_exceeded": ("rate_limit_error", "rate_limit_exceeded"),
+    "unavailable": ("server_error", "unavailable"),
+    "overloaded": ("server_error", "overloaded"),
+    "shutting_down": ("server_error", "shutting_down"),
+    "engine_died": ("server_error", "engine_died"),
+    "deadline_exceeded": ("server_error", "timeout"),
+    "aborted": ("invalid_request_error", "request_aborted"),
+}
 
 
 def retry_headers(error: ServingError) -> dict[str, str]:
@@ -15,3 +39,11 @@ def retry_headers(error: ServingError) -> dict[str, str]:
     if error.retry_after is None:
         return {}
     return {"Retry-After": str(min(MAX_RETRY_AFTER, max(1, math.ceil(error.retry_after))))}
+
+
+def openai_error(error: ServingError) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``, by which OpenAI's clients know an error within a stream."""
+    kind, code = OPENAI_ERRORS[error.kind]
+    if error.kind == "not_found" and error.param == "model":
+        code = "model_not_found"  # OpenAI's, by which LiteLLM knows the error
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}

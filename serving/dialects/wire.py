@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,8 +21,8 @@ class Style(NamedTuple):
     """Where the dialects that speak OpenAI's objects differ.
 
     ``cached_tokens``: usage has prompt_tokens_details. ``usage_in_last``: a stream's last chunk with choices carries
-    usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat.
-    ``embedding_id``: embeddings carry an id.
+    usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat,
+    on endpoints whose profile asks for it. ``embedding_id``: embeddings carry an id.
     """
 
     cached_tokens: bool = True
@@ -51,7 +52,14 @@ def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:
         prefix, kind = "chatcmpl-", "chat.completion.chunk" if streamed else "chat.completion"
     else:
         prefix, kind = "cmpl-", "text_completion"
-    return {"id": prefix + request.request_id, "object": kind, "created": request.created, "model": request.model}
+    return {"id": prefix + request.request_id, "object": kind, "created": request.created, "model": model_name(request)}
+
+
+def model_name(request: ValidRequest) -> str:
+    """``endpoint:adapter`` where an adapter answers, as ``/v1/models`` lists it: caches and costs go by it."""
+    if request.adapter is None or request.model.endswith(f":{request.adapter}"):
+        return request.model
+    return f"{request.model}:{request.adapter}"
 
 
 def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
@@ -90,7 +98,7 @@ def _embeddings(request: ValidRequest, whole: Reply, style: Style) -> dict[str, 
         **found,
         "object": "list",
         "data": data,
-        "model": request.model,
+        "model": model_name(request),
         "usage": usage(request, whole.usage, style),
     }
 
@@ -102,7 +110,7 @@ def _vector(request: ValidRequest, data: bytes) -> str | list[float]:
 
 
 def _index(request: ValidRequest, index: int, style: Style) -> int:
-    return index // request.n if style.index_by_prompt else index
+    return index // request.n if style.index_by_prompt and request.index_by_prompt else index
 
 
 def finish_reason(reason: str) -> str:
@@ -158,7 +166,9 @@ class Stream:
 
     content_type = "text/event-stream; charset=utf-8"
 
-    def __init__(self, request: ValidRequest, style: Style, error_body: Any) -> None:
+    def __init__(
+        self, request: ValidRequest, style: Style, error_body: Callable[[ServingError], dict[str, Any]]
+    ) -> None:
         self._request = request
         self._style = style
         self._error_body = error_body

@@ -93,19 +93,25 @@ def test_openai_async(url: str) -> None:
 
 
 def test_openai_embeddings(url: str) -> None:
-    """openai: embeddings as floats, as base64 (its default), and of token ids; all agree."""
+    """openai: embeddings as floats, as base64 (its default), and of one or several lists of token ids; all agree."""
     import openai
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
         floats = client.embeddings.create(model="embedder", input=["a cat", "a dog"], encoding_format="float").data
         decoded = client.embeddings.create(model="embedder", input=["a cat", "a dog"]).data
         raw = client.embeddings.create(model="embedder", input="a cat", encoding_format="base64").data[0].embedding
-        tokens = client.embeddings.create(model="embedder", input=[[101, 1037, 4937, 102]]).data
-    first = np.array(floats[0].embedding)
-    assert np.allclose(first, decoded[0].embedding, atol=1e-6)
-    assert np.allclose(first, np.frombuffer(base64.b64decode(raw), "<f4"), atol=1e-6)
-    assert len(tokens[0].embedding) == len(first) == 384
+        cat, dog = [101, 1037, 4937, 102], [101, 1037, 3899, 102]
+        flat = client.embeddings.create(model="embedder", input=cat).data
+        lists = client.embeddings.create(model="embedder", input=[cat, dog]).data
+    first, second = (np.array(entry.embedding) for entry in floats)
+    assert len(first) == 384
     assert abs(float(first @ first) - 1) < 1e-4
+    assert not np.allclose(first, second, atol=1e-2)
+    assert np.allclose(first, np.frombuffer(base64.b64decode(raw), "<f4"), atol=1e-6)
+    assert len(flat) == 1
+    assert np.allclose(first, flat[0].embedding, atol=1e-6)
+    for pair in (decoded, lists):
+        assert np.allclose([first, second], [entry.embedding for entry in pair], atol=1e-6)
 
 
 def test_databricks_sdk(workspace: str) -> None:

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.dialects.databricks import DatabricksDialect
-from mlflow_llm.serving.errors import InvalidField, LimitExceeded, Overloaded, from_kind, walk
+from mlflow_llm.serving.errors import InvalidField, LimitExceeded, Overloaded, RequestError, from_kind, walk
 from mlflow_llm.serving.reply import Choice, Delta, Done, Ended, Reply, TextLogprob, Usage
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
@@ -65,13 +64,17 @@ def test_databricks_completions():
 
 
 def test_databricks_index_profiles():
-    """Choices of two prompts times two are numbered flat, or by prompt in the seed's profile."""
-    request = _request("completions", n=2, prompts=2)
+    """Choices of two prompts times two are numbered flat, or by prompt where the endpoint's profile says so and the
+    route is Databricks'."""
+    flat = _request("completions", n=2, prompts=2)
+    grouped = msgspec.structs.replace(flat, index_by_prompt=True)
     reply = Reply(choices=tuple(_choice(i) for i in range(4)), usage=USAGE)
-    flat, grouped = DatabricksDialect(), DatabricksDialect(index="prompt")
-    assert [c["index"] for c in flat.encode(request, reply)["choices"]] == [0, 1, 2, 3]
-    assert [c["index"] for c in grouped.encode(request, reply)["choices"]] == [0, 0, 1, 1]
-    assert b'"index":1,' in grouped.stream(request).encode(Delta(index=3, text="x"))
+    databricks = DIALECTS["databricks"]
+    assert [c["index"] for c in databricks.encode(flat, reply)["choices"]] == [0, 1, 2, 3]
+    assert [c["index"] for c in databricks.encode(grouped, reply)["choices"]] == [0, 0, 1, 1]
+    assert b'"index":1,' in databricks.stream(grouped).encode(Delta(index=3, text="x"))
+    for other in ("openai", "mlflow"):
+        assert [c["index"] for c in DIALECTS[other].encode(grouped, reply)["choices"]] == [0, 1, 2, 3]
 
 
 def test_embeddings():
@@ -198,8 +201,18 @@ def test_every_error_is_rendered(dialect, error_class):
     assert body.status == error_class.status
     assert "what happened" in json.dumps(body.body)
     wire = DIALECTS[dialect].stream(_request()).error(error).decode()
-    assert json.loads(wire.split("\n\n")[0].removeprefix("data: ")) == body.body
-    assert wire.endswith("data: [DONE]\n\n")
+    event, done = wire.strip().split("\n\n")
+    told = json.loads(event.removeprefix("data: "))
+    assert body.body.items() <= told.items()
+    assert told["error"] == DIALECTS["openai"].error(error).body["error"]
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize("error_class", walk(RequestError), ids=lambda c: c.__name__)
+def test_no_client_sends_a_mistake_again(error_class):
+    """What fails each time has a status that clients do not retry, but for a limit, which time lifts, and a conflict,
+    which OpenAI's clients take for something that passes, as it may."""
+    assert error_class.status in {400, 401, 403, 404, 405, 409, 413, 422} or error_class is LimitExceeded
 
 
 def test_error_bodies():

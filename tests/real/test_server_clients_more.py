@@ -1,0 +1,125 @@
+"""More of what clients do with a running server: another base URL, MLflow's evaluation, LiteLLM's exceptions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llm_server import served
+
+from mlflow_llm.flavors import llm
+
+pytestmark = [
+    # the clients' own warnings, about their own code
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+QUESTION = "What is the capital of France?"
+GREEDY = {"max_tokens": 16, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": QUESTION}], **GREEDY}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir: Path) -> Iterator[str]:
+    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM)."""
+    root = tmp_path_factory.mktemp("clients")
+    llm.save_model(root / "chat", smollm2_dir, link_files=True)
+    llm.save_model(root / "embed", minilm_dir, link_files=True)
+    models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{root / 'embed'}=embedder")
+    with served(root, *models, "-C", "max_model_len=256") as url:
+        yield url
+
+
+@pytest.fixture
+def workspace(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server as a Databricks workspace."""
+    monkeypatch.setenv("DATABRICKS_HOST", url)
+    monkeypatch.setenv("DATABRICKS_TOKEN", "token")
+    return url
+
+
+@pytest.fixture
+def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A place for the traces that MLflow's evaluation writes."""
+    import mlflow
+
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    yield
+    mlflow.flush_trace_async_logging(terminate=True)
+    mlflow.set_tracking_uri(before)
+
+
+def test_openai_of_a_workspace(url: str) -> None:
+    """openai with a workspace's base URL: what ``/v1`` answers, streamed or not, of every task."""
+    import openai
+
+    with (
+        openai.OpenAI(base_url=f"{url}/serving-endpoints", api_key="x") as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as other,
+    ):
+        whole = client.chat.completions.create(model="assistant", **CHAT)
+        assert "Paris" in whole.choices[0].message.content
+        chunks = list(client.chat.completions.create(model="assistant", stream=True, **CHAT))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        raw = {"extra_body": {"use_raw_prompt": True}}  # which is not what this route does by itself
+        done = client.completions.create(model="assistant", prompt="One, two,", **GREEDY, **raw)
+        assert (
+            done.choices[0].text
+            == other.completions.create(model="assistant", prompt="One, two,", **GREEDY).choices[0].text
+        )
+        mine, theirs = (c.embeddings.create(model="embedder", input=["a", "b"]).data for c in (client, other))
+        assert np.allclose([v.embedding for v in mine], [v.embedding for v in theirs], atol=1e-6)
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.chat.completions.create(model="nobody", **CHAT)
+
+
+def test_mlflow_to_predict_fn(workspace: str, traces: None) -> None:
+    """``mlflow.genai.to_predict_fn``, by which an evaluation asks an endpoint of a workspace."""
+    import mlflow
+
+    reply = mlflow.genai.to_predict_fn("endpoints:/assistant")(**CHAT)
+    assert "Paris" in reply["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("target", ["databricks", "http"])
+def test_mlflow_judges_by_an_endpoint(workspace: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``endpoints:/name`` as the model of MLflow's LLM metrics, with either kind of deployments target."""
+    from mlflow.metrics.genai.model_utils import call_deployments_api, get_endpoint_type, score_model_on_payload
+
+    monkeypatch.setenv("MLFLOW_DEPLOYMENTS_TARGET", workspace if target == "http" else target)
+    monkeypatch.setattr("mlflow.deployments.utils._deployments_target", None)
+    kind = get_endpoint_type("endpoints:/assistant")
+    assert kind == "llm/v1/chat"
+    assert "Paris" in score_model_on_payload("endpoints:/assistant", QUESTION, GREEDY, endpoint_type=kind)
+    assert "Paris" in call_deployments_api("assistant", CHAT)["choices"][0]["message"]["content"]
+
+
+def test_mlflow_judges_by_openai(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``openai:/name`` as that model, with ``OPENAI_API_BASE`` at the server."""
+    from mlflow.metrics.genai.model_utils import score_model_on_payload
+
+    monkeypatch.setenv("OPENAI_API_BASE", f"{url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    assert "Paris" in score_model_on_payload("openai:/assistant", QUESTION, GREEDY)
+
+
+@pytest.mark.parametrize(("provider", "suffix"), [("openai", "/v1"), ("databricks", "/serving-endpoints")])
+def test_litellm_exceptions(url: str, provider: str, suffix: str) -> None:
+    """litellm tells an unknown endpoint and a prompt that is too long by exceptions of their own."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import litellm
+
+    call = {"api_base": url + suffix, "api_key": "x", "max_tokens": 4, "num_retries": 0}
+    with pytest.raises(litellm.NotFoundError, match="nobody"):
+        litellm.completion(model=f"{provider}/nobody", messages=CHAT["messages"], **call)
+    long = [{"role": "user", "content": "word " * 400}]
+    with pytest.raises(litellm.ContextWindowExceededError, match="context length"):
+        litellm.completion(model=f"{provider}/assistant", messages=long, **call)
