@@ -83,7 +83,7 @@ class RawEmbedding(Raw, frozen=True, kw_only=True):
     inputs: tuple[str | tuple[int, ...], ...]
     instruction: str | None = None
     dimensions: int | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     error_behavior: ErrorBehavior | None = None
     timeout: float | None = None
 

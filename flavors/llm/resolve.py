@@ -70,7 +70,7 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> 
     from .model import LanguageModel
 
     root = _local(model_uri, dst_path)
-    bundle, config = _configured(root, settings)
+    bundle, config = configured(root, settings)
     return LanguageModel(bundle, config.settings, config.defaults)
 
 
@@ -80,13 +80,15 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     from .pyfunc import PyfuncModel
 
     root = Path(path)
-    bundle, config = _configured(root, model_config)
+    bundle, config = configured(root, model_config)
     return PyfuncModel(bundle, config.settings, config.defaults)
 
 
-def _configured(root: Path, overrides: dict[str, Any] | None) -> tuple[Bundle, configs.ModelConfig]:
+def configured(
+    root: Path, overrides: dict[str, Any] | None = None, *, weights: bool = True
+) -> tuple[Bundle, configs.ModelConfig]:
     """The bundle and its configuration under ``overrides``, where the default adapter may be another or none."""
-    bundle = load_bundle_from(root)
+    bundle = load_bundle_from(root, weights=weights)
     config = configs.parse({"default_adapter": bundle.default_adapter}, saved_config(root), overrides)
     chosen = config.default_adapter
     if chosen is not None and chosen not in bundle.adapters:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...serving.bundle import Bundle
-from ...serving.dialects import DIALECTS, FIELDS
+from ...serving.dialects import DIALECTS
+from ...serving.dialects.defaults import defaults_of
 from ...serving.dialects.fields import task_of
 from ...serving.engine.interface import Engine
 from ...serving.errors import Aborted, ShuttingDown
@@ -18,6 +19,7 @@ from ...serving.reply import Piece, Reply
 from ...serving.request import Task, ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks import embed, generate
+from ...serving.tasks.defaults import with_defaults
 from ...serving.tasks.endpoint import EndpointView
 from ...serving.tasks.text import TextModel
 from ...serving.tasks.validate import validate
@@ -34,7 +36,7 @@ class Session:
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
         self.bundle = bundle
         self.settings = settings
-        self._defaults = dict(defaults or {})
+        self._defaults = defaults_of(dict(defaults or {}))
         self._dialect = DIALECTS["mlflow"]
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -53,7 +55,13 @@ class Session:
                 text = TextModel(self.bundle, trust_remote_code=self.settings.trust_remote_code)
                 self._engine = engine = _start(self.bundle, self.settings)
                 self._view = EndpointView(
-                    name=NAME, info=engine.info, text=text, adapters=self.adapter_names, names=None
+                    name=NAME,
+                    info=engine.info,
+                    text=text,
+                    adapters=self.adapter_names,
+                    default_adapter=self.bundle.default_adapter,
+                    defaults=self._defaults,
+                    names=None,
                 )
             return self._view
 
@@ -77,14 +85,7 @@ class Session:
         if stream:
             asked["stream"] = True
         task: Task = task_of(asked, None)  # type: ignore[assignment]
-        for name, value in self._defaults.items():
-            if asked.get(name) is None and name in FIELDS[task]:
-                asked[name] = value
-        raw = self._dialect.decode(asked, task)
-        default = self.bundle.default_adapter
-        if default is not None and raw.adapter is None and view.find_adapter(raw.model, None) is None:
-            raw = msgspec.structs.replace(raw, adapter=default)
-        return validate(raw, view)
+        return validate(with_defaults(self._dialect.decode(asked, task), view), view)
 
     def pieces(self, request: ValidRequest) -> Any:
         """The reply's pieces as they come; ``close`` aborts."""

@@ -72,8 +72,10 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 
 def _metadata_files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
-    for name in ("METADATA", "entry_points.txt"):
-        if (text := dist.read_text(name)) is not None:
+    # PKG-INFO: of a source tree that a build has left its own metadata in, where Python was started there
+    metadata = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
+    for name, text in (("METADATA", metadata), ("entry_points.txt", dist.read_text("entry_points.txt"))):
+        if text is not None:
             yield f"{_dist_info(dist)}/{name}", text.encode()
     for file in sorted(dist.files or (), key=str):
         if ".dist-info/licenses/" in file.as_posix():

@@ -293,6 +293,7 @@ def endpoint_specs(
                 entity=uri,
                 bundle=found.bundle,
                 engine=settings,
+                defaults=found.defaults,
                 profile=profile,
                 created=int(time.time()),
             )

@@ -32,7 +32,8 @@ def decode(tables: Mapping[str, Table], body: Any, task: Task | None) -> RawRequ
     n = sampling.get("n") or 1
     if best_of is not None and best_of != n:
         raise InvalidField("best_of", best_of, f"n ({n}): choices are not ranked")
-    sampling["logprobs"] = sampling.get("top_logprobs") is not None
+    if sampling.get("top_logprobs") is not None:
+        sampling["logprobs"] = True
     return RawCompletion(prompts=prompts, batched=batched, sampling=msgspec.convert(sampling, RawSampling), **found)
 
 

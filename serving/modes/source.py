@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from ..bundle import Bundle
@@ -11,13 +13,15 @@ from ..settings import EngineSettings
 class Source(Struct, frozen=True, kw_only=True):
     """``uri`` names a version even where an alias was asked for, so that a configuration never changes by itself.
 
-    ``core`` replaces the engine's own class. ``addresses`` (``tcp://host:port``) are engines that other hosts keep,
-    with the key in ``key_file``: a replica each, and none is started here.
+    ``defaults`` are request fields for requests that lack them. ``core`` replaces the engine's own class.
+    ``addresses`` (``tcp://host:port``) are engines that other hosts keep, with the key in ``key_file``: a replica
+    each, and none is started here.
     """
 
     uri: str
     bundle: Bundle
     engine: EngineSettings = EngineSettings()
+    defaults: dict[str, Any] = {}
     core: str | None = None
     addresses: tuple[str, ...] = ()
     key_file: str | None = None

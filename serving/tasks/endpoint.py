@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ..engine.interface import EngineInfo
 from ..errors import InvalidField, NotFound
+from ..request import RawRequest, Task
 from .text import TextModel
 
 
@@ -50,13 +51,16 @@ class EndpointView:
 
     ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
     notebook, which cannot know what its callers call it; what follows a colon is an adapter there too. ``adapters`` is
-    asked at each request, since they come and go.
+    asked at each request, since they come and go. ``default_adapter`` answers requests that name none; ``defaults`` has
+    the fields of requests that lack them (``dialects.defaults``).
     """
 
     name: str
     info: EngineInfo
     text: TextModel
     adapters: Callable[[], tuple[str, ...]] | tuple[str, ...] = ()
+    default_adapter: str | None = None
+    defaults: Callable[[Task], RawRequest | None] = lambda task: None
     profile: Profile = field(default_factory=Profile)
     names: tuple[str, ...] | None = ()
 

@@ -105,7 +105,7 @@ def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidR
         adapter=head.adapter,
         sequences=tuple(Sequence(prompt_token_ids=p.token_ids) for p in inputs),
         dimensions=raw.dimensions,
-        encoding_format=raw.encoding_format,
+        encoding_format=raw.encoding_format or "float",
         truncated=any(p.truncated for p in inputs),
         created=int(head.now),
         deadline=_deadline(raw.timeout, endpoint, head.now),

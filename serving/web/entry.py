@@ -28,6 +28,12 @@ class Resolved(Struct, frozen=True, kw_only=True):
     config: dict[str, object] = {}
     uri: str = ""
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Request fields for requests that lack them."""
+        saved: Any = self.config.get("defaults")
+        return dict(saved or {})
+
     def settings(self, overrides: dict[str, Any]) -> EngineSettings:
         """The saved engine settings under ``overrides``. Raises ``PackagingError``.
 
@@ -73,7 +79,7 @@ def main(words: list[str]) -> int:
     from mlflow.exceptions import MlflowException
 
     from mlflow_llm.flavors import llm
-    from mlflow_llm.flavors.llm.resolve import load_bundle_from, saved_config
+    from mlflow_llm.flavors.llm.resolve import configured
 
     try:
         found = []
@@ -84,14 +90,27 @@ def main(words: list[str]) -> int:
                 continue
             fixed = _fixed(word)
             root = llm.resolve._local(fixed, weights=weights)
-            bundle = load_bundle_from(root, weights=weights)
-            found.append(Resolved(bundle=bundle, config=saved_config(root), uri=fixed))
+            bundle, config = configured(root, weights=weights)
+            _check_defaults(config.defaults, bundle)
+            found.append(Resolved(bundle=bundle, config=config.to_dict(), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
         missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))
         return 1
     print(json.dumps({"models": msgspec.to_builtins(found)}))
     return 0
+
+
+def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
+    """Before a request meets them. Raises ``PackagingError``."""
+    from ..dialects.defaults import defaults_of
+
+    read = defaults_of(values)
+    try:
+        for task in bundle.tasks:
+            read(task)
+    except InvalidField as error:
+        raise PackagingError(f"defaults: {error}") from None
 
 
 def _fixed(uri: str) -> str:

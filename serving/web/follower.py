@@ -8,6 +8,7 @@ from typing import Any
 
 import gevent
 
+from ..dialects.defaults import defaults_of
 from ..engine.interface import AdapterInfo, Engine
 from ..modes.source import Source
 from ..modes.traffic import TrafficSplit
@@ -141,13 +142,16 @@ class Follower:
         return Routed(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
 
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
-        engine = self._engines[entity.key]
+        source, engine = entity.served.source, self._engines[entity.key]
+        assert source is not None
         mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,
             info=engine.info,
             text=self._text(entity),
             adapters=self._adapters[entity.key],
+            default_adapter=source.bundle.default_adapter,
+            defaults=defaults_of(source.defaults),
             profile=profile_in(mode, profile),
             names=(entity.served.name,),
         )

@@ -20,6 +20,7 @@ from ..modes import Target, check_fields
 from ..reply import Done, Piece, Reply
 from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
+from ..tasks.defaults import with_defaults
 from ..tasks.validate import validate
 from . import logs, ratelimit, tracing
 from .answer import Answer, json_answer
@@ -81,6 +82,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     raw = server.offload(size, _decode, incoming)
     endpoint, raw = _address(server.endpoints, incoming, raw)
     exchange.endpoint, exchange.stream = endpoint.name, raw.stream
+    raw = with_defaults(raw, endpoint.view)
     exchange.user = raw.user and raw.user[:MAX_USER]
     exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)

@@ -36,7 +36,8 @@ def locate(
             "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
         ) from None
     return tuple(
-        Source(uri=model.uri, bundle=model.bundle, engine=engine) for model, engine in zip(found, settings, strict=True)
+        Source(uri=model.uri, bundle=model.bundle, engine=engine, defaults=model.defaults)
+        for model, engine in zip(found, settings, strict=True)
     )
 
 
@@ -65,6 +66,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         uri=spec.entity,
         bundle=spec.bundle,
         engine=spec.engine,
+        defaults=spec.defaults,
         core=spec.core,
         addresses=spec.addresses,
         key_file=spec.key_file,

@@ -15,10 +15,10 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True):
-    """``entity`` names the served model (its URI's last part by default). ``core`` replaces the engine's own class.
+    """``entity`` names the served model (its URI's last part by default).
 
-    ``addresses`` and ``key_file``: see ``modes.source.Source``. The last three are as in the management API: tokens/s
-    reserved, and whether an idle engine may end; engines of other hosts have neither.
+    ``core``, ``defaults``, ``addresses`` and ``key_file``: see ``modes.source.Source``. The last three are as in the
+    management API: tokens/s reserved, and whether an idle engine may end; engines of other hosts have neither.
     """
 
     name: str
@@ -27,6 +27,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     engine: EngineSettings = EngineSettings()
     profile: ProfileName = "open"
     created: int = 0
+    defaults: dict[str, Any] = {}
     core: str | None = None
     addresses: tuple[str, ...] = ()
     key_file: str | None = None

@@ -255,7 +255,7 @@ def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
     """At load the saved default adapter may be replaced by another of the model, or by none."""
     adapters = {"formal": adapter_dir, "casual": adapter_dir}
     llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, default_adapter="formal")
-    configured = resolve._configured
+    configured = resolve.configured
     assert configured(tmp_path / "m", None)[0].default_adapter == "formal"
     assert configured(tmp_path / "m", {"default_adapter": "casual"})[0].default_adapter == "casual"
     assert configured(tmp_path / "m", {"default_adapter": None})[0].default_adapter is None
