@@ -101,6 +101,19 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def _version_of(client: Any, name: str, alias: str) -> str:
+    """An alias that is not there is missing like a model, where MLflow calls it a bad parameter."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+
+    try:
+        return str(client.get_model_version_by_alias(name, alias).version)
+    except MlflowException as error:
+        if error.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        raise MlflowException(error.message, error_code=RESOURCE_DOES_NOT_EXIST) from None
+
+
 def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
     """Before a request meets them. Raises ``PackagingError``."""
     from ..dialects.defaults import defaults_of
@@ -123,7 +136,7 @@ def _fixed(uri: str) -> str:
     name, alias, version = named.groups()
     client = MlflowClient()
     if alias is not None:
-        version = client.get_model_version_by_alias(name, alias).version
+        version = _version_of(client, name, alias)
     elif version == "latest":
         version = max((int(v.version) for v in client.search_model_versions(f"name='{name}'")), default=version)
     else:
