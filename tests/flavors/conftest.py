@@ -9,6 +9,7 @@ import mlflow
 import pytest
 import torch
 from flavor_models import TEMPLATE, add_lora, byte_tokenizer, tiny_llama
+from stores import own_stores
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 UPSTREAM_WARNINGS = (
@@ -62,12 +63,10 @@ def adapter_dir(tmp_path_factory, llama_dir) -> Path:
 @pytest.fixture
 def store(tmp_path):
     """A tracking and registry store of this test alone, in SQLite."""
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
-    mlflow.set_experiment("tests")
-    yield tmp_path
-    while mlflow.active_run():
-        mlflow.end_run()
-    mlflow.set_tracking_uri(before)
+    with own_stores(f"sqlite:///{tmp_path / 'mlflow.db'}"):
+        mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
+        mlflow.set_experiment("tests")
+        yield tmp_path
+        while mlflow.active_run():
+            mlflow.end_run()
     gc.collect()  # SQLite connections of the store are closed when they are collected

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from mlflow.deployments import get_deploy_client
 from mlflow.deployments.cli import commands
 from small_cases import refused
+from stores import own_stores
 
 from mlflow_llm.flavors import llm
 
@@ -23,20 +24,17 @@ SMALL = ("-C", "workers=1", "-C", "max_model_len=128", "-C", "idle_timeout=0.5")
 
 
 @pytest.fixture
-def registered(place: Path, saved_model: Path, second_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def registered(place: Path, saved_model: Path, second_model: Path) -> Iterator[Any]:
     """A registry with two versions of ``assistant``, the first of them ``champion``."""
-    before = mlflow.get_tracking_uri()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # set_tracking_uri changes it: put back in the end
-    mlflow.set_tracking_uri(f"sqlite:///{place}/mlflow.db")
-    mlflow.create_experiment("deployments", artifact_location=str(place / "artifacts"))
-    mlflow.set_experiment("deployments")
-    for model in (saved_model, second_model):
-        with mlflow.start_run():
-            llm.log_model(model.parent / "hf", name="model", registered_model_name="assistant")
-    registry = mlflow.MlflowClient()
-    registry.set_registered_model_alias("assistant", "champion", "1")
-    yield registry
-    mlflow.set_tracking_uri(before)
+    with own_stores(f"sqlite:///{place}/mlflow.db"):
+        mlflow.create_experiment("deployments", artifact_location=str(place / "artifacts"))
+        mlflow.set_experiment("deployments")
+        for model in (saved_model, second_model):
+            with mlflow.start_run():
+                llm.log_model(model.parent / "hf", name="model", registered_model_name="assistant")
+        registry = mlflow.MlflowClient()
+        registry.set_registered_model_alias("assistant", "champion", "1")
+        yield registry
 
 
 def command(*words: str) -> str:
@@ -86,13 +84,10 @@ def refuse_others(place: Path) -> None:
     refused("RESOURCE_DOES_NOT_EXIST", "version=9", update, "assistant", "models:/assistant/9")
     refused("RESOURCE_DOES_NOT_EXIST", "name=other", update, "assistant", "models:/other/1")
     own = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(f"sqlite:///{place}/other.db")
-    try:
+    with own_stores(f"sqlite:///{place}/other.db"):
         both = f"from {own}, not from sqlite:///{place}/other.db"
         refused("INVALID_PARAMETER_VALUE", f"tracking_uri: .*{both}", update, "assistant")
         assert not (place / "other.db").exists()
-    finally:
-        mlflow.set_tracking_uri(own)
 
 
 def test_the_life_of_an_endpoint(place: Path, saved_model: Path, second_model: Path) -> None:

@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mlflow
 import pytest
 from mlflow.deployments import get_deploy_client
 from small_cases import kill, refused, started
+from stores import own_stores
 
 from mlflow_llm.plugin import endpoint_calls, processes
 
@@ -117,12 +117,8 @@ def test_an_update_during_another(client: Any, models: Path, monkeypatch: pytest
 def test_relative_paths(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Directory, database and MLflow's stores are found from any directory when the server is started again."""
     monkeypatch.chdir(models)
-    before = mlflow.get_tracking_uri()
-    try:
-        mlflow.set_tracking_uri("sqlite:///tracking.db")
+    with own_stores("sqlite:///tracking.db"):
         made = client.create_deployment("a", "./one", config={"database": "sqlite:///x.db"})
-    finally:
-        mlflow.set_tracking_uri(before)
     assert made["model_uri"] == str(models / "one")
     assert made["config"] == {"database": f"sqlite:///{models}/x.db"}
     told = started(made)

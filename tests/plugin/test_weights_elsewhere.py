@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 from processes import alive_after
+from stores import own_stores
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.plugin.processes import free_port
@@ -57,16 +58,11 @@ def registry(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     port = free_port()
     words = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     words += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", f"{place}/artifacts"]
-    before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
     with process(place, "mlflow", *words) as log:
         await_line(log, "Application startup complete")
         url = f"http://127.0.0.1:{port}"
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
-        mlflow.set_tracking_uri(url)
-        mlflow.set_registry_uri(url)
-        yield url
-        mlflow.set_tracking_uri(before[0])
-        mlflow.set_registry_uri(before[1])
+        with own_stores(url):
+            yield url
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from llm_server import served
+from stores import own_stores
 
 from mlflow_llm.flavors import llm
 
@@ -30,10 +31,8 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm
     import mlflow
 
     root = tmp_path_factory.mktemp("registry")
-    before = mlflow.get_tracking_uri()
     uri = f"sqlite:///{root / 'mlflow.db'}"
-    mlflow.set_tracking_uri(uri)
-    try:
+    with own_stores(uri):
         mlflow.create_experiment("endpoints", artifact_location=str(root / "artifacts"))
         mlflow.set_experiment("endpoints")
         for settings in ({"max_model_len": 256}, {"max_model_len": 512}):
@@ -45,8 +44,6 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm
             llm.log_model(minilm_dir, name="model", registered_model_name="embedder", link_files=True)
         mlflow.MlflowClient().set_registered_model_alias("assistant", "champion", "2")
         yield uri
-    finally:
-        mlflow.set_tracking_uri(before)
 
 
 @pytest.fixture(scope="module")

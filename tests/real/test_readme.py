@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stores import own_stores
 
 from mlflow_llm.flavors import llm
 
@@ -31,10 +32,8 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, adapte
     import mlflow
 
     root = tmp_path_factory.mktemp("demo")
-    before = mlflow.get_tracking_uri()
     uri = f"sqlite:///{root / 'mlflow.db'}"
-    mlflow.set_tracking_uri(uri)
-    try:
+    with own_stores(uri):
         mlflow.create_experiment("demo", artifact_location=str(root / "artifacts"))
         mlflow.set_experiment("demo")
         adapters = {name: adapters_dir / name for name in ("pirate", "json")}
@@ -43,8 +42,6 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, adapte
                 smollm2_dir, name="model", adapters=adapters, registered_model_name="assistant", link_files=True
             )
         yield uri
-    finally:
-        mlflow.set_tracking_uri(before)
 
 
 def shell(section: str, registry: str, place: Path) -> tuple[str, str]:

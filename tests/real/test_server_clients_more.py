@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llm_server import served
+from stores import own_stores
 
 from mlflow_llm.flavors import llm
 
@@ -49,11 +50,9 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A place for the traces that MLflow's evaluation writes."""
     import mlflow
 
-    before = mlflow.get_tracking_uri()
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    yield
-    mlflow.flush_trace_async_logging(terminate=True)
-    mlflow.set_tracking_uri(before)
+    with own_stores(f"sqlite:///{tmp_path / 'mlflow.db'}"):
+        yield
+        mlflow.flush_trace_async_logging(terminate=True)
 
 
 def test_openai_of_a_workspace(url: str) -> None:

@@ -1,0 +1,38 @@
+"""MLflow's stores for a test, and afterwards as if nobody had named any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import mlflow
+from mlflow.tracking._model_registry import utils as registry
+from mlflow.tracking._tracking_service import utils as tracking
+
+VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+
+
+@contextlib.contextmanager
+def own_stores(uri: str) -> Iterator[None]:
+    """Tracking and registry are at ``uri``.
+
+    ``mlflow.set_tracking_uri`` and ``set_registry_uri`` pin what they are given, in the process and in its
+    environment. To give them back what the getters said before would pin what was a mere default: the registry, which
+    follows the tracking store, would stay where it was for all tests that come later.
+    """
+    kept = {name: os.environ.get(name) for name in VARIABLES}
+    pinned = tracking._tracking_uri, registry._registry_uri
+    os.environ.pop("MLFLOW_REGISTRY_URI", None)
+    registry._registry_uri = None
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(pinned[0])
+        registry._registry_uri = pinned[1]
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
