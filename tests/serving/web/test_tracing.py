@@ -138,6 +138,10 @@ def exported(
             body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
             replies = ask_streamed(create_app(server).test_client(), body)
             outbox.close()
+            until = time.monotonic() + 100  # an exporter that is to end leaves what takes it longer than some seconds
+            while not all("content" in found for found in (traces(store), spans(collector[1]))):
+                assert time.monotonic() < until
+                time.sleep(0.2)
     return Exported(told, body, replies, traces(store), spans(collector[1]))
 
 
