@@ -179,6 +179,7 @@ class Store:
                 raise PoolTimeout("the store is busy")
             return self._transact(work, read=read)
 
+        reason: Exception | None = None
         while True:
             try:
                 return self._run(attempt, read=read)
@@ -187,8 +188,10 @@ class Store:
             except (DBAPIError, PoolTimeout) as error:
                 if not hopeful(error):
                     raise
+                if reason is None or not isinstance(error, PoolTimeout):  # which says only that there was no time left
+                    reason = error
                 if time.monotonic() + pause > until:
-                    raise Unavailable("the metering store does not answer", retry_after=1.0) from error
+                    raise Unavailable("the metering store does not answer", retry_after=1.0) from reason
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(pause * 2, 0.05)
 
