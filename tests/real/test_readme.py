@@ -81,5 +81,5 @@ def test_keys_limits_and_the_bill(registry: str, tmp_path: Path) -> None:
     out, err = shell("Keys, limits and the bill", registry, tmp_path)
     refusal = r"429.*otpm: the tenant's limit is 100 .*; \d+ are left and this request needs 60; try again in \d+ s"
     assert re.search(refusal, out + err), out + err[-3000:]
-    assert re.search(r"^\S+ +acme +assistant-1 +1 +\d+ +0 +60 +0\.0000\d+$", out, re.MULTILINE), out
+    assert re.search(r"^\S+ +acme +assistant-1 +1 +\d+ +\d+ +60 +0\.0000\d+$", out, re.MULTILINE), out
     assert (tmp_path / "usage.png").stat().st_size > 1000
