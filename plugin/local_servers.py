@@ -23,12 +23,14 @@ from urllib.parse import urlsplit
 import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_STATE, RESOURCE_ALREADY_EXISTS
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
+
+from mlflow_llm.serving.errors import without_password
 
 from . import endpoint_calls as endpoints
 from . import local_config as configs
 from . import model_uris, processes, records
-from .model_uris import FLAVOR, without_password
+from .model_uris import FLAVOR
 from .records import Record
 
 START_SECONDS = 600.0
@@ -172,8 +174,7 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, old: Record | No
         birth = processes.keep(process)
         url = f"http://{configs.HOST if host == '0.0.0.0' else host}:{port}"
         what: dict[str, Any] = {"name": name, "model_uri": model_uri, "config": config, "url": url, **stores}
-        what |= {"pid": birth.pid, "started": birth.started, "boot": birth.boot, "ticks": birth.ticks}
-        record = Record(**what, base=configs.base_of(config), starting=True)
+        record = Record(**asdict(birth), **what, base=configs.base_of(config), starting=True)
         records.write(record)
         _await(process, record, lambda: _reason(log, before))
         if extra := {key: config[key] for key in endpoints.ENTITY_KEYS if key in config}:

@@ -12,9 +12,10 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
+from mlflow_llm.serving.errors import without_password
+
 FLAVOR = "llm"
 IN_A_STORE = ("models:", "runs:")
-PASSWORD = re.compile(r"(://[^:/@\s]*):[^@\s]*@")
 
 
 def is_path(uri: str) -> bool:
@@ -88,7 +89,3 @@ def must_be_ours(uri: str) -> None:
         raise MlflowException.invalid_parameter_value(
             f"model_uri: {uri} was logged with the flavors {', '.join(flavors)}; expected one logged with {FLAVOR!r}"
         )
-
-
-def without_password(uri: str) -> str:
-    return PASSWORD.sub(r"\1:***@", uri)

@@ -15,6 +15,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_CONFLICT
 from msgspec import Struct
 
+from mlflow_llm.serving.web.listening import try_address
+
 PROC = Path("/proc")
 _children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap
 
@@ -97,10 +99,7 @@ def free_port() -> int:
 def must_be_free(host: str, port: int) -> None:
     """Raises ``MlflowException`` where no server can listen."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        try_address(host, port)
     except OSError as error:
         raise MlflowException(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another with port=…",

@@ -30,10 +30,12 @@ walks this tree and fails where a dialect has no rendering. Messages are short a
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from typing import Any, ClassVar
 
 MAX_SHOWN_VALUE = 80
+_SECRETS = (r"^((?:[^:/@]+://)?[^:/@]*:)(?!//).*(?=@)", r"([?&]password=)[^&]*")
 
 
 def shown(value: Any) -> str:
@@ -55,6 +57,13 @@ def _beginning(value: Any) -> Any:
     if isinstance(value, dict):
         return {_beginning(key): _beginning(entry) for key, entry in islice(value.items(), MAX_SHOWN_VALUE)}
     return value
+
+
+def without_password(url: str) -> str:
+    """A store's URL as it may appear in a message."""
+    for secret in _SECRETS:
+        url = re.sub(secret, r"\1***", url)
+    return url
 
 
 class ServingError(Exception):

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from .endpoints import answers_of_ours
 from .http import Client, first_model, url_options
 from .load import Body, Result, Sample, closed_loop, prompt, streamed, whole
 
@@ -67,13 +66,12 @@ def bench(
     """
     counts = _numbers(concurrency)
     client = Client(url, key)
-    with answers_of_ours(url):
-        load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
+    load: Body = {"model": model or first_model(client), **sampling, "ignore_eos": True}
     if not no_stream:
         load |= {"stream": True, "stream_options": {"include_usage": True}}
     if json_file is not None:
         json_file.open()  # one that cannot be written is known before the measurement
-    ask = partial(_asked, whole if no_stream else streamed, client, url)
+    ask = partial(_asked, whole if no_stream else streamed, client)
     seed = random.randrange(10**9) if seed is None else seed
     prompts = _prompts(seed, prompt_words)
     ask(_body(load, next(prompts)) | {"max_tokens": 2})  # what the first request pays for is nobody's speed
@@ -95,8 +93,8 @@ def bench(
         raise SystemExit(1)
 
 
-def _asked(ask: Callable[[Client, Body], Sample], client: Client, url: str, body: Body) -> Sample:
-    with answers_of_ours(url):
+def _asked(ask: Callable[[Client, Body], Sample], client: Client, body: Body) -> Sample:
+    with client.understood():
         return ask(client, body)
 
 

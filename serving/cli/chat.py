@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from .endpoints import answers_of_ours
 from .http import Client, first_model, url_options
 
 Messages = list[dict[str, Any]]
@@ -41,18 +40,17 @@ def chat(
     """
     client = Client(url, key)
     body = {name: value for name, value in sampling.items() if value is not None}
-    with answers_of_ours(url):
-        body["model"] = model or first_model(client)
+    body["model"] = model or first_model(client)
     start: Messages = [{"role": "system", "content": system}] if system else []
     if message is not None:
-        _, stopped = _answer(client, url, body, [*start, {"role": "user", "content": message}], stats)
+        _, stopped = _answer(client, body, [*start, {"role": "user", "content": message}], stats)
         if stopped:
             raise SystemExit(INTERRUPTED)
         return
-    _converse(client, url, body, start, stats)
+    _converse(client, body, start, stats)
 
 
-def _converse(client: Client, url: str, body: dict[str, Any], start: Messages, stats: bool) -> None:
+def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool) -> None:
     """Turn by turn; a turn that the server refuses is taken back, and the conversation goes on."""
     messages = list(start)
     failed = False
@@ -62,7 +60,7 @@ def _converse(client: Client, url: str, body: dict[str, Any], start: Messages, s
             continue
         messages.append({"role": "user", "content": line})
         try:
-            text, _ = _answer(client, url, body, messages, stats)
+            text, _ = _answer(client, body, messages, stats)
         except click.ClickException as error:
             error.show()
             messages.pop()
@@ -99,7 +97,7 @@ def _lines(greeting: str) -> Iterator[str]:
             yield line
 
 
-def _answer(client: Client, url: str, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
+def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
     """Print the reply as it comes; Ctrl-C stops this reply alone. (text, stopped). Raises ``ClickException``."""
     parts: list[str] = []
     last: dict[str, Any] = {}
@@ -108,7 +106,7 @@ def _answer(client: Client, url: str, body: dict[str, Any], messages: Messages, 
     request = body | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     try:
         with (
-            answers_of_ours(url),
+            client.understood(),
             contextlib.closing(client.stream("/v1/chat/completions", request)) as chunks,  # type: ignore[type-var]
         ):
             for chunk in chunks:
@@ -125,7 +123,7 @@ def _answer(client: Client, url: str, body: dict[str, Any], messages: Messages, 
         if parts or stopped:
             click.echo()
     if stats:
-        with answers_of_ours(url):
+        with client.understood():
             _tell(last, started, first or time.perf_counter(), time.perf_counter())
     return "".join(parts), stopped
 

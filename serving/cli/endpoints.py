@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -20,7 +18,7 @@ HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "STATUS", "RUNNING", "WAITING")
 def endpoints(url: str, key: str | None, as_json: bool) -> None:
     """List endpoints, adapters and their load."""
     client = Client(url, key, timeout=30)
-    with answers_of_ours(url):
+    with client.understood():
         models = client.get("/v1/models")["data"]
         tasks = {entry["name"]: entry["endpoint_type"] for entry in client.get("/api/2.0/endpoints/")["endpoints"]}
         states = _states(client)
@@ -30,15 +28,6 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     table(rows)
-
-
-@contextlib.contextmanager
-def answers_of_ours(url: str) -> Iterator[None]:
-    """Reads what a server answered. Raises ``ClickException`` where that is JSON of another kind than ours."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ValueError):
-        raise click.ClickException(f"{url} does not answer as our servers do: another server?") from None
 
 
 def _states(client: Client) -> dict[str, Any]:

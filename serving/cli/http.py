@@ -47,6 +47,7 @@ class Client:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise click.BadParameter(f"{url!r} is no http(s) URL")
+        self._url = url
         self._secure = parts.scheme == "https"
         self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         self._timeout = timeout
@@ -75,6 +76,14 @@ class Client:
                     raise click.ClickException(_message(chunk))
                 yield chunk
             raise click.ClickException("the server closed the connection before the reply was complete")
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Reads answers inside. Raises ``ClickException`` where one is JSON of another kind than ours."""
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError):
+            raise click.ClickException(f"{self._url} does not answer as our servers do: another server?") from None
 
     def close(self) -> None:
         """Close the calling thread's connection."""
@@ -136,11 +145,12 @@ def _message(body: Any) -> str:
 
 def first_model(client: Client) -> str:
     """The server's first endpoint. Raises ``ClickException`` where it has none."""
-    models = client.get("/v1/models")["data"]
-    if not models:
-        raise click.ClickException("the server has no endpoint")
-    name: str = models[0]["id"]
-    return name
+    with client.understood():
+        models = client.get("/v1/models")["data"]
+        if not models:
+            raise click.ClickException("the server has no endpoint")
+        name: str = models[0]["id"]
+        return name
 
 
 def url_options(command: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from typing import Any, get_args
 
@@ -14,6 +13,7 @@ from click.core import ParameterSource
 
 from ..settings import EngineSettings, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
+from ..web.listening import try_address
 from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
 from .spec_files import read_serve_spec
@@ -179,10 +179,7 @@ def _check_place(settings: ServerSettings) -> None:
         with opened(settings.database, make=True):
             pass
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        try_address(host, port)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
-from ..errors import Unavailable
+from ..errors import Unavailable, without_password
 
 BACKENDS = ("sqlite", "postgresql")
-_SECRETS = (r"^((?:[^:/@]+://)?[^:/@]*:)(?!//).*(?=@)", r"([?&]password=)[^&]*")
 _PASSING_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
 _PASSING_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
 
@@ -25,14 +23,7 @@ class NoStore(ValueError):
     """There is no store at a URL, and waiting will not make one. The message has the URL, its password hidden."""
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"database {shown(url)}: {reason}")
-
-
-def shown(url: str) -> str:
-    """``url`` for people and logs, without its password."""
-    for secret in _SECRETS:
-        url = re.sub(secret, r"\1***", url)
-    return url
+        super().__init__(f"database {without_password(url)}: {reason}")
 
 
 def parsed(given: str) -> sa.URL:
@@ -106,7 +97,7 @@ def named(url: str) -> Iterator[None]:
     except NoStore:
         raise
     except Unavailable as error:
-        told = f"database {shown(url)}: does not answer: {reason(error.__cause__ or error)}"
+        told = f"database {without_password(url)}: does not answer: {reason(error.__cause__ or error)}"
         raise Unavailable(told, retry_after=error.retry_after) from error
     except (ValueError, OSError, ModuleNotFoundError, SQLAlchemyError) as error:
         raise NoStore(url, reason(error)) from error

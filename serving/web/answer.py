@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from ..dialects.base import Dialect
-from ..dialects.errors import retry_headers
 from ..errors import LimitExceeded, ServingError, Unauthenticated
 from . import ratelimit
 
@@ -48,7 +47,7 @@ def _entries(value: list[Any]) -> Any:
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:
     """``error`` in the dialect's own words, with the headers that HTTP asks for beside its status."""
     rendered = dialect.error(error)
-    headers = retry_headers(error) | rendered.headers
+    headers = dict(rendered.headers)
     if isinstance(error, LimitExceeded):
         headers |= ratelimit.refused(error)
     if isinstance(error, Unauthenticated):

@@ -16,10 +16,10 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from mlflow_llm.serving.errors import InvalidField, Unavailable
+from mlflow_llm.serving.errors import InvalidField, Unavailable, without_password
 from mlflow_llm.serving.metering import Limits, Store, tables
 from mlflow_llm.serving.metering.money import Price, cost
-from mlflow_llm.serving.metering.opening import NoStore, shown
+from mlflow_llm.serving.metering.opening import NoStore
 
 
 def test_migrations_give_the_tables_that_the_code_uses(store):
@@ -152,7 +152,7 @@ def test_postgresql_that_is_not_there():
 )
 def test_passwords_are_not_shown(url, seen):
     """Neither in an address nor in a query."""
-    assert shown(url) == seen
+    assert without_password(url) == seen
 
 
 @pytest.mark.parametrize(
