@@ -35,6 +35,7 @@ from .records import Record
 
 START_SECONDS = 600.0
 LOOK_SECONDS = 5.0
+PORT_SECONDS = 10.0  # the workers of a server that was killed hold its port until they notice
 HINTS = {
     "DELETED": "its endpoint was deleted through the server, which runs on; `update` brings it back",
     "STARTING": "`get` says when it runs",
@@ -157,7 +158,7 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, old: Record | No
     ``old`` again, or gone."""
     port = config.get("port") or (port_of(old) if old is not None else processes.free_port())
     host = config.get("host", configs.HOST)
-    processes.must_be_free(host, port)
+    processes.must_be_free(host, port, 0.0 if old is None else PORT_SECONDS)
     log = records.log_of(name)
     before = log.stat().st_size if log.exists() else 0
     stores = model_uris.stores()

@@ -47,7 +47,7 @@ def is_alive(birth: Birth) -> bool:
         child.poll()  # a child of ours that has ended is a zombie until then
     try:
         process = psutil.Process(birth.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
+        if _has_ended(process):
             return False
         if birth.boot and (boot := _boot()):
             return birth.boot == boot and birth.ticks == _ticks(birth.pid)
@@ -96,15 +96,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def must_be_free(host: str, port: int) -> None:
-    """Raises ``MlflowException`` where no server can listen."""
-    try:
-        try_address(host, port)
-    except OSError as error:
-        raise MlflowException(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another with port=…",
-            error_code=RESOURCE_CONFLICT,
-        ) from None
+def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
+    """Raises ``MlflowException`` where no server can listen, after so many seconds of trying."""
+    end = time.monotonic() + wait
+    while True:
+        try:
+            return try_address(host, port)
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise MlflowException(
+                    f"cannot listen on {host}:{port}: {error.strerror}; choose another with port=…",
+                    error_code=RESOURCE_CONFLICT,
+                ) from None
+        time.sleep(0.1)
 
 
 def stop_process(pid: int, wait: float = 15.0) -> None:
@@ -142,7 +146,8 @@ def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 def _has_ended(process: psutil.Process) -> bool:
+    """A zombie whose threads are still ending has its port still."""
     try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1)
     except psutil.Error:
         return True

@@ -13,10 +13,13 @@ import psutil
 
 
 def gone(process: psutil.Process | int) -> bool:
-    """Whether a process has let go of all it had: a dying one loses its command line before its locks."""
+    """Whether a process has let go of all it had: a dying one loses its command line before its locks, and a zombie
+    whose threads are still ending has its ports still."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
-        return not found.is_running() or found.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        if not found.is_running() or found.status() == psutil.STATUS_DEAD:
+            return True
+        return found.status() == psutil.STATUS_ZOMBIE and found.num_threads() <= 1
     except psutil.NoSuchProcess:
         return True
 

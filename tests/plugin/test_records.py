@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
@@ -102,6 +107,41 @@ def test_a_stopped_deployment(client: Any, models: Path, monkeypatch: pytest.Mon
         refused("INTERNAL_ERROR", "did not start", client.update_deployment, "a")
     assert client.get_deployment("a") == made | {"status": "STOPPED"}
     assert client.update_deployment("a")["url"] == made["url"]
+
+
+def test_a_port_held_on(client: Any, models: Path) -> None:
+    """The workers of a killed server hold its port for a moment: `update` waits for it."""
+    made = client.create_deployment("a", str(models / "one"))
+    kill(made)
+    holder = socket.create_server(("127.0.0.1", urlsplit(made["url"]).port or 0))
+    release = threading.Timer(1.0, holder.close)
+    release.start()
+    assert client.update_deployment("a")["url"] == made["url"]
+    assert release.finished.is_set()
+
+
+def test_threads_that_still_run() -> None:
+    """A process has ended when its last thread has; one whose first has is a zombie that holds its port."""
+    lines = "import ctypes, socket, threading, time; s = socket.create_server(('127.0.0.1', 0)); "
+    lines += "threading.Thread(target=time.sleep, args=(60,)).start(); print(s.getsockname()[1], flush=True); "
+    process = subprocess.Popen([sys.executable, "-c", lines + "ctypes.CDLL(None).pthread_exit(None)"], stdout=PIPE)
+    assert process.stdout
+    with process.stdout as told:
+        port = int(told.readline())
+    birth = processes.keep(process)
+    processes._children.pop(process.pid)  # nobody collects it
+    found = psutil.Process(process.pid)
+    while found.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert processes.is_alive(birth)
+    with pytest.raises(MlflowException, match="Address already in use"):
+        processes.must_be_free("127.0.0.1", port)
+    process.kill()
+    until = time.monotonic() + 30
+    while processes.is_alive(birth):
+        assert time.monotonic() < until
+    processes.must_be_free("127.0.0.1", port)
+    process.wait()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[1", b"\xff", b'{"name": "b", "pid": "x"}'])
