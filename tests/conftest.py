@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +17,17 @@ from mlflow_llm.serving.bundle import Bundle
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtime_of_its_own() -> Iterator[None]:
+    """Engines are shared by all processes of a user: those of tests side by side would be each other's load."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True) as place,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_RUNTIME_DIR", place)
+        yield
 
 
 @pytest.fixture(scope="session")

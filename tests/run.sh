@@ -89,7 +89,8 @@ python - <<'CHECK'
 import mlflow_llm, pathlib, sys
 assert pathlib.Path(mlflow_llm.__file__).is_relative_to(sys.prefix), mlflow_llm.__file__
 CHECK
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider "$@"
+# Two files of tests at a time: the tests of processes wait more than they compute.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider -n 2 --dist loadfile "$@"
 if [ -n "$failed" ]; then
     say "failed:$failed"
     exit 1

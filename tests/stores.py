@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import mlflow
 from mlflow.tracking._model_registry import utils as registry
@@ -36,3 +37,13 @@ def own_stores(uri: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def own_registry(root: Path) -> Iterator[str]:
+    """Tracking, registry and artifacts are in ``root``; gives their URI."""
+    uri = f"sqlite:///{root / 'mlflow.db'}"
+    with own_stores(uri):
+        mlflow.create_experiment("tests", artifact_location=str(root / "artifacts"))
+        mlflow.set_experiment("tests")
+        yield uri

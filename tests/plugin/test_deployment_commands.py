@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mlflow.deployments import get_deploy_client
 from mlflow.deployments.cli import commands
 from small_cases import refused
-from stores import own_stores
+from stores import own_registry, own_stores
 
 from mlflow_llm.flavors import llm
 
@@ -26,9 +26,7 @@ SMALL = ("-C", "workers=1", "-C", "max_model_len=128", "-C", "idle_timeout=0.5")
 @pytest.fixture
 def registered(place: Path, saved_model: Path, second_model: Path) -> Iterator[Any]:
     """A registry with two versions of ``assistant``, the first of them ``champion``."""
-    with own_stores(f"sqlite:///{place}/mlflow.db"):
-        mlflow.create_experiment("deployments", artifact_location=str(place / "artifacts"))
-        mlflow.set_experiment("deployments")
+    with own_registry(place):
         for model in (saved_model, second_model):
             with mlflow.start_run():
                 llm.log_model(model.parent / "hf", name="model", registered_model_name="assistant")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from llm_server import served
 
 from mlflow_llm.flavors import llm
 
@@ -74,3 +76,21 @@ def embedder(minilm_dir, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "embedder"
     llm.save_model(path, model=minilm_dir, link_files=True)
     return path
+
+
+@pytest.fixture(scope="module")
+def url(smollm2_dir: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command."""
+    root = tmp_path_factory.mktemp("clients")
+    llm.save_model(root / "chat", smollm2_dir, link_files=True)
+    models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{embedder}=embedder")
+    with served(root, *models, "-C", "max_model_len=512") as url:
+        yield url
+
+
+@pytest.fixture
+def workspace(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The server as a Databricks workspace."""
+    monkeypatch.setenv("DATABRICKS_HOST", url)
+    monkeypatch.setenv("DATABRICKS_TOKEN", "token")
+    return url

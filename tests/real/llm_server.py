@@ -13,6 +13,16 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+WARNINGS_OF_CLIENTS = [  # about their own code
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
 
 @contextlib.contextmanager
 def served(root: Path, *arguments: str, **environment: str) -> Iterator[str]:

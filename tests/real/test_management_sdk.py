@@ -8,19 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from llm_server import served
-from stores import own_stores
+from llm_server import WARNINGS_OF_CLIENTS, served
+from stores import own_registry
 
 from mlflow_llm.flavors import llm
 
-pytestmark = [
-    # the clients' own warnings, about their own code
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = WARNINGS_OF_CLIENTS
 QUESTION = "What is the capital of France?"
 LIMIT = timedelta(seconds=200)
 
@@ -30,11 +23,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm
     """A registry with two versions of ``assistant`` (the second is "champion") and one of ``embedder``."""
     import mlflow
 
-    root = tmp_path_factory.mktemp("registry")
-    uri = f"sqlite:///{root / 'mlflow.db'}"
-    with own_stores(uri):
-        mlflow.create_experiment("endpoints", artifact_location=str(root / "artifacts"))
-        mlflow.set_experiment("endpoints")
+    with own_registry(tmp_path_factory.mktemp("registry")) as uri:
         for settings in ({"max_model_len": 256}, {"max_model_len": 512}):
             with mlflow.start_run():
                 llm.log_model(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stores import own_stores
+from stores import own_registry
 
 from mlflow_llm.flavors import llm
 
@@ -31,11 +31,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, adapte
     """What the demo leaves behind: ``assistant`` with both adapters in a registry."""
     import mlflow
 
-    root = tmp_path_factory.mktemp("demo")
-    uri = f"sqlite:///{root / 'mlflow.db'}"
-    with own_stores(uri):
-        mlflow.create_experiment("demo", artifact_location=str(root / "artifacts"))
-        mlflow.set_experiment("demo")
+    with own_registry(tmp_path_factory.mktemp("demo")) as uri:
         adapters = {name: adapters_dir / name for name in ("pirate", "json")}
         with mlflow.start_run():
             llm.log_model(

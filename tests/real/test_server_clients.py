@@ -5,50 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from llm_server import served
+from llm_server import WARNINGS_OF_CLIENTS
 
-from mlflow_llm.flavors import llm
-
-pytestmark = [
-    # the clients' own warnings, about their own code
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = WARNINGS_OF_CLIENTS
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, minilm_dir: Path) -> Iterator[str]:
-    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command."""
-    root = tmp_path_factory.mktemp("clients")
-    llm.save_model(root / "chat", smollm2_dir, link_files=True)
-    llm.save_model(root / "embed", minilm_dir, link_files=True)
-    with served(
-        root,
-        "-m",
-        f"{root / 'chat'}=assistant",
-        "-m",
-        f"{root / 'embed'}=embedder",
-        "-C",
-        "max_model_len=512",
-    ) as url:
-        yield url
-
-
-@pytest.fixture
-def workspace(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The server as a Databricks workspace."""
-    monkeypatch.setenv("DATABRICKS_HOST", url)
-    monkeypatch.setenv("DATABRICKS_TOKEN", "token")
-    return url
 
 
 def test_openai_sync(url: str) -> None:
