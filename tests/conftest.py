@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +17,15 @@ from mlflow_llm.serving.bundle import Bundle
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
+
+
+# Clients (litellm) ask for the main thread's loop; before 3.14 that makes one, once, which nobody closes.
+asyncio.set_event_loop(None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """xdist runs one test an id, and says nothing of others of the same."""
+    assert len({item.nodeid for item in items}) == len(items), "two tests have one id"
 
 
 @pytest.fixture(scope="session", autouse=True)
