@@ -16,7 +16,7 @@ from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Finished
 from mlflow_llm.serving.transport.stream import HIGH, LOW
 
-LENGTH = 10 * HIGH
+LENGTH = 100 * HIGH  # how far an engine gets is up to the machine: it goes on until the word to pause has reached it
 
 
 def long(name="r", length=LENGTH, **given):
@@ -39,14 +39,13 @@ def bundle(make_bundle):
 def test_unread_requests_leave_the_engine(place, bundle):
     """Eight requests that nobody reads stop before their ends; another one runs; two are then read and whole, and the
     others, closed, leave nothing."""
-    # how far the engine gets is up to the machine: it goes on until the word to pause has reached it
-    requests = [long(f"r{i}", length=10 * LENGTH, prompt=(i, 1)) for i in range(8)]
+    requests = [long(f"r{i}", prompt=(i, 1)) for i in range(8)]
     local = InstantEngine(bundle)
     with place.connect(bundle) as engine:
         streams = [engine.submit(request) for request in requests]
         assert eventually(lambda: all(paused(engine, stream) for stream in streams))
         waiting = [stream._buffer._events.qsize() for stream in streams]
-        assert HIGH <= min(waiting) <= max(waiting) < 10 * LENGTH
+        assert HIGH <= min(waiting) <= max(waiting) < LENGTH
         time.sleep(1.0)
         assert [stream._buffer._events.qsize() for stream in streams] == waiting
         other = completion("other", max_tokens=200)
@@ -62,7 +61,7 @@ def test_unread_requests_leave_the_engine(place, bundle):
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_unsteady_reader_gets_everything(place, bundle, n):
     """Reading in bursts, paused again and again, gives the same tokens, ends and counts."""
-    request = long(n=n)
+    request = long(length=10 * HIGH, n=n)
     with place.connect(bundle) as engine:
         stream, found = engine.submit(request), []
         for event in stream:
