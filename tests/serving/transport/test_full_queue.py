@@ -48,19 +48,19 @@ def submitted(state):
 
 @pytest.fixture
 def bundle(make_bundle):
-    return make_bundle(max_model_len=10**6, step_delay=0.001)
+    return make_bundle(max_model_len=10**6, step_delay=0.004)
 
 
 def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
     """A reader that fell behind reads on after others have taken every place: its stream is whole, a new one is not."""
     with place.connect(bundle, FULL) as engine:
-        slow = engine.submit(long("slow", 3000))
+        slow = engine.submit(long("slow", 1500))
         assert eventually(lambda: paused(engine, slow))
         others = [engine.submit(long(f"other-{i}", 10**6)) for i in range(3)]
         for other in others:
             next(other)
         assert [event.kind for event in engine.submit(completion("new"))] == ["overloaded"]
-        assert by_sequence(slow) == by_sequence(InstantEngine(bundle).submit(long("slow", 3000)))
+        assert by_sequence(slow) == by_sequence(InstantEngine(bundle).submit(long("slow", 1500)))
         for other in others:
             other.close()
     place.assert_clean()
@@ -69,7 +69,7 @@ def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
 def test_requests_go_on_at_a_full_replica(place, bundle):
     """What is handed over to a replica whose queue is full goes on there, whether or not it has given a token."""
     with place.connect(bundle, FULL, replica=1) as one, place.connect(bundle, FULL, replica=2) as two:
-        moved = [one.submit(long(f"moved-{i}", 2000)) for i in range(3)]
+        moved = [one.submit(long(f"moved-{i}", 500)) for i in range(3)]
         first = [next(moved[0])]
         others = [two.submit(long(f"other-{i}", 10**6)) for i in range(3)]
         for other in others:
@@ -77,7 +77,7 @@ def test_requests_go_on_at_a_full_replica(place, bundle):
         for stream in moved:
             one.hand_over(stream, two)
         for i, stream in enumerate(moved):
-            expected = by_sequence(InstantEngine(bundle).submit(long(f"moved-{i}", 2000)))
+            expected = by_sequence(InstantEngine(bundle).submit(long(f"moved-{i}", 500)))
             assert by_sequence([*(first if i == 0 else ()), *stream]) == expected
         for other in others:
             other.close()

@@ -118,7 +118,7 @@ def test_a_search_may_fail_for_ever(monkeypatch):
 
 def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundle):
     """A client that alone has seen its engine hang goes back to it when it is well: the stream goes on there."""
-    bundle, request = make_bundle(step_delay=0.004), completion(max_tokens=400)
+    bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
     with place.connect(bundle, PATIENT, keep=True) as keeper:
         pid = keeper.info.pid
         with attach(keeper._link.finder.state.path, timeout=20.0, stall_timeout=1.0) as worker:

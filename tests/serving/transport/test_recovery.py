@@ -85,7 +85,7 @@ def test_hung_engine_is_replaced(place, make_bundle):
 def test_an_engine_that_hangs_grows_older(place, make_bundle):
     """While nothing is heard of it the age of its last step grows, and falls when it goes on; the rest is as it was."""
     settings = msgspec.structs.replace(SETTINGS, stall_timeout=60.0)
-    with place.connect(make_bundle(step_delay=0.003, max_model_len=10**7), settings) as engine:
+    with place.connect(make_bundle(step_delay=0.02, max_model_len=10**7), settings) as engine:  # not soon paused
         stream = engine.submit(completion(max_tokens=10**6))
         next(stream)
         assert eventually(lambda: engine.health().num_running == 1 and engine.health().last_step_age < 0.7)
@@ -103,7 +103,8 @@ def test_an_engine_that_hangs_grows_older(place, make_bundle):
 def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
     """Nor waits there; what each process has counted is kept by its generation."""
     settings = msgspec.structs.replace(SETTINGS, max_num_seqs=1)
-    with place.connect(make_bundle(step_delay=0.003, load_delay=1.0, max_model_len=10**7), settings) as engine:
+    bundle = make_bundle(step_delay=0.02, load_delay=1.0, max_model_len=10**7)  # so slow that no stream is soon paused
+    with place.connect(bundle, settings) as engine:
         streams = [engine.submit(completion(f"r{i}", max_tokens=10**6)) for i in range(3)]
         next(streams[0])
         assert eventually(lambda: engine.health().num_waiting == 2)
@@ -183,7 +184,7 @@ def test_closed_client_ends_its_requests(place, make_bundle):
 
 def test_finish_one_sequence(place, make_bundle):
     """One sequence of a request ends alone; the other runs to its end."""
-    with place.connect(make_bundle(step_delay=0.003)) as engine:
+    with place.connect(make_bundle(step_delay=0.02)) as engine:
         stream = engine.submit(completion(max_tokens=100, n=2))
         events = [next(stream)]
         stream.finish(0)
