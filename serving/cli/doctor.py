@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import resource
-import socket
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ import click
 import psutil
 
 from ..errors import PackagingError, ServingError
+from ..web.listening import try_address
 
 PACKAGES = (
     "mlflow-llm",
@@ -168,10 +168,8 @@ def _accelerator() -> str:
 
 
 def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
+    try:
+        try_address("127.0.0.1", port)
+    except OSError:
+        return False
     return True
