@@ -14,7 +14,12 @@ from typing import Any
 
 @dataclass
 class Record:
-    """What one client saw of one request. ``status`` None: no answer came. ``received`` counts tokens."""
+    """What one client saw of one request.
+
+    ``status`` None: no answer came. ``received`` counts tokens. ``refused``: the body of an answer that is not a
+    200, if it came: a worker can be killed between the head and the body of its answer. ``error``: how the
+    connection or the stream broke.
+    """
 
     serial: int
     kind: str
@@ -25,6 +30,7 @@ class Record:
     complete: bool = False
     usage: dict[str, int] | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, Any] | None = None
     error: str = ""
 
 
@@ -139,7 +145,7 @@ class Load:
 def _read_whole(record: Record, answer: http.client.HTTPResponse) -> None:
     found = json.loads(answer.read())
     if answer.status != 200:
-        record.error = json.dumps(found)
+        record.refused = found
         return
     _see(record, found)
     record.complete = True
@@ -149,6 +155,8 @@ def _read_stream(record: Record, answer: http.client.HTTPResponse, leave_after: 
     for count, line in enumerate(iter(answer.readline, b"")):
         if leave_after is not None and count >= leave_after:
             return
+        if not line.endswith(b"\n"):  # http.client gives what came before a broken end
+            raise http.client.IncompleteRead(line)
         if not line.startswith(b"data: "):
             continue
         if line.strip() == b"data: [DONE]":
