@@ -38,10 +38,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    """``shared`` loads at once, ``slow`` in 1.5 s; both take 2 ms a step."""
+    """``shared`` loads at once, ``slow`` in 1.5 s; both take 2 ms a step and never end a text early."""
     root: Path = tmp_path_factory.mktemp("models")
+    model = {"step_delay": 0.002, "vocab_size": 94}
     delays = {"shared": 0.0, "slow": 1.5}
-    return {name: write_instant_model(root / name, step_delay=0.002, load_delay=d) for name, d in delays.items()}
+    return {name: write_instant_model(root / name, load_delay=d, **model) for name, d in delays.items()}
 
 
 @pytest.fixture(scope="module")
