@@ -87,7 +87,11 @@ print("fine")
 
 @pytest.mark.parametrize("where", ["threads", "here"])
 def test_greenlets_meter_and_are_killed(store_url, tmp_path, where):
-    """In a monkey-patched worker: 200 greenlets at once, some killed; a locked or slow database stops no other."""
+    """In a monkey-patched worker: 200 greenlets at once, some killed; a locked or slow database stops no other.
+
+    A busy machine can be too slow for 200 at once: what is said then is the one line that may be said.
+    """
     command = [sys.executable, "-c", SCRIPT, store_url, str(tmp_path / "state"), where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == ("fine\n", "")
+    assert done.stdout == "fine\n", done.stderr
+    assert set(done.stderr.splitlines()) <= {"the metering store does not answer; settlements wait in the spool"}
