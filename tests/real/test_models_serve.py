@@ -54,7 +54,7 @@ def test_reply_is_bare_for_openai_form(server):
 @pytest.mark.parametrize("form", ["inputs", "instances", "dataframe_records"])
 def test_rows_in_mlflow_forms(server, form):
     """MLflow's own forms give ``predictions``, one a row and in order."""
-    rows = [{"prompt": "a b c", "max_tokens": k} for k in (1, 2, 3)]
+    rows = [{"prompt": "a b c", "max_tokens": k, "temperature": 0} for k in (1, 2, 3)]
     status, reply = server.post({form: rows})
     assert status == 200, reply
     assert [p["usage"]["completion_tokens"] for p in reply["predictions"]] == [1, 2, 3]

@@ -86,7 +86,7 @@ def test_databricks_sdk(workspace: str) -> None:
     message = ChatMessage(role=ChatMessageRole.USER, content=CHAT["messages"][0]["content"])
     chat = client.serving_endpoints.query("assistant", messages=[message], max_tokens=16, temperature=0.0)
     assert "Paris" in chat.choices[0].message.content
-    done = client.serving_endpoints.query("assistant", prompt="One, two,", max_tokens=4)
+    done = client.serving_endpoints.query("assistant", prompt="One, two,", max_tokens=4, temperature=0.0)
     assert done.usage.completion_tokens == 4
     vectors = client.serving_endpoints.query("embedder", input=["a", "b"])
     assert len(vectors.data) == 2
