@@ -54,9 +54,8 @@ def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
 def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
     """Its store is busy while the signal comes; it is answered, and counted."""
     database = tmp_path / "serving.db"
-    body = {"model": "assistant", "prompt": "a", "max_tokens": 3}
-    bundle = write_instant_model(tmp_path, vocab_size=94)  # no reply ends early, by luck
-    with running(bundle, database=f"sqlite:///{database}", drain_timeout=60.0) as server:
+    body = {"model": "assistant", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    with running(write_instant_model(tmp_path), database=f"sqlite:///{database}", drain_timeout=60.0) as server:
         assert status_of(server, body) == 200
         answers: list[int] = []
         with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=30)) as other:
