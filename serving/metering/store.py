@@ -26,18 +26,20 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Unavailable
 from . import opening
+from .connections import Connections
 from .opening import NoStore
 
 T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Runs one attempt of a transaction, where it holds up nobody else. It returns or raises what ``attempt`` does."""
+    """Runs one attempt of a transaction, where it holds up nobody else. It returns or raises what ``attempt`` does, or,
+    where that can be left to itself, ``sqlalchemy.exc.TimeoutError`` after ``seconds``: it may yet be committed."""
 
-    def __call__(self, attempt: Callable[[], T], *, read: bool) -> T: ...
+    def __call__(self, attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T: ...
 
 
-def here(attempt: Callable[[], T], *, read: bool) -> T:
+def here(attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T:
     """On the caller's own thread."""
     return attempt()
 
@@ -48,6 +50,9 @@ def _always(_error: Exception) -> bool:
 
 BUSY_TIMEOUT_MS = 20
 """How long SQLite itself waits for a lock. Short, because it holds a thread; ``write`` sleeps between attempts."""
+
+STUCK_SECONDS = 5.0
+"""How long beyond a transaction's own timeout its answer is waited for: a disk may hang, or whatever runs it."""
 
 _PATIENCE = {
     "connect_timeout": 2,
@@ -98,18 +103,18 @@ class Store:
             # few connections: transactions take milliseconds and meet at the windows' row locks anyway
             return sa.create_engine(
                 url,
+                poolclass=Connections,
                 pool_size=12,
-                max_overflow=0,
+                kept=12,
                 pool_timeout=2.0,
                 pool_pre_ping=True,
-                pool_use_lifo=True,
                 connect_args=_PATIENCE,
             )
         engine = sa.create_engine(
             url,
-            poolclass=sa.QueuePool,
-            pool_size=4,
-            max_overflow=60,
+            poolclass=Connections,
+            pool_size=64,
+            kept=4,
             pool_timeout=2.0,
             connect_args={"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False},
         )
@@ -146,7 +151,8 @@ class Store:
             raise ValueError("there is no metering store in it; serve, keys create, limits set and prices set make one")
         self._is_ours = True
         self.engine.dispose()  # the next connections are prepared as ours
-        if found != head:
+        # the first connection, too, is made here, where no other is made: SQLAlchemy locks for it (see ``Connections``)
+        if self._retry(current, patience, read=True, hopeful=hopeful) != head:
             self._retry(upgrade, patience, read=False, hopeful=hopeful)
 
     def write(self, work: Callable[[sa.Connection], T], *, timeout: float | None = None) -> T:
@@ -172,6 +178,7 @@ class Store:
         hopeful: Callable[[Exception], bool] = _always,
     ) -> T:
         until = time.monotonic() + (self.timeout if timeout is None else timeout)
+        stuck = None if timeout is None else timeout + STUCK_SECONDS  # who names no time reads or writes a lot
         pause = 0.001
 
         def attempt() -> T:
@@ -182,7 +189,7 @@ class Store:
         reason: Exception | None = None
         while True:
             try:
-                return self._run(attempt, read=read)
+                return self._run(attempt, read=read, seconds=stuck)
             except (IntegrityError, ProgrammingError, DataError):
                 raise
             except (DBAPIError, PoolTimeout) as error:

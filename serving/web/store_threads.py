@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import gevent
 from gevent.threadpool import ThreadPool
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 T = TypeVar("T")
 
@@ -24,9 +26,10 @@ class StoreThreads:
     def for_url(cls, url: str) -> StoreThreads:
         return cls(writers=8, readers=4) if url.startswith("postgres") else cls(writers=1, readers=1)
 
-    def __call__(self, attempt: Callable[[], T], *, read: bool) -> T:
+    def __call__(self, attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T:
         pool = self._readers if read else self._writers
-        result, error = pool.apply(_caught, (attempt,))
+        with gevent.Timeout(seconds, PoolTimeout("the store is stuck")):
+            result, error = pool.apply(_caught, (attempt,))
         if error is not None:
             raise error
         found: T = result

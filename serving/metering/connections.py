@@ -1,0 +1,80 @@
+"""The connections that a store keeps open between its transactions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
+
+PAUSE = 0.005  # seconds between looks for one that has come back
+
+
+class Connections(sa.Pool):
+    """``pool_size`` at most, of which ``kept`` stay open while nobody uses them. Where all are in use one is waited
+    for, ``timeout`` seconds at most. Raises ``sqlalchemy.exc.TimeoutError``.
+
+    SQLAlchemy's own pool has locks, and where gevent has patched ``threading`` those are gevent's: a thread that finds
+    one taken by another thread asks the event loop of that thread to wake it, and the threads that run transactions
+    (``web.store_threads``) have a loop that never runs. They would wait for ever. Hence no lock here: each change is
+    one operation on a deque, which no thread can interrupt.
+    """
+
+    def __init__(self, creator: Any, pool_size: int, kept: int, timeout: float, **options: Any) -> None:
+        super().__init__(creator, **options)
+        self._size, self._kept, self._timeout = pool_size, kept, timeout
+        self._open: deque[ConnectionPoolEntry] = deque()
+        self._free = deque([None] * pool_size)
+
+    def _do_get(self) -> ConnectionPoolEntry:
+        self._take_place()
+        with contextlib.suppress(IndexError):
+            return self._open.pop()  # the one used last: servers close what is idle for long
+        try:
+            return self._create_connection()
+        except BaseException:
+            self._free.append(None)
+            raise
+
+    def _take_place(self) -> None:
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                self._free.pop()
+                return
+            except IndexError:
+                if time.monotonic() > until:
+                    raise PoolTimeout(f"all {self._size} connections are in use") from None
+            time.sleep(PAUSE)
+
+    def _do_return_conn(self, record: ConnectionPoolEntry) -> None:
+        try:
+            if len(self._open) < self._kept:
+                self._open.append(record)
+            else:
+                record.close()
+        finally:
+            self._free.append(None)
+
+    def recreate(self) -> Connections:
+        return Connections(
+            self._creator,
+            pool_size=self._size,
+            kept=self._kept,
+            timeout=self._timeout,
+            pre_ping=self._pre_ping,
+            reset_on_return=self._reset_on_return,
+            dialect=self._dialect,
+            _dispatch=self.dispatch,
+        )
+
+    def dispose(self) -> None:
+        while self._open:
+            self._open.pop().close()
+
+    def status(self) -> str:
+        return f"{self._size - len(self._free)} of {self._size} connections in use, {len(self._open)} open"
