@@ -21,7 +21,6 @@ while [ "$round" -le "$times" ]; do
         tests/serving/web/test_drain_waits.py \
         tests/serving/web/test_health.py \
         tests/serving/web/test_live_endpoints.py::test_a_killed_keeper_is_missed_by_nobody \
-        tests/serving/web/test_live_endpoints.py::test_nothing_is_left_of_a_killed_arbiter \
         tests/serving/web/test_poison.py \
         tests/serving/web/test_server.py \
         tests/serving/web/test_server_ending.py \

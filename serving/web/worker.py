@@ -55,6 +55,19 @@ class DrainingWorker(GeventWorker):
         served: Server = self.wsgi.extensions["mlflow_llm"]
         return served
 
+    def load_wsgi(self) -> None:
+        # a worker that has not begun to serve would keep the address while it looks for engines that end as well
+        watching = gevent.spawn(self._end_with_arbiter)
+        try:
+            super().load_wsgi()
+        finally:
+            watching.kill()
+
+    def _end_with_arbiter(self) -> None:
+        while os.getppid() == self.ppid:
+            gevent.sleep(TICK)
+        os._exit(0)
+
     def notify(self) -> None:
         # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
         AsyncWorker.notify(self)

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 from instant_model import write_instant_model
-from processes import alive_after, gone
+from processes import gone
 from serving_process import INSTANT_CORE, Running, running
 from test_server import BODY, asking, until
 
@@ -267,19 +267,3 @@ def test_a_model_logged_twice_is_one_engine(tmp_path: Path) -> None:
     with running(bundle, name="a", engine=ENGINE, more=(more,)) as server:
         assert [served_by(server, name) for name in "ab"] == ["model-1", "model-2"]
         assert len(engines(server)) == 1
-
-
-def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
-    """kill -9 of the server's first process: its workers drain, keeper and engines end by themselves."""
-    with running(write_instant_model(tmp_path, step_delay=0.005), engine=ENGINE, workers=2) as server:
-        family = psutil.Process(server.process.pid).children(recursive=True)
-        (keeper,) = keepers(server)
-        directory = Path(keeper.cmdline()[-1])
-        pids = engines(server)
-        with asking(server, STREAM) as answer:
-            answer.readline()
-            server.process.kill()
-            assert answer.read().decode().rstrip().endswith("[DONE]")
-        assert not alive_after(family)
-        assert not directory.exists()
-        assert not alive_after(pids)

@@ -1,7 +1,9 @@
-"""A real server that is asked to end: what runs is finished, unless it is asked twice."""
+"""A real server that is asked to end, or is killed: what runs is finished, unless it is asked twice."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import pytest
 from instant_model import write_instant_model
 from processes import alive_after
 from serving_process import Running, running
+from test_live_endpoints import ENGINE, engines, keepers
 from test_server import BODY, asking, draining, health, until
 from test_server_recovery import CHAT, COMPLETIONS, SAMPLED, STREAM, answer_to
 
@@ -58,3 +61,39 @@ def test_a_second_signal_stops_at_once(patient: Running, second: signal.Signals)
         patient.process.send_signal(second)
         patient.process.wait(30)
     assert not alive_after(family, 30)
+
+
+def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
+    """kill -9 of the server's first process: its workers drain, keeper and engines end by themselves."""
+    with running(write_instant_model(tmp_path, step_delay=0.005), engine=ENGINE, workers=2) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        (keeper,) = keepers(server)
+        directory = Path(keeper.cmdline()[-1])
+        pids = engines(server)
+        with asking(server, BODY | STREAM | {"max_tokens": 40}) as answer:
+            answer.readline()
+            server.process.kill()
+            assert answer.read().decode().rstrip().endswith("[DONE]")
+        assert not alive_after(family)
+        assert not directory.exists()
+        assert not alive_after(pids)
+
+
+def test_a_worker_that_starts_ends_with_its_arbiter(tmp_path: Path) -> None:
+    """It has not begun to serve when arbiter and keeper are killed; it does not stay to look for an engine."""
+    with running(write_instant_model(tmp_path), engine=ENGINE) as server:
+        arbiter = psutil.Process(server.process.pid)
+        (keeper,) = keepers(server)
+        directory = Path(keeper.cmdline()[-1])
+        others = {process.pid for process in arbiter.children()}
+        (worker,) = others - {keeper.pid}
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: {process.pid for process in arbiter.children()} - others)
+        (starting,) = {process.pid for process in arbiter.children()} - others
+        os.kill(starting, signal.SIGSTOP)
+        server.process.kill()
+        keeper.kill()
+        until(lambda: not engines(server), 30)
+        os.kill(starting, signal.SIGCONT)
+        assert not alive_after([starting])
+        shutil.rmtree(directory)  # nobody is left to do it
