@@ -52,15 +52,18 @@ class Collector(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def collector() -> Iterator[tuple[str, list[Any]]]:
+@contextlib.contextmanager
+def collecting() -> Iterator[tuple[str, list[Any]]]:
+    """A collector: its address, and what it has taken so far."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         server.taken = []
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", server.taken
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", server.taken
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @contextlib.contextmanager
@@ -123,13 +126,11 @@ class Exported(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def exported(
-    make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory, collector: tuple[str, list[Any]]
-) -> Exported:
+def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Requests of every kind, traced by one exporter to a database and to a collector."""
     store = f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
     server = make()
-    with tempfile.TemporaryDirectory(prefix="mlt-") as root:
+    with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:
         outbox = Outbox(Path(root))
         with exporting(Path(root), MLFLOW_TRACKING_URI=store, OTEL_EXPORTER_OTLP_ENDPOINT=collector[0]):
             server.tracer = Tracer(1.0, send=outbox)
@@ -142,7 +143,7 @@ def exported(
             while not all("content" in found for found in (traces(store), spans(collector[1]))):
                 assert time.monotonic() < until
                 time.sleep(0.2)
-    return Exported(told, body, replies, traces(store), spans(collector[1]))
+        return Exported(told, body, replies, traces(store), spans(collector[1]))
 
 
 def ask_all(client: FlaskClient) -> dict[str, dict[str, int]]:
@@ -217,19 +218,22 @@ def test_content_only_where_asked_for(exported: Exported) -> None:
     assert trace.info.response_preview == "\n".join(exported.replies)
 
 
-def test_a_server_traces(tmp_path: Path, collector: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server with trace_sample exports a span, whose ids are in its log, and leaves no exporter behind."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[0])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with running(write_instant_model(tmp_path), trace_sample=1.0) as server:
-        exporters = [p for p in psutil.Process(server.process.pid).children() if "trace_exporter" in str(p.cmdline())]
-        status, text = ask(server, BODY)
-        assert status == 200
-        (line,) = [json.loads(line) for line in server.log().splitlines() if '"event": "request"' in line]
-        assert text.startswith(f'{{"id":"chatcmpl-{line["reply_id"]}"')
-        until(lambda: line["request_id"] in spans(collector[1]))
-        span, _ = spans(collector[1])[line["request_id"]]
-        assert (span.trace_id.hex(), span.span_id.hex()) == (line["trace_id"], line["span_id"])
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[0])
+        with running(write_instant_model(tmp_path), trace_sample=1.0) as server:
+            exporters = [
+                p for p in psutil.Process(server.process.pid).children() if "trace_exporter" in str(p.cmdline())
+            ]
+            status, text = ask(server, BODY)
+            assert status == 200
+            (line,) = [json.loads(line) for line in server.log().splitlines() if '"event": "request"' in line]
+            assert text.startswith(f'{{"id":"chatcmpl-{line["reply_id"]}"')
+            until(lambda: line["request_id"] in spans(collector[1]))
+            span, _ = spans(collector[1])[line["request_id"]]
+            assert (span.trace_id.hex(), span.span_id.hex()) == (line["trace_id"], line["span_id"])
     assert len(exporters) == 1
     assert not alive_after(exporters)
 
