@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
 from mlflow.exceptions import MlflowException
 
+from mlflow_llm.serving.child import environment as child_environment
+from mlflow_llm.serving.child import python_command
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.settings import EngineSettings, check_server_engine
 from mlflow_llm.serving.web.settings import DATABASE_VARIABLE, ServerSettings
@@ -66,7 +67,7 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
 
 def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
     """The server's command line, of a cleaned ``config``: options, and ``base_of`` as ``-C``."""
-    words = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "-m", model_uri, "--name", name]
+    words = python_command("serving.cli", "serve", "-m", model_uri, "--name", name)
     for key in OPTION_KEYS:
         if key in config and key != "database":  # may have a password, and whoever lists processes reads command lines
             words += [f"--{key.replace('_', '-')}", _word(config[key])]
@@ -83,7 +84,7 @@ def _word(value: Any) -> str:
 
 def environment(config: dict[str, Any], stores: dict[str, str]) -> dict[str, str]:
     own = {DATABASE_VARIABLE: config["database"]} if config.get("database") else {}
-    return {**os.environ, **own, **{f"MLFLOW_{name.upper()}": uri for name, uri in stores.items()}}
+    return {**child_environment(), **own, **{f"MLFLOW_{name.upper()}": uri for name, uri in stores.items()}}
 
 
 def base_of(config: dict[str, Any]) -> dict[str, Any]:

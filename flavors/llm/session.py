@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from ...serving.bundle import Bundle
 from ...serving.dialects import DIALECTS
 from ...serving.dialects.defaults import defaults_of
 from ...serving.dialects.fields import task_of
-from ...serving.engine.interface import Engine
+from ...serving.engine.interface import Engine, EngineInfo
 from ...serving.errors import Aborted, ShuttingDown
 from ...serving.reply import Piece, Reply
 from ...serving.request import Task, ValidRequest
@@ -23,6 +24,8 @@ from ...serving.tasks.defaults import with_defaults
 from ...serving.tasks.endpoint import EndpointView
 from ...serving.tasks.text import TextModel
 from ...serving.tasks.validate import validate
+
+logger = logging.getLogger(__name__)
 
 NAME = "llm"
 T = TypeVar("T")
@@ -54,6 +57,7 @@ class Session:
             if self._view is None:
                 text = TextModel(self.bundle, trust_remote_code=self.settings.trust_remote_code)
                 self._engine = engine = _start(self.bundle, self.settings)
+                _tell_kernels(engine.info, self.settings)
                 self._view = EndpointView(
                     name=NAME,
                     info=engine.info,
@@ -143,6 +147,12 @@ def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
     from ...serving.transport import connect
 
     return connect(bundle, settings)
+
+
+def _tell_kernels(info: EngineInfo, settings: EngineSettings) -> None:
+    """A warning where a processor could be used better and nobody asked for less."""
+    slow = info.kernels == "torch" and info.device == "cpu" and settings.kernels == "auto"
+    logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_told)
 
 
 def _in_order(futures: list[Future[T]]) -> Iterator[T]:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from typing import Any
 import click
 import psutil
 
+from .. import child
 from ..errors import PackagingError, ServingError
 from ..web.listening import try_address
 
@@ -46,17 +48,20 @@ def doctor(model_uri: str | None, as_json: bool) -> None:
     Versions, threads, memory and limits; with a model, proof that it gives a token. Exit status 1 where
     something is missing or the model gives none.
     """
-    found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits()}
+    found: dict[str, Section] = {"versions": versions(), "machine": machine(), "limits": limits(), "engine": engine()}
     problems = _problems(found)
+    notes = _notes(found["engine"])
     if model_uri is not None:
         try:
             found["model"] = try_model(model_uri)
         except (ServingError, PackagingError) as error:
             problems.append(f"{model_uri}: {error}")
     if as_json:
-        click.echo(json.dumps({**found, "problems": problems}, indent=2))
+        click.echo(json.dumps({**found, "notes": notes, "problems": problems}, indent=2))
     else:
         _show(found)
+        for note in notes:
+            click.echo(f"note: {note}")
         for problem in problems:
             click.echo(f"problem: {problem}")
         if not problems:
@@ -102,8 +107,31 @@ def limits() -> Section:
     }
 
 
+def engine() -> Section:
+    """What a process that is started like an engine's finds: which package it imports, and whether torch and our
+    kernels run there."""
+    command = child.python_command("serving.engine.native.survey")
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/", env=child.environment(), check=False
+    )
+    try:
+        found: Section = json.loads(done.stdout)
+    except ValueError:
+        lines = done.stderr.strip().splitlines()
+        return {"kernels": None, "reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
+    return found
+
+
+def _notes(engine: Section) -> list[str]:
+    if engine["kernels"] != "torch":
+        return []
+    return [f"engines run torch's kernels on this machine, not ours, and slower: {engine['reason']}"]
+
+
 def _problems(found: dict[str, Section]) -> list[str]:
     problems = [f"{name} is not installed" for name, number in found["versions"].items() if number is None]
+    if found["engine"]["kernels"] is None:
+        problems.append(f"an engine process does not start: {found['engine']['reason']}")
     if found["limits"]["open files"] < 1024:
         problems.append(f"only {found['limits']['open files']} open files are allowed: raise ulimit -n to 1024 or more")
     if "not writable" in found["limits"]["runtime directory"]:
@@ -127,7 +155,7 @@ def try_model(uri: str) -> Section:
             "uri": uri,
             "tasks": ", ".join(info.tasks),
             "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
-            "kernels": info.kernels,
+            "kernels": info.kernels_told,
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
             "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
             "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from .http import Client, url_options
 
-HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "STATUS", "RUNNING", "WAITING")
+HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "STATUS", "RUNNING", "WAITING")
 
 
 @click.command()
@@ -28,6 +29,17 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     table(rows)
+    for name, reason in _slow(states):
+        click.echo(f"{name}: torch's kernels, not ours: {reason}", err=True)
+
+
+def _slow(states: dict[str, Any]) -> list[tuple[str, str]]:
+    """(endpoint or its served entity, why it does not run on our kernels)."""
+    found = []
+    for name, state in states.items():
+        each = {f"{name}/{entity}": one for entity, one in state.get("entities", {}).items()} or {name: state}
+        found += [(place, one["kernels_reason"]) for place, one in each.items() if one.get("kernels_reason")]
+    return found
 
 
 def _states(client: Client) -> dict[str, Any]:
@@ -42,15 +54,22 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     """What an endpoint does, and how it is; an engine that stands still does not say what it runs."""
     state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
     load = {key: state[key] for key in ("status", "running", "waiting")}
+    parts = [state, *state.get("entities", {}).values()]
+    load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason")}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
+
+
+def _joined(values: Iterable[str | None]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value))
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
     """An adapter's row leaves out what its endpoint's says."""
     if "parent" in model:
-        return (f"  {model['id']}", "", "", "", "", "", "")
+        return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
-    return (model["id"], model["task"], model["root"], str(model["max_model_len"]), model["status"], *counts)
+    named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
+    return (*named, model["kernels"] or "?", model["status"], *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -79,7 +79,9 @@ def say(stage: str, **told: Any) -> None:
     """What happens to the engine, for people, on standard error."""
     text = {
         "loading": "loading",
-        "ready": f"first token ({told.get('seconds')} s); listening on {told.get('address')}",
+        "ready": (
+            f"first token ({told.get('seconds')} s); listening on {told.get('address')}; kernels: {told.get('kernels')}"
+        ),
         "restarting": "the engine has ended or hangs; it is started again",
         "failed": f"the engine does not start: {told.get('message')}; it is tried again",
         "draining": f"ending; what runs has {told.get('seconds')} s",

@@ -192,7 +192,7 @@ def say(told: dict[str, Any]) -> None:
         "reading": "reading the models",
         "loading": f"loading{where}",
         "loaded": f"loaded{where}{seconds}",
-        "token": f"first token of{where}{seconds}",
+        "token": f"first token of{where}{seconds}; kernels: {told.get('kernels')}",
         "ready": "engines ready",
         "listening": f"listening on http://{told.get('host')}:{told.get('port')} (docs at /docs)",
     }.get(told["stage"], json.dumps(told))

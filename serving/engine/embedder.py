@@ -25,6 +25,7 @@ from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .interface import EngineInfo
 from .native.encoder import NativeEncoder, native_encoder
+from .native.library import NotNative
 from .pooling import MODES, pool, transformer_dir
 from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
 from .step import Step, StepHolder
@@ -147,15 +148,19 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder |
     int8 = settings.quantization == "int8"
     allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
     _check(embedder, tests, expected, allowed, int8=int8)
-    embedder.native = native_encoder(model, position_offset(model))
-    if embedder.native is not None:
-        try:
-            _check(embedder, tests, expected, allowed, int8=int8)
-        except PackagingError as error:
-            logger.warning("%s is not run natively: %s", type(model).__name__, error)
-            embedder.native = None
-    if embedder.native is not None:
+    try:
+        if settings.kernels != "auto":
+            raise NotNative(f"the setting kernels is {settings.kernels!r}")
+        embedder.native = native_encoder(model, position_offset(model))
+        _check(embedder, tests, expected, allowed, int8=int8)
         embedder.info = msgspec.structs.replace(embedder.info, kernels="native")
+    except NotNative as reason:
+        embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=str(reason))
+    except PackagingError as error:
+        logger.warning("%s is not run natively: %s", type(model).__name__, error)
+        embedder.native = None
+        told = f"the self-test at load refused them: {error}"
+        embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=told)
     return embedder
 
 

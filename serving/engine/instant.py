@@ -75,6 +75,7 @@ class InstantCore:
             max_num_seqs=settings.max_num_seqs,
             max_kv_tokens=length,
             embedding_dim=self.model.embedding_dim if "embeddings" in bundle.tasks else 0,
+            kernels="none",
             pid=os.getpid(),
         )
 

@@ -16,7 +16,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
-    ``kernels`` is "native" where a whole step runs in ours, else "torch".
+    ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
     """
 
     content_hash: str
@@ -30,7 +30,13 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     quantization: str = "none"
     kernels: str = "torch"
+    kernels_reason: str = ""
     pid: int = 0
+
+    @property
+    def kernels_told(self) -> str:
+        """In a line."""
+        return f"{self.kernels} ({self.kernels_reason})" if self.kernels_reason else self.kernels
 
 
 class AdapterInfo(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from ..settings import EngineSettings
 from . import attention, linear
 from .kv_cache import LayerShape, Row
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
+from .native.library import NotNative
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache
 from .step import StepHolder
@@ -31,7 +32,7 @@ LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the l
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned,
-    ``decoder`` what a native step runs on, where it can."""
+    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none."""
 
     model: Any
     config: Any
@@ -39,6 +40,7 @@ class LoadedModel:
     layers: Sequence[LayerShape]
     linears: Any
     decoder: DecoderWeights | None
+    kernels_reason: str
     dtype: Any
     device: Any
     max_model_len: int
@@ -105,13 +107,15 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
         raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
     linears = linear.install(model, holder, settings)
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8")
+    decoder, reason = native_decoder(model, uses, test, like, settings)
     return LoadedModel(
         model=model,
         config=config,
         holder=holder,
         layers=layers,
         linears=linears,
-        decoder=native_decoder(model, uses, test, like, int8=settings.quantization == "int8"),
+        decoder=decoder,
+        kernels_reason=reason,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
@@ -120,22 +124,25 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
 
 
 def native_decoder(
-    model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, *, int8: bool
-) -> DecoderWeights | None:
-    """The weights of a native step, where the model can be run so and the self-test agrees."""
-    weights = decoder_weights(model, uses)
-    if weights is None:
-        return None
+    model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
+) -> tuple[DecoderWeights | None, str]:
+    """The weights of a native step, where the model can be run so and the self-test agrees; else why not."""
+    try:
+        if settings.kernels != "auto":
+            raise NotNative(f"the setting kernels is {settings.kernels!r}")
+        weights = decoder_weights(model, uses)
+    except NotNative as reason:
+        return None, str(reason)
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
     try:
-        test.check(forward, [use.shape for use in uses], like, int8=int8)
+        test.check(forward, [use.shape for use in uses], like, int8=settings.quantization == "int8")
     except PackagingError as error:
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
-        return None
-    return weights
+        return None, f"the self-test at load refused them: {error}"
+    return weights, ""
 
 
 def vocab_size(model: Any) -> int:

@@ -61,6 +61,7 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
         device=str(loaded.device),
         quantization=settings.quantization,
         kernels="torch" if loaded.decoder is None else "native",
+        kernels_reason=loaded.kernels_reason,
         pid=os.getpid(),
     )
     scheduler = Scheduler(

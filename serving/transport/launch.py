@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import os
 import signal
-import site
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from .. import __name__ as _serving_package
+from .. import child
 from ..bundle import Bundle
 from ..errors import EngineDied, PackagingError, ShuttingDown
 from ..settings import EngineSettings
@@ -42,7 +41,7 @@ Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
 LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: who only looks whether it is held holds it for a moment
-PROCESS_MODULE = f"{_serving_package}.transport.process"
+PROCESS_MODULE = "serving.transport.process"
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
@@ -57,6 +56,7 @@ def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE
             core,
             [_version(name) for name in ("mlflow-llm", "torch", "transformers")],
             sys.executable,
+            child.package_place(),
             os.getuid(),
         ),
         order="sorted",
@@ -208,15 +208,14 @@ class Launcher:
             with open(self.state.file("engine.log"), "ab") as log:
                 # the package has imported the module before it is run: no words about that, which would be the log's
                 # last line where an engine is killed while it loads
-                quiet = ["-W", "ignore::RuntimeWarning:runpy"]
-                command = [sys.executable, "-P", *quiet, "-m", PROCESS_MODULE, self.state.file("spec.json")]
+                quiet = ("-W", "ignore::RuntimeWarning:runpy")
                 subprocess.run(
-                    command,
+                    child.python_command(PROCESS_MODULE, self.state.file("spec.json"), flags=quiet),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd="/",
-                    env=_environment(),
+                    env=child.environment(),
                     pass_fds=[fd],
                     check=True,
                 )
@@ -279,14 +278,3 @@ class Launcher:
 
     def close(self) -> None:
         self._membership.leave()
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, with the package's own place on the path where it is not installed."""
-    environment = dict(os.environ)
-    package = os.path.abspath(sys.modules[_serving_package.partition(".")[0]].__file__ or "")
-    place = os.path.dirname(os.path.dirname(package))
-    if place not in (*site.getsitepackages(), site.getusersitepackages()):
-        paths = [place, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    return environment

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from .. import child
 from ..bundle import Bundle
 from ..errors import PackagingError
 from ..settings import EngineSettings
@@ -94,6 +95,7 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock) -> int:
     module, _, name = spec.core.partition(":")
     core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
     info = msgspec.structs.replace(core.info, pid=os.getpid())
+    logger.info("kernels: %s; package: %s", info.kernels_told, child.package_place())
     server = EngineServer(
         core,
         spec.settings,

@@ -77,8 +77,15 @@ class Controller:
             self.tick()
             for name in {one.name for one in self._deployed.values()} - told:
                 told.add(name)
-                self._say("token", endpoint=name, seconds=round(time.monotonic() - began, 2))
+                seconds = round(time.monotonic() - began, 2)
+                self._say("token", endpoint=name, seconds=seconds, kernels=self._kernels(name))
             time.sleep(TICK / 2)
+
+    def _kernels(self, name: str) -> str:
+        """What the engines of an endpoint run on, in words."""
+        served = [served for one in self._deployed.values() if one.name == name for served in one.served]
+        infos = [self._supervisor.status(one.key).info for one in served]
+        return ", ".join(dict.fromkeys(info.kernels_told for info in infos if info is not None))
 
     def _settled(self, declared: Iterable[str]) -> bool:
         rows = self._endpoints.rows()

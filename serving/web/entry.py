@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from .. import child
 from ..bundle import Bundle
 from ..errors import InvalidField, NotFound, PackagingError
 from ..settings import EngineSettings
@@ -58,10 +59,15 @@ TEXTS = "--texts"
 def resolve(uris: tuple[str, ...], texts: tuple[str, ...] = ()) -> tuple[Resolved, ...]:
     """The bundles of model URIs or local directories, then those of ``texts``, without weights. Raises
     ``PackagingError``, or ``NotFound`` for no such model."""
-    command = [sys.executable, "-m", "mlflow_llm.serving.web.entry", *uris, TEXTS, *texts]
+    command = child.python_command("serving.web.entry", *uris, TEXTS, *texts)
     # a session of its own: Ctrl-C is ours to answer, and ends it without a trace
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=False,
+        start_new_session=True,
+        env=child.environment(),
     )
     lines = done.stdout.decode().strip().splitlines()
     try:

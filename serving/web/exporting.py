@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from .. import child
 from .settings import ServerSettings
 
 END_SECONDS = 10.0
@@ -21,9 +20,9 @@ def exporting(directory: Path, settings: ServerSettings) -> Iterator[None]:
     if settings.trace_sample == 0:
         yield
         return
-    command = [sys.executable, "-m", "mlflow_llm.serving.web.trace_exporter", str(directory), settings.trace_experiment]
+    command = child.python_command("serving.web.trace_exporter", str(directory), settings.trace_experiment)
     # MLflow imports LiteLLM where it is installed, which would ask a server of its own for prices
-    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **os.environ}
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **child.environment()}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
     try:

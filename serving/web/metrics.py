@@ -67,6 +67,7 @@ class EngineCollector(Collector):
     """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``tally``."""
 
     LABELS = ("endpoint", "entity")
+    INFO = ("kernels", "kernels_reason", "dtype", "quantization", "device")
     GAUGES = (
         ("running_sequences", "Sequences in the engine's batch", "num_running"),
         ("waiting_requests", "Requests waiting for the engine", "num_waiting"),
@@ -105,6 +106,10 @@ class EngineCollector(Collector):
             replicas.add_metric(labels, float(getattr(entity.engine, "count", 1)))
         yield ready
         yield replicas
+        runs = GaugeMetricFamily("mlflow_llm_engine_info", "What the engine runs on", labels=(*self.LABELS, *self.INFO))
+        for entity, (labels, _) in zip(entities, found, strict=True):
+            runs.add_metric((*labels, *(getattr(entity.engine.info, name) for name in self.INFO)), 1.0)
+        yield runs
 
 
 _ALONE: WeakKeyDictionary[Endpoints, Tally] = WeakKeyDictionary()  # of processes that share no directory

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from ..engine.interface import Health
+from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown
 from . import metrics, openapi
 from .answer import Answer, json_answer
@@ -76,22 +76,29 @@ def version(server: Server, **_: str) -> Answer:
 
 def health(server: Server, **_: str) -> Answer:
     """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise."""
-    found: dict[str, dict[str, Health]] = {}
+    found: dict[str, dict[str, Endpoint]] = {}
     for endpoint in server.endpoints.entities():
-        found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint.engine.health()
+        found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
     told = {name: _progress_of_all(entities) for name, entities in found.items()}
     well = all(state["status"] == "ready" for state in told.values())
     return json_answer({"status": "OK" if well else "UNHEALTHY", "endpoints": told}, status=200 if well else 503)
 
 
-def _progress_of_all(entities: dict[str, Health]) -> dict[str, Any]:
+def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
     """An endpoint's: the state of the entity that is worst, the others' work added; each by itself where there are
-    several."""
-    worst = max(entities.values(), key=lambda health: BEST_FIRST.index(health.status))
+    several, else what it runs on."""
+    healths = {name: entity.engine.health() for name, entity in entities.items()}
+    worst = max(healths.values(), key=lambda health: BEST_FIRST.index(health.status))
     names = ("steps", "num_running", "num_waiting")
-    sums = {name: sum(getattr(health, name) for health in entities.values()) for name in names}
-    each = {name: _progress(health) for name, health in entities.items()}
-    return _progress(structs.replace(worst, **sums)) | ({"entities": each} if len(each) > 1 else {})
+    sums = {name: sum(getattr(health, name) for health in healths.values()) for name in names}
+    each = {name: _progress(healths[name]) | _kernels(entity.engine.info) for name, entity in entities.items()}
+    more = {"entities": each} if len(each) > 1 else _kernels(next(iter(entities.values())).engine.info)
+    return _progress(structs.replace(worst, **sums)) | more
+
+
+def _kernels(info: EngineInfo) -> dict[str, Any]:
+    reason = {"kernels_reason": info.kernels_reason} if info.kernels_reason else {}
+    return {"kernels": info.kernels, **reason}
 
 
 def _progress(health: Health) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 from gunicorn.app.base import BaseApplication
 
+from .. import child
 from ..errors import EngineDied, PackagingError
 from . import logs
 from .directory import server_directory
@@ -71,8 +71,8 @@ class Keeper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._started_at = time.monotonic()
-        command = [sys.executable, "-m", "mlflow_llm.serving.web.keeper", str(self._directory)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        command, env = child.python_command("serving.web.keeper", str(self._directory)), child.environment()
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
 
     def await_ready(self, progress: Progress) -> None:
         assert self._process.stdout is not None

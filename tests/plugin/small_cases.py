@@ -18,7 +18,7 @@ SMALL = str(Path(__file__).with_name("small_server.py"))
 
 
 def small_command(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *given: [sys.executable, SMALL, *real(*given)[4:]]
+    return lambda *given: [sys.executable, SMALL, *real(*given)[5:]]
 
 
 def started(deployment: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ import sys
 from mlflow.deployments import get_deploy_client
 from mlflow_llm.plugin import local_config
 real = local_config.command
-local_config.command = lambda *given: [sys.executable, sys.argv[1], *real(*given)[4:]]
+local_config.command = lambda *given: [sys.executable, sys.argv[1], *real(*given)[5:]]
 get_deploy_client("llm").create_deployment("a", sys.argv[2])
 """
 

@@ -23,7 +23,7 @@ from ..self_test import LayerUse
 from ..slot_cache import SlotKVCache
 from . import library
 from .adapters import AdapterTables, Pool
-from .library import LANES
+from .library import LANES, NotNative
 from .weight import NativeWeight
 
 # Layers of one form: norm, attention, residual; norm, gated silu MLP, residual; rotation of the whole head by halves.
@@ -59,31 +59,35 @@ class DecoderWeights:
     scaling: float
 
 
-def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights | None:
-    """The weights of ``model`` where it can run natively, else None. ``uses``: what its layers ask of the attention."""
-    found = library.library()
+def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights:
+    """The weights of ``model``. ``uses``: what its layers ask of the attention. Raises ``NotNative``."""
+    found = library.required()
+    check_plain(model)
     body: Any = getattr(model, "model", None)
     head = model.get_output_embeddings()
     layers = getattr(body, "layers", None)
-    if found is None or not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear):
-        return None
+    other = NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
+    if not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear):
+        raise other
     names = {type(layer).__name__ for layer in layers}
     if len(names) != 1 or not names <= DECODERS or not type(layers[0]).__module__.startswith("transformers.models."):
-        return None
+        raise other
     attention = layers[0].self_attn
     head_dim = int(attention.head_dim)
     kv_heads = attention.k_proj.out_features // head_dim
     group = attention.q_proj.out_features // head_dim // kv_heads
     config = model.config.get_text_config()
-    if config.hidden_act != "silu" or not found.mlt_can_attend(head_dim, group):
-        return None
+    if config.hidden_act != "silu":
+        raise NotNative(f"its activation is {config.hidden_act}, a native step knows silu")
+    if not found.mlt_can_attend(head_dim, group):
+        raise NotNative(f"heads of {head_dim} in groups of {group} are not among those of a native step")
     if len({use.scaling for use in uses}) != 1 or any(use.softcap is not None for use in uses):
-        return None
+        raise NotNative("its attention scales or caps scores in a way that a native step does not know")
     each = [_layer_weights(layer, use.window) for layer, use in zip(layers, uses, strict=True)]
     packed = head.group.packed
     embedding = body.embed_tokens.weight
     if any(layer is None for layer in each) or not isinstance(packed, NativeWeight) or not _plain(embedding):
-        return None
+        raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
     return DecoderWeights(
         layers=tuple(layer for layer in each if layer is not None),
         embedding=embedding.detach(),
@@ -97,6 +101,15 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         eps=float(config.rms_norm_eps),
         scaling=uses[0].scaling,
     )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raises ``NotNative`` for a model in another precision, or elsewhere, than the kernels take."""
+    like = next(model.parameters())
+    if like.device.type != "cpu":
+        raise NotNative(f"the model is on {like.device}, they are for processors")
+    if like.dtype != torch.float32:
+        raise NotNative(f"dtype is {str(like.dtype).removeprefix('torch.')}, they take float32 (and int8 linears)")
 
 
 def _plain(tensor: torch.Tensor) -> bool:

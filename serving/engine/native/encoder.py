@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from . import library
-from .library import LANES
+from .decoder import check_plain
+from .library import LANES, NotNative
 from .weight import NativeWeight
 
 # Of one form: words, positions and types are added, then a norm; layers of attention, residual, norm; GELU MLP,
@@ -77,21 +78,23 @@ def _tables(embeddings: Any, position_offset: int) -> tuple[torch.Tensor, ...]:
     return embeddings.word_embeddings.weight.contiguous(), positions.contiguous(), norm.weight, norm.bias
 
 
-def native_encoder(model: nn.Module, position_offset: int) -> NativeEncoder | None:
-    """Of a model whose linears are packed already; None where it cannot run natively."""
-    found = library.library()
+def native_encoder(model: nn.Module, position_offset: int) -> NativeEncoder:
+    """Of a model whose linears are packed already. Raises ``NotNative``."""
+    found = library.required()
+    check_plain(model)
     layers: Any = getattr(getattr(model, "encoder", None), "layer", None)
     known = type(model).__name__ in ENCODERS and type(model).__module__.startswith("transformers.models.")
-    if found is None or not known or not layers:
-        return None
+    if not known or not layers:
+        raise NotNative(f"its architecture is not among those of a native run: {type(model).__name__}")
     config: Any = model.config
     if config.hidden_act != "gelu" or config.is_decoder or config.add_cross_attention:
-        return None
-    if not found.mlt_can_attend(layers[0].attention.self.attention_head_size, 1):
-        return None
+        raise NotNative(f"a native run knows encoders with gelu, this model has {config.hidden_act} or decodes")
+    head_dim = layers[0].attention.self.attention_head_size
+    if not found.mlt_can_attend(head_dim, 1):
+        raise NotNative(f"heads of {head_dim} are not among those of a native run")
     packed = [_packed(layer) for layer in layers]
     if any(weights is None for weights in packed):
-        return None
+        raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
     return NativeEncoder(model, [weights for weights in packed if weights is not None], position_offset)
 
 

@@ -75,22 +75,40 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
-@cache
+class NotNative(Exception):
+    """Why a model is not run by our kernels, in words that an operator acts on."""
+
+
 def library() -> ctypes.CDLL | None:
     """The library, or None where it was not built or does not run on this processor."""
+    try:
+        return required()
+    except NotNative:
+        return None
+
+
+def required() -> ctypes.CDLL:
+    """The library. Raises ``NotNative``."""
+    found = _loaded()
+    if isinstance(found, str):
+        raise NotNative(found)
+    return found
+
+
+@cache
+def _loaded() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     path = Path(__file__).with_name(NAME)
     if not path.exists():
-        logger.info("native kernels were not built here; torch's are used")
-        return None
+        return "they are not compiled in the package in use (a source tree, or a wheel built without a compiler)"
     try:
         found = ctypes.CDLL(str(path))
         if not found.mlt_supported():
-            logger.info("native kernels need AVX-512 VNNI; torch's are used")
-            return None
+            return "the processor lacks AVX-512 VNNI"
         _declare(found)
     except (OSError, AttributeError) as error:  # of another platform; of another version of the package
-        logger.warning("native kernels cannot be loaded (%s); torch's are used", error)
-        return None
+        logger.warning("%s: %s", path, error)
+        return "the compiled library does not load here (see the engine's log)"
     return found
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.web import pages
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints, Routed
 from mlflow_llm.serving.web.replicas import Replicas
 
+NATIVE = EngineInfo(
+    content_hash="", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=1, max_kv_tokens=9, kernels="native"
+)
+
 
 def engine(status: str, **figures: float) -> SimpleNamespace:
-    return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None)
+    return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None, info=NATIVE)
 
 
 def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
@@ -35,7 +40,7 @@ def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
 
 def replicas(*engines: object) -> Replicas:
     each = dict(zip(map(str, range(len(engines))), engines, strict=True))
-    found = Replicas(None, (), open=each.__getitem__, want=lambda: None)
+    found = Replicas(NATIVE, (), open=each.__getitem__, want=lambda: None)
     found.set_addresses(tuple(each))
     return found
 
@@ -51,7 +56,8 @@ def test_every_served_entity_counts(status: str) -> None:
         "v1": ("ready", 1),
         "v2": (status, 2),
     }
-    assert found["other"] == {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0}
+    idle = {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0}
+    assert found["other"] == {**idle, "kernels": "native"}
     assert told(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
 
 
@@ -64,3 +70,14 @@ def test_one_replica_that_makes_progress_is_enough() -> None:
     assert told(chat={"v1": replicas()})[0] == 200
     idle = [engine("ready", last_step_age=age) for age in (50.0, 2.0)]
     assert replicas(*idle).health().last_step_age == 2.0
+
+
+def test_what_an_engine_runs_on_is_told() -> None:
+    """Each engine's kernels, with the reason where they are torch's: of the endpoint, or of each of its entities."""
+    slow = engine("ready")
+    slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
+    told_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
+    found = told(one={"v1": slow}, two={"v1": engine("ready"), "v2": slow})[1]
+    assert found["one"].items() >= told_of.items()
+    assert found["two"]["entities"]["v2"].items() >= told_of.items()
+    assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)

@@ -133,7 +133,9 @@ def test_every_figure_of_a_heartbeat() -> None:
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
     fields += ("prefix_hit_tokens", "prefix_query_tokens", "generated_tokens")
     told = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
-    entity = SimpleNamespace(name="a", entity="model", engine=SimpleNamespace(health=lambda: told, count=3))
+    runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
+    runs = SimpleNamespace(health=lambda: told, count=3, info=SimpleNamespace(**runs_on))
+    entity = SimpleNamespace(name="a", entity="model", engine=runs)
     registry = CollectorRegistry()
     registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), Tally()))
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")
@@ -142,6 +144,8 @@ def test_every_figure_of_a_heartbeat() -> None:
     assert found == list(range(1, 10))
     assert registry.get_sample_value("mlflow_llm_engine_ready", {"endpoint": "a", "entity": "model"}) == 0
     assert registry.get_sample_value("mlflow_llm_replicas", {"endpoint": "a", "entity": "model"}) == 3
+    labels = {"endpoint": "a", "entity": "model", **runs_on}
+    assert registry.get_sample_value("mlflow_llm_engine_info", labels) == 1
 
 
 def test_a_dead_workers_counts_are_kept_and_its_files_are_not(counted: tuple[Figures, Running]) -> None:

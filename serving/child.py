@@ -1,0 +1,94 @@
+"""The one way in which this package starts Python processes of its own.
+
+A child imports the package that is installed, never what happens to lie in its working directory: ``python -m`` puts
+that first on the path, and a checkout of the sources, which has no compiled kernels, would run in the installed
+package's place. Where the package is not installed the child gets this process's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = __name__.partition(".")[0]
+KERNELS = Path("serving", "engine", "native", "_native.so")
+FIND = f"import importlib.util; found = importlib.util.find_spec({PACKAGE!r}); print(found.origin if found else '')"
+
+
+def python_command(module: str, *words: str, flags: tuple[str, ...] = ()) -> list[str]:
+    """``python -P -m PACKAGE.module words``: to be run with ``environment()``."""
+    return [sys.executable, "-P", *flags, "-m", f"{PACKAGE}.{module}", *words]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the package's own place on the path where a child would not find it."""
+    found = dict(os.environ)
+    paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    place = package_place()
+    if place not in (*_installed_places(), *paths[:1]):
+        paths = [place, *paths]
+    if paths:
+        found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return found
+
+
+def package_place() -> str:
+    """The directory from which children import the package: our own, but for a checkout in the working directory
+    that is beside the same code installed with kernels."""
+    return _place(os.environ.get("PYTHONPATH", ""))
+
+
+@functools.cache
+def _place(paths: str) -> str:
+    own = own_place()
+    if own in _installed_places() or _has_kernels(own):
+        return own
+    installed = _found_by_children()
+    if installed is None or installed == own or not _has_kernels(installed):
+        return own
+    if _code(installed) == _code(own):
+        logger.warning("engines run %s, whose kernels are compiled, instead of the same code in %s", installed, own)
+        return installed
+    logger.warning("%s has no compiled kernels and hides %s, which has: PYTHONSAFEPATH=1 avoids it", own, installed)
+    return own
+
+
+def own_place() -> str:
+    """The directory from which this process has imported the package."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[PACKAGE].__file__ or "")))
+
+
+def _installed_places() -> tuple[str, ...]:
+    return (*site.getsitepackages(), site.getusersitepackages())
+
+
+def _found_by_children() -> str | None:
+    """Where a child finds the package by itself: finders of editable installs are asked too, hence a child."""
+    command = [sys.executable, "-P", "-W", "ignore", "-c", FIND]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd="/", check=False)
+    origin = done.stdout.strip()
+    return os.path.dirname(os.path.dirname(origin)) if origin else None
+
+
+def _has_kernels(place: str) -> bool:
+    return Path(place, PACKAGE, KERNELS).is_file()
+
+
+def _code(place: str) -> str:
+    """SHA-256 over the package's Python files."""
+    found = hashlib.sha256()
+    root = Path(place, PACKAGE)
+    for directory, folders, files in os.walk(root, followlinks=True):
+        folders.sort()
+        for name in sorted(name for name in files if name.endswith(".py")):
+            path = Path(directory, name)
+            found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,25 @@
+"""What an engine would run on here, as JSON: ``doctor`` asks a process that is started like an engine's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ... import child
+from . import library
+
+
+def survey() -> dict[str, Any]:
+    """``kernels`` is "native" where ours run; else ``reason`` says why they do not."""
+    found: dict[str, Any] = {"package": child.own_place(), "torch": torch.__version__}
+    try:
+        library.required()
+    except library.NotNative as reason:
+        return {**found, "kernels": "torch", "reason": str(reason)}
+    return {**found, "kernels": "native", "reason": ""}
+
+
+if __name__ == "__main__":
+    print(json.dumps(survey()))
