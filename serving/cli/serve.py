@@ -34,6 +34,13 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 @click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
 @click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name under which a proxy or page reaches a server without keys (Host); repeatable.",
+)
+@click.option(
     "--workers", default=DEFAULTS.workers, show_default=True, type=click.IntRange(1, 64), help="Gateway processes."
 )
 @click.option(

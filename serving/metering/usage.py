@@ -6,11 +6,11 @@ import base64
 import binascii
 import datetime
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ..errors import InvalidField
 from .store import Store
@@ -83,6 +83,7 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     cost: int
 
 
+_Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]
 _EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
 _COLUMNS = [ledger.c[name] for name in UsageRow.__struct_fields__]
@@ -198,6 +199,9 @@ def _to_cursor(row: UsageRow) -> str:
 
 def _from_cursor(cursor: str) -> tuple[int, str]:
     try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(cursor.encode()), type=tuple[int, str])
+        found = msgspec.json.decode(base64.b64decode(cursor, altchars=b"-_", validate=True), type=_Cursor)
+        if "\0" in found[1]:  # which no request's id has, and PostgreSQL takes in no text
+            raise ValueError("a NUL")
+        return found
     except (binascii.Error, msgspec.MsgspecError, ValueError) as error:
         raise InvalidField("cursor", cursor, "a next_cursor of an earlier page") from error

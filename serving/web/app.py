@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
@@ -17,7 +16,6 @@ from ..errors import (
     MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
-    PermissionDenied,
     RequestError,
     ServingError,
     Unauthenticated,
@@ -37,7 +35,8 @@ from .offload import Offload
 from .pages import PAGES
 from .routes import ROUTES, Route, dialect_of_path, one_slash
 from .running import ClientGone, RunningRequests
-from .settings import ServerSettings, is_loopback
+from .settings import ServerSettings
+from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
 ANSWERS = {**MANAGEMENT, "usage": usage.answer}
@@ -106,7 +105,10 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
 def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) -> Answer:
     dialect = DIALECTS[route.dialect]
     try:
+        if server.keys is None:
+            check_site(request.environ, server.settings)
         caller = ANONYMOUS if route.open else _caller(server, exchange, route.scope)
+        check_content_type(request.environ)
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
         if route.handler in ANSWERS:
@@ -158,8 +160,6 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
 def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks for keys."""
     if server.keys is None:
-        if scope == "manage":
-            _check_site(server)
         return ANONYMOUS
     scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret:
@@ -167,18 +167,6 @@ def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     caller: Caller = server.keys.verify(secret.strip(), scope=scope)
     exchange.key = caller.key_id
     return caller
-
-
-def _check_site(server: Server) -> None:
-    """Without keys, a page in a browser on this machine could change endpoints: with a plain form from its own site, or
-    under its own name made to mean this address. Raises ``PermissionDenied``."""
-    origin, host = request.headers.get("Origin"), request.host
-    if origin is not None and urlsplit(origin).netloc != host:
-        raise PermissionDenied("Origin: this server asks for no keys, so it is not managed from pages of other sites")
-    name = urlsplit(f"//{host}").hostname or ""
-    own = server.settings.host
-    if is_loopback(own) and not is_loopback(name) and name != own:
-        raise PermissionDenied("Host: this server asks for no keys, so it is managed by a name of this machine only")
 
 
 def _unrouted(error: HTTPException) -> Response:
@@ -213,4 +201,5 @@ def _response(answer: Answer, request_id: str) -> Response:
         direct_passthrough=True,
     )
     response.headers[REQUEST_ID] = request_id
+    response.headers["X-Content-Type-Options"] = "nosniff"
     return response

@@ -13,6 +13,7 @@ from gunicorn.http.errors import ParseException
 
 from ..errors import PayloadTooLarge, RequestError
 from .arrivals import TooSlow
+from .framing import Ambiguous
 
 PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
 
@@ -33,6 +34,8 @@ def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
         return _all(environ["wsgi.input"], limit) if environ.get("wsgi.input_terminated") else b""
     except TooSlow as error:
         raise _timed_out(str(error)) from None
+    except Ambiguous as error:
+        raise RequestError(f"the body cannot be read: {error}") from None
     except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
 

@@ -1,7 +1,12 @@
-"""A page to read the OpenAPI document with: made of the document itself, no script, nothing loaded from elsewhere."""
+"""A page to read the OpenAPI document with: made of the document itself, no script, nothing loaded from elsewhere.
+
+``POLICY`` is its Content-Security-Policy: the one style, by its hash, and nothing else.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from html import escape
@@ -17,6 +22,15 @@ b{display:inline-block;min-width:3.7rem}table{border-collapse:collapse;width:100
 td{border-top:1px solid #ddd;padding:.25rem .5rem;vertical-align:top;overflow-wrap:anywhere}td:first-child{width:30%}
 @media(prefers-color-scheme:dark){body{background:#161616;color:#ddd}details,td{border-color:#444}a{color:#8bf}}
 """
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        f"style-src 'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
 HEAD = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>mlflow-llm</title>
 <meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>

@@ -18,10 +18,11 @@ TASKS: tuple[Task, ...] = ("chat", "completions", "embeddings")
 ERRORS = {
     "400": "A field is not allowed, or the prompt is too long",
     "401": "No API key, or an unknown one",
-    "403": "The key may not do this",
+    "403": "The key may not do this; without keys: a page of another site",
     "404": "No such endpoint, adapter or route",
     "409": "It exists already, or an update is in progress",
     "413": "The body is too large",
+    "415": "The body is not said to be JSON (Content-Type)",
     "429": "A limit is used up; Retry-After says when to come back",
     "503": "Busy or shutting down; Retry-After says when to come back",
     "504": "The request's own time limit passed",

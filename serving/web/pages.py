@@ -12,7 +12,7 @@ from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown
 from . import metrics, openapi
 from .answer import Answer, json_answer
-from .docs_page import page
+from .docs_page import POLICY, page
 from .endpoints import Endpoint
 from .invoke import Server
 from .replicas import BEST_FIRST
@@ -127,7 +127,8 @@ def openapi_document(server: Server, **_: str) -> Answer:
 
 
 def docs(server: Server, **_: str) -> Answer:
-    return Answer(body=page(openapi.document()).encode(), content_type="text/html; charset=utf-8")
+    body, headers = page(openapi.document()).encode(), {"Content-Security-Policy": POLICY}
+    return Answer(body=body, content_type="text/html; charset=utf-8", headers=headers)
 
 
 PAGES: Mapping[str, Callable[..., Answer]] = {

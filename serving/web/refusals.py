@@ -39,6 +39,7 @@ def refuse(client: Any, error: BaseException, address: str = "") -> bool:
             told = RequestError(f"{reason}: {str(error)[:200]}")
             body = json.dumps(DIALECTS[dialect_of_path(one_slash(path))].error(told).body)
             head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            head += "X-Content-Type-Options: nosniff\r\n"
             head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
             with contextlib.suppress(OSError):
                 client.sendall((head + body).encode("ascii"))
@@ -58,7 +59,7 @@ def refuse(client: Any, error: BaseException, address: str = "") -> bool:
 def _read(error: BaseException) -> tuple[str, str]:
     """Path and id of the request that ``error`` ended. Only the frames that it went through still have that."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, Request):
-            return found.path or "", request_id_from(dict(found.headers).get(REQUEST_ID.upper()))
+        for found in (frame.f_locals.get("self"), frame.f_locals.get("request")):
+            if isinstance(found, Request):
+                return found.path or "", request_id_from(dict(found.headers).get(REQUEST_ID.upper()))
     return "", request_id_from(None)

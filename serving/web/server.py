@@ -140,6 +140,11 @@ class Application(BaseApplication):
             "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 16384,
+            "http_parser": "python",  # whose leniencies ``framing`` knows
+            # nothing that a client sends moves its path or scheme, from whatever address it comes
+            "forwarded_allow_ips": "",
+            "forwarder_headers": "",
+            "secure_scheme_headers": {},
             "child_exit": self._forget_worker,
             "when_ready": self._listening,
         }

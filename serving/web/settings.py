@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import tempfile
 from pathlib import Path
@@ -10,18 +9,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ..checked import Checked
 from ..errors import InvalidField, PackagingError
 from ..settings import Bytes, Count, CountOrZero, Seconds, SecondsOrZero
+from .perimeter import Perimeter, is_loopback
 
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
-class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server, its workers included.
+class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one server, its workers included; where it listens is in ``Perimeter``.
 
-    ``host`` is loopback unless told otherwise. ``max_body_bytes`` bounds a request's body (413 above it).
+    ``max_body_bytes`` bounds a request's body (413 above it).
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
     (what rate limits then reserve); None is up to the context length. ``timeout`` (seconds) ends a request that asks
@@ -37,8 +36,6 @@ class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     replies into the traces.
     """
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_body_bytes: Bytes = 16 * 2**20
     max_queued: CountOrZero = 256
@@ -68,16 +65,6 @@ class ServerSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     def is_open_to_others(self) -> bool:
         """Whether other machines may use it without a key."""
         return not self.require_keys and not is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def default_state_dir() -> Path:

@@ -18,7 +18,7 @@ from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from ..errors import ShuttingDown
-from . import logs
+from . import framing, logs
 from .arrivals import Arrivals
 from .gate import DRAIN_RETRY_AFTER
 
@@ -80,6 +80,8 @@ class DrainingWorker(GeventWorker):
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
         from .connections import RequestBody, linger
 
+        framing.check(req)
+        framing.strict(req)
         req.body = body = RequestBody(req, sock)
         self.answering += 1
         try:

@@ -239,7 +239,7 @@ def test_too_large_a_body(make: Callable[..., Server]) -> None:
     """A body over the limit is a 413 whether or not its length is announced."""
     client = create_app(make(max_body_bytes=1000)).test_client()
     for path, key in (("/v1/chat/completions", "error"), ("/invocations", "error_code")):
-        answer = client.post(path, data=b"x" * 2000)
+        answer = client.post(path, data=b"x" * 2000, content_type="application/json")
         assert answer.status_code == 413
         assert key in answer.json
 

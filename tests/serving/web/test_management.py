@@ -92,7 +92,8 @@ def test_an_endpoint_over_http(managed: Callable[..., FlaskClient]) -> None:
 def test_what_cannot_be_created_is_refused_by_name(managed, body: object, status: int, named: str) -> None:
     """A 4xx that names the field, and nothing is made."""
     client = managed()
-    answer = client.post(API, data=body) if isinstance(body, bytes) else client.post(API, json=body)
+    raw = {"data": body, "content_type": "application/json"}
+    answer = client.post(API, **raw) if isinstance(body, bytes) else client.post(API, json=body)
     assert (answer.status_code, named in answer.json["message"]) == (status, True), answer.json
     assert client.get(API).json == {"endpoints": []}
 

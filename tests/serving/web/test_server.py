@@ -100,7 +100,8 @@ def test_disconnect_aborts_a_stream(slow: Running) -> None:
 def test_disconnect_aborts_a_whole_reply(slow: Running) -> None:
     """A client that closes while it waits for a reply that is not streamed has its sequence aborted."""
     payload = json.dumps(BODY | {"max_tokens": 4000}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", slow.port)) as caller:
         caller.sendall(head.encode() + payload)
         until(lambda: health(slow)["running"] == 1)

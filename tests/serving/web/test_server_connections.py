@@ -11,12 +11,13 @@ from serving_process import Running
 from test_server import BODY
 
 GOOD = json.dumps(BODY).encode()
-NEXT = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+NEXT = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHAT = b"/v1/chat/completions"
 
 
 def post(headers: bytes, body: bytes = b"", path: bytes = CHAT) -> bytes:
-    return b"POST " + path + b" HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n" + body
+    head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + headers + b"\r\n" + body
 
 
 def chunked(body: bytes, path: bytes = CHAT) -> bytes:
@@ -45,6 +46,11 @@ LAST = {
     "a chunk that goes on": (chunked(b"2\r\n{}{}\r\n0\r\n\r\n"), [400]),
     "a bad trailer": (chunked(b"2\r\n{}\r\n0\r\nno colon\r\n\r\n"), [400]),
     "an extension with a bare CR": (chunked(b"2;a\rb\r\n{}\r\n0\r\n\r\n"), [400]),
+    "an extension with a bare LF": (chunked(b"2;a\nb\r\n{}\r\n0\r\n\r\n"), [400]),
+    "no coding": (post(b"Transfer-Encoding: identity\r\nContent-Length: 2\r\n", b"{}"), [400]),
+    "two codings in one": (post(b"Transfer-Encoding: gzip, chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n"), [400]),
+    "a NUL in the query": (b"GET /version?a=\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n", [400]),
+    "no host": (b"GET /version HTTP/1.1\r\n\r\n", [400]),
     "chunks over the limit": (chunked(b"110000\r\n" + b" " * 0x110000 + b"\r\n0\r\n\r\n"), [413]),
     "chunks to no route": (chunked(b"zz\r\n", b"/v1/nothing"), [404]),
     "good chunks to no route": (chunked(b"2\r\n{}\r\n0\r\n\r\n", b"/v1/nothing"), [404]),
@@ -78,12 +84,14 @@ def test_a_short_body(fast: Running) -> None:
 
 
 KEPT = {
+    "an extension": (chunked(b'%x ; a="b c"\r\n%s\r\n0;d\r\n\r\n' % (len(GOOD), GOOD)), [200]),
     "a bad value": (sized(b'{"messages": 1}'), [400]),
     "no JSON": (sized(b"{"), [400]),
     "bad chunks of JSON": (chunked(b"1\r\n{\r\n0\r\n\r\n"), [400]),
     "good chunks": (chunked(b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)), [200]),
     "a trailer": (chunked(b"%x\r\n%s\r\n0\r\nX-A: b\r\n\r\n" % (len(GOOD), GOOD)), [200]),
     "an encoded body": (sized(GOOD, more=b"Content-Encoding: gzip\r\n"), [400]),
+    "a path's beginning that is dropped": (sized(GOOD, more=b"SCRIPT_NAME: /x\r\n"), [200]),
     "no route": (sized(GOOD, b"/v1/nothing"), [404]),
     "not allowed": (sized(GOOD, b"/v1/models"), [405]),
     "a body that was waited for": (sized(GOOD, more=b"Expect: 100-continue\r\n"), [100, 200]),

@@ -128,7 +128,8 @@ def leave_a_stream(server: Running, path: str) -> None:
 def leave_a_whole_reply(server: Running, path: str) -> None:
     """Once the engine works for it; a whole reply has no byte before its last token."""
     payload = json.dumps(LONG | {"stream": False, "stream_options": None}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as caller:
         caller.sendall(head.encode() + payload)
         until(lambda: health(server)["running"] == 1)

@@ -79,7 +79,8 @@ def test_a_disconnect_of_a_whole_reply_is_settled(metered: Running, store: Store
     """A client that leaves while it waits for a reply that is not streamed pays for what was generated until then."""
     before, known = set(rows(store)), len(lines(metered, "/invocations"))
     payload = json.dumps(BODY | {"max_tokens": 4000}).encode()
-    head = f"POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = "POST /invocations HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", metered.port)) as caller:
         caller.sendall(head.encode() + payload)
         until(lambda: bool(set(rows(store)) - before))

@@ -31,7 +31,8 @@ def raw(server: Running, data: bytes) -> tuple[int, bytes, bytes]:
 
 
 def request(headers: bytes = b"", body: bytes = b"", *, line: bytes = b"POST " + PATH.encode() + b" HTTP/1.1") -> bytes:
-    return line + b"\r\nHost: x\r\nConnection: close\r\n" + headers + b"\r\n" + body
+    always = b"Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    return line + b"\r\n" + always + headers + b"\r\n" + body
 
 
 def sized(body: bytes) -> bytes:
@@ -43,12 +44,25 @@ def chunked(*chunks: bytes) -> bytes:
     return request(b"Transfer-Encoding: chunked\r\n", framed + b"0\r\n\r\n")
 
 
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
 LINES = {
     "no words of HTTP": (b"NONSENSE\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n", 400),
     "an unknown version": (request(line=b"GET / HTTP/9.9"), 400),
     "a long line": (request(line=b"GET /" + b"a" * 10_000 + b" HTTP/1.1"), 414),
     "a path that is no text": (request(line=b"GET /\xff\xfe HTTP/1.1"), 404),
+    "a NUL in the query": (request(line=b"GET /version?a=\x00b HTTP/1.1"), 400),
+    "an escaped NUL in the query": (request(line=b"GET /api/2.0/usage?tenant=a%00b HTTP/1.1"), 400),
+    "an escaped NUL in the path": (request(line=b"GET /endpoints/a%00b HTTP/1.1"), 400),
+    "a LF in the target": (request(line=b"GET /version?a=\nb HTTP/1.1"), 400),
+    "an escape of nothing": (request(line=b"GET /version?a=%zz HTTP/1.1"), 400),
+    "a fragment": (request(line=b"GET /version#a HTTP/1.1"), 400),
+    "another host's target": (request(line=b"GET http://evil.example/version HTTP/1.1"), 400),
+    "no host": (b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n", 400),
+    "an empty host": (b"GET /version HTTP/1.1\r\nHost:\r\n\r\n", 400),
+    "a host that is none": (b"GET /version HTTP/1.1\r\nHost: a b\r\n\r\n", 400),
+    "a host with a path": (b"GET /version HTTP/1.1\r\nHost: localhost/x\r\n\r\n", 400),
+    "two hosts": (b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400),
     "PROXY": (b"PROXY TCP4 1.2.3.4 5.6.7.8 1 2\r\n" + request(), 400),
 }
 HEADERS = {
@@ -64,6 +78,11 @@ HEADERS = {
     "a length of 30 digits": (request(b"Content-Length: " + b"9" * 30 + b"\r\n", GOOD), 413),
     "a length over the limit": (request(b"Content-Length: 100000000\r\n", b"x" * 1000), 413),
     "length and chunks": (request(b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", b"0\r\n\r\n"), 400),
+    "no coding": (request(b"Transfer-Encoding: identity\r\nContent-Length: %d\r\n" % len(GOOD), GOOD), 400),
+    "no coding alone": (request(b"Transfer-Encoding: identity\r\n"), 400),
+    "a compressed coding": (request(b"Transfer-Encoding: gzip, chunked\r\n", b"0\r\n\r\n"), 400),
+    "two codings": (request(b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n", b"0\r\n\r\n"), 400),
+    "a coding with a parameter": (request(b"Transfer-Encoding: chunked;a=b\r\n", b"0\r\n\r\n"), 400),
     "an unknown coding": (request(b"Transfer-Encoding: foo\r\n", GOOD), 400),
     "an encoded body": (request(b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(GOOD), GOOD), 400),
     "a time limit": (request(b"X-Request-Timeout: 1e400\r\nContent-Length: %d\r\n" % len(GOOD), GOOD), 400),
@@ -72,6 +91,12 @@ BODIES = {
     "chunks over the limit": (chunked(*[b"x" * 2**18] * 20), 413),
     "good chunks over the limit": (chunked(GOOD, *[b" " * 2**18] * 20), 413),
     "a chunk without size": (request(b"Transfer-Encoding: chunked\r\n", b"zz\r\n{}"), 400),
+    "an extension with a bare LF": (request(CHUNKED, b"2;a\nb\r\n{}\r\n0\r\n\r\n"), 400),
+    "a size with a bare LF": (request(CHUNKED, b"2\n{}\r\n0\r\n\r\n"), 400),
+    "a last chunk with a bare LF": (request(CHUNKED, b"2\r\n{}\r\n0;\n\r\n\r\n"), 400),
+    "an endless extension": (request(CHUNKED, b"2;" + b"a" * 100_000), 400),
+    "endless trailers": (request(CHUNKED, b"2\r\n{}\r\n0\r\n" + b"X-A: b\r\n" * 20_000), 400),
+    "a size of 20 digits": (request(CHUNKED, b"0" * 19 + b"2\r\n{}\r\n0\r\n\r\n"), 400),
     "nothing": (sized(b""), 400),
     "bad UTF-8": (sized(b'{"messages": "\xff\xfe\xfa"}'), 400),
     "half a character": (sized(b'{"messages": "\\ud800"}'), 400),
@@ -95,6 +120,7 @@ def test_refused(fast: Running, case: str) -> None:
     status, head, body = raw(fast, data)
     assert status == expected, body
     assert b"application/json" in head
+    assert b"\r\nX-Content-Type-Options: nosniff" in head
     assert b"\r\nX-Request-Id: req-" in head
     # MLflow's form where no path is known, or one of no dialect
     assert list(json.loads(body)) == (["error_code", "message"] if case in LINES else ["error"])

@@ -22,7 +22,7 @@ from mlflow_llm.serving.web import arrivals
 IO_TIMEOUT = 3.0
 PAUSE = 1.2
 CONNECTIONS = 4
-HEAD = b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: "
+HEAD = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_heads_that_drip_free_their_places(impatient: Running) -> None:
     with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
         callers = [held.enter_context(connect(impatient)) for _ in range(CONNECTIONS)]
         for caller in callers:
-            caller.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nX-A: " % CHAT)
+            caller.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nX-A: " % CHAT)
         time.sleep(0.5)
         other = pool.submit(health, impatient)
         answers = drip(callers, b"a")
