@@ -20,7 +20,18 @@ from .endpoint_calls import ENGINE_KEYS, ENTITY_KEYS, parsed
 from .inputs import plain
 from .model_uris import absolute_store
 
-OPTION_KEYS = ("host", "port", "workers", "profile", "database", "timeout", "drain_timeout", "max_queued", "log_level")
+OPTION_KEYS = (
+    "host",
+    "port",
+    "workers",
+    "profile",
+    "database",
+    "timeout",
+    "drain_timeout",
+    "max_queued",
+    "prefix_sharing",
+    "log_level",
+)
 SERVER_KEYS = (*OPTION_KEYS, "require_keys")
 FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # of the command line, which runs on
 HOST = "127.0.0.1"

@@ -93,6 +93,18 @@ def string(value: Any, path: str) -> str:
     return value
 
 
+def short_text(most: int) -> Reader[str]:
+    """A text of 1 to ``most`` characters."""
+
+    @reader(type="string", minLength=1, maxLength=most)
+    def read(value: Any, path: str) -> str:
+        if not isinstance(value, str) or not 1 <= len(value) <= most:
+            raise InvalidField(path, value, f"a text of 1 to {most} characters")
+        return string(value, path)
+
+    return read
+
+
 def text(pattern: re.Pattern[str], allowed: str) -> Reader[str]:
     """A text that matches as a whole."""
 

@@ -45,13 +45,14 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 
 
 class Raw(Struct, frozen=True, kw_only=True):
-    """What every task has: the name called, the adapter, whether to stream."""
+    """What every task has: the name called, the adapter, whether to stream, who may share its prefixes."""
 
     model: str | None = None
     adapter: str | None = None
     stream: bool = False
     include_usage: bool = False
     user: str | None = None
+    cache_salt: str | None = None
 
 
 class RawChat(Raw, frozen=True, kw_only=True):
@@ -135,7 +136,9 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``deadline`` is seconds on the wall clock (``time.time()``), None for none. ``priority``: lower runs first.
     ``reserved``: within a provisioned reserve; it runs before all others and its pace is kept whatever else runs.
     ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was cut for
-    ``error_behavior: truncate``. ``sampling`` is None for embeddings. ``index_by_prompt`` is the endpoint's profile's.
+    ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse theirs:
+    requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None for
+    embeddings. ``index_by_prompt`` is the endpoint's profile's.
     """
 
     request_id: str
@@ -161,6 +164,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     priority: int = 0
     reserved: bool = False
+    cache_salt: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -14,6 +14,9 @@ from .errors import InvalidField
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 NAME_ALLOWED = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
 YEAR = 365 * 86400
+PrefixSharing = Literal["tenant", "endpoint", "off"]
+"""Who reuses the prompt prefixes of an endpoint's requests: the keys of a tenant (a server without keys has one), all
+callers of the endpoint, or nobody."""
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=YEAR)]

@@ -99,7 +99,7 @@ def prompt_of(length: int, seed: int) -> tuple[int, ...]:
 
 def request_of(request_id: str, *prompts: Sequence[int], seed: int = 0, n: int = 1, **more: Any) -> ValidRequest:
     """A completions request, greedy unless told otherwise; ``more`` is for ``Sampling`` and ``ValidRequest``."""
-    outer = {k: more.pop(k) for k in list(more) if k in ValidRequest.__struct_fields__}
+    outer = {"cache_salt": "tests"} | {k: more.pop(k) for k in list(more) if k in ValidRequest.__struct_fields__}
     resumed = tuple(more.pop("resumed", ()))
     sampling = Sampling(**{"max_tokens": 12, "temperature": 0.0, **more})
     sequences = tuple(

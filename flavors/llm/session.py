@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ from ...serving.reply import Piece, Reply
 from ...serving.request import Task, ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks import embed, generate
+from ...serving.tasks.cache_salt import CacheSalts
 from ...serving.tasks.defaults import with_defaults
 from ...serving.tasks.endpoint import EndpointView
 from ...serving.tasks.text import TextModel
@@ -41,6 +44,7 @@ class Session:
         self.settings = settings
         self._defaults = defaults_of(dict(defaults or {}))
         self._dialect = DIALECTS["mlflow"]
+        self._salts = CacheSalts(_secret())
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._view: EndpointView | None = None
@@ -89,7 +93,9 @@ class Session:
         if stream:
             asked["stream"] = True
         task: Task = task_of(asked, None)  # type: ignore[assignment]
-        return validate(with_defaults(self._dialect.decode(asked, task), view), view)
+        raw = with_defaults(self._dialect.decode(asked, task), view)
+        salt = self._salts.salt("tenant", tenant="", endpoint=view.name, asked=raw.cache_salt)
+        return validate(raw, view, cache_salt=salt)
 
     def pieces(self, request: ValidRequest) -> Any:
         """The reply's pieces as they come; ``close`` aborts."""
@@ -137,6 +143,12 @@ class Session:
             engine, self._engine, self._view = self._engine, None, None
         if engine is not None:
             engine.close()
+
+
+def _secret() -> bytes:
+    """Of this process and, as multiprocessing hands its key down, of its workers: those of one ``mlflow models serve``
+    share prefixes, two servers do not."""
+    return hashlib.sha256(b"mlflow-llm cache salt" + multiprocessing.current_process().authkey).digest()
 
 
 def _start(bundle: Bundle, settings: EngineSettings) -> Engine:

@@ -11,7 +11,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from ..settings import EngineSettings, check_name, check_server_engine
+from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
 from ..web.listening import try_address
 from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
@@ -76,6 +76,13 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
     show_default=True,
     type=click.IntRange(0),
     help="Requests that may wait at an endpoint; beyond, they get a 503.",
+)
+@click.option(
+    "--prefix-sharing",
+    default=DEFAULTS.prefix_sharing,
+    show_default=True,
+    type=click.Choice(get_args(PrefixSharing)),
+    help="Who reuses whose prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.",
 )
 @click.option(
     "--default-max-tokens",

@@ -23,6 +23,7 @@ from ..readers import (
     one_of,
     reader,
     record,
+    short_text,
     string,
 )
 from ..request import MAX_CHOICES, Task
@@ -31,6 +32,7 @@ from .messages import read_messages
 from .readers import TOKEN, logit_bias, stop_strings, texts_or_tokens
 
 MAX_TOKENS = INT32_MAX
+MAX_CACHE_SALT = 256  # characters
 _CHUNKS_AS_THEY_ARE = one_of(False, why="chunks are sent as they are")
 
 
@@ -61,6 +63,12 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 COMMON = (
     _field("model", string, "model", "endpoint, served entity, or endpoint:adapter"),
     _field("user", string, "user", "an id of the end user, kept in the request's line of the log"),
+    _field(
+        "cache_salt",
+        short_text(MAX_CACHE_SALT),
+        "cache_salt",
+        "prompt prefixes are shared with requests of the same salt only, and of the same tenant",
+    ),
 )
 
 ADAPTER = (_field("adapter", string, "adapter", "a LoRA adapter of the model"),)

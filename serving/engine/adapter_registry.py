@@ -1,4 +1,4 @@
-"""Which adapters an engine has now, and the key under which the KV of each may be reused."""
+"""Which adapters an engine has now, and what names each in the prefix cache's keys (``kv_cache.PrefixKey``)."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from .adapter_registry import AdapterRegistry
 from .embedding_queue import EmbeddingQueue
 from .entries import Client, Entries, Entry, Told
 from .interface import AdapterInfo, EngineInfo, Health
+from .kv_cache import PrefixKey
 from .parts import Parts, build
 from .sampler import Sampled, sample, score_prompt
 from .scheduler import Run
@@ -59,7 +60,7 @@ class EngineCore:
         """
         try:
             self._check(request, continues)
-            key = self._adapters.key_of(request.adapter)
+            adapter = self._adapters.key_of(request.adapter)
         except ServingError as error:
             self._entries.refuse(request, client, error)
             return
@@ -68,6 +69,8 @@ class EngineCore:
             self._embeddings.add(request)
             return
         now = time.monotonic()
+        # without a salt the request's own choices share, and nobody else: no two requests begin with the same id
+        key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
         for index in range(len(request.sequences)):
             sequence = SequenceState(
                 request, index, id=self._next_id, key=key, max_tokens=self.info.max_kv_tokens, arrived_at=now

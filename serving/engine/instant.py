@@ -28,7 +28,7 @@ from .interface import AdapterInfo, EngineInfo, Health
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``step_delay`` and ``load_delay`` are seconds. A prompt that holds ``poison_token_id`` raises in the step, one
     that holds ``stall_token_id`` stops all progress: the two faults a real model can have. With ``prefix_cache`` a
-    prompt that was read before counts as cached, but for its last token."""
+    prompt that was read before under the same adapter and ``cache_salt`` counts as cached, but for its last token."""
 
     vocab_size: int = 1000
     max_model_len: int = 8192
@@ -62,7 +62,7 @@ class InstantCore:
         self.settings = settings
         self._running: dict[str, _Running] = {}
         self._outbox: list[tuple[str, str, Event]] = []
-        self._read: set[tuple[int, ...]] = set()
+        self._read: set[tuple[str | None, str, tuple[int, ...]]] = set()
         self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
         self._steps = self._generated = self._generated_reserved = 0
         self._last_step = time.monotonic()
@@ -153,7 +153,7 @@ class InstantCore:
                 continue
             if not sequence.started_at:
                 sequence.started_at = now
-                sequence.num_cached = self._look_up(running.request.sequences[sequence.index].prompt_token_ids)
+                sequence.num_cached = self._look_up(request, sequence.index)
                 self._score(running, sequence)
             reason = "deadline" if late else self._ended(running, sequence, sampling, None)
             if reason is None:
@@ -167,11 +167,13 @@ class InstantCore:
             if reason is not None:
                 self._end(running, sequence, reason)
 
-    def _look_up(self, prompt: tuple[int, ...]) -> int:
-        if not self.model.prefix_cache:
+    def _look_up(self, request: ValidRequest, index: int) -> int:
+        if not self.model.prefix_cache or request.cache_salt is None:
             return 0
-        cached = len(prompt) - 1 if prompt in self._read else 0
-        self._read.add(prompt)
+        prompt = request.sequences[index].prompt_token_ids
+        place = (request.adapter, request.cache_salt, prompt)
+        cached = len(prompt) - 1 if place in self._read else 0
+        self._read.add(place)
         return cached
 
     def _ended(

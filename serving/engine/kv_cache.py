@@ -9,12 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
+
+
+class PrefixKey(NamedTuple):
+    """Whose KV a sequence may reuse, beside the tokens: a prefix is found only under the key it was computed under.
+
+    ``adapter`` is what the numbers depend on (``AdapterRegistry.key_of``), ``salt`` who may learn from a hit that the
+    prefix was there (``ValidRequest.cache_salt``).
+    """
+
+    adapter: str
+    salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +72,13 @@ class KVCache(ABC):
         """Tokens whose memory is taken by running sequences or kept for reuse."""
 
     @abstractmethod
-    def match(self, key: str, tokens: TokenIds) -> tuple[int, int | None]:
+    def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
         """(tokens that could be reused now, owner of a running sequence worth waiting for, or None)."""
 
     @abstractmethod
-    def acquire(self, owner: int, key: str, tokens: TokenIds, *, reuse: bool = True) -> int | None:
-        """Make room for ``tokens`` and reuse the longest known prefix: the number of tokens already computed, at
-        most ``len(tokens) - 1``; None when there is no room now. ``key`` names what else the KV depends on."""
+    def acquire(self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True) -> int | None:
+        """Make room for ``tokens`` and reuse the longest prefix known under ``key``: the number of tokens already
+        computed, at most ``len(tokens) - 1``; None when there is no room now."""
 
     @abstractmethod
     def grow(self, owner: int, num_tokens: int) -> bool:
@@ -86,8 +97,8 @@ class KVCache(ABC):
         """Zero the KV of a sequence that produced numbers that are not finite, which masks do not contain."""
 
     @abstractmethod
-    def forget(self, key: str) -> None:
-        """Drop idle KV under ``key``."""
+    def forget(self, adapter: str) -> None:
+        """Drop idle KV of an adapter, whatever its salt."""
 
     @abstractmethod
     def plan(self, rows: Sequence[Row]) -> AttentionPlan:

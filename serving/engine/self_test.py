@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import PackagingError
-from .kv_cache import LayerShape, Row
+from .kv_cache import LayerShape, PrefixKey, Row
 from .slot_cache import SlotKVCache
 from .step import Step, StepHolder
 
@@ -108,7 +108,7 @@ class SelfTest:
             layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=like.dtype, device=like.device
         )
         for owner, ids in enumerate(self.tokens):
-            cache.acquire(owner, "", ids.astype(np.int32))
+            cache.acquire(owner, PrefixKey("", ""), ids.astype(np.int32))
         allowed = INT8_TOLERANCE if int8 else TOLERANCE[like.dtype]
         for step in STEPS:
             found = self._step(forward, cache, [part for part in step if self._fits(part)])

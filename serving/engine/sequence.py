@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..request import Sampling, Sequence, ValidRequest
-from .kv_cache import TokenIds
+from .kv_cache import PrefixKey, TokenIds
 
 if TYPE_CHECKING:
     from .sampler import Sampled
@@ -26,8 +26,8 @@ MOVES: dict[Status, tuple[Status, ...]] = {
 class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
-    ``held`` are sampled and not told yet. ``limit`` is the most tokens the sequence may have in all. ``key`` names what
-    its KV depends on beside the tokens.
+    ``held`` are sampled and not told yet. ``limit`` is the most tokens the sequence may have in all. ``key``: whose
+    KV it may reuse, and who may reuse its.
     """
 
     __slots__ = (
@@ -37,7 +37,7 @@ class SequenceState:
     )  # fmt: skip
 
     def __init__(
-        self, request: ValidRequest, index: int, *, id: int, key: str, max_tokens: int, arrived_at: float
+        self, request: ValidRequest, index: int, *, id: int, key: PrefixKey, max_tokens: int, arrived_at: float
     ) -> None:
         source: Sequence = request.sequences[index]
         sampling = request.sampling

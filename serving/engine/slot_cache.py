@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .kv_cache import KVCache, LayerShape, Row, TokenIds
+from .kv_cache import KVCache, LayerShape, PrefixKey, Row, TokenIds
 from .slab import PAGE, Slab
 from .slot_attention import LayerViews, SlotPlan
 from .slots import EMPTY, Match, Slot, SlotTable
@@ -80,13 +80,13 @@ class SlotKVCache(KVCache):
     def num_tokens_used(self) -> int:
         return self.table.used
 
-    def match(self, key: str, tokens: TokenIds) -> tuple[int, int | None]:
+    def match(self, key: PrefixKey, tokens: TokenIds) -> tuple[int, int | None]:
         if not self.prefix_caching:
             return 0, None
         found = self.table.best_match(key, tokens)
         return found.length, found.wait_for
 
-    def acquire(self, owner: int, key: str, tokens: TokenIds, *, reuse: bool = True) -> int | None:
+    def acquire(self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True) -> int | None:
         found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
         source = found.source if found.length else None
         if source is not None and source.is_idle and self._should_take_over(source, found.length, len(tokens)):
@@ -163,9 +163,9 @@ class SlotKVCache(KVCache):
         self._slab.tensor[start : start + self._slot_elements].zero_()
         slot.tokens, slot.length = EMPTY, 0
 
-    def forget(self, key: str) -> None:
+    def forget(self, adapter: str) -> None:
         for slot in self.table.slots:
-            if slot.is_idle and slot.key == key:
+            if slot.is_idle and slot.key is not None and slot.key.adapter == adapter:
                 self._clear(slot)
 
     def _clear(self, slot: Slot) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .kv_cache import TokenIds
+from .kv_cache import PrefixKey, TokenIds
 
 EMPTY: TokenIds = np.empty(0, dtype=np.int32)
 WORTH_REUSING = 8  # below this many tokens a copy costs more than computing them again
@@ -23,7 +23,7 @@ class Slot:
     ``charged`` tokens of memory are counted for it."""
 
     index: int
-    key: str = ""
+    key: PrefixKey | None = None
     owner: int | None = None
     tokens: TokenIds = field(default_factory=lambda: EMPTY)
     length: int = 0
@@ -59,21 +59,27 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 class SlotTable:
-    """``num_slots`` slots sharing a budget of ``num_tokens``."""
+    """``num_slots`` slots sharing a budget of ``num_tokens``.
+
+    Prefixes are looked up by their key first (``_by_key``): no comparison of tokens ever crosses adapters or salts.
+    """
 
     def __init__(self, num_slots: int, num_tokens: int) -> None:
         self.slots = [Slot(i) for i in range(num_slots)]
         self.num_tokens = num_tokens
         self.used = 0
         self.by_owner: dict[int, Slot] = {}
+        self._by_key: dict[PrefixKey, list[Slot]] = {}
         self._clock = 0
 
-    def best_match(self, key: str, tokens: TokenIds) -> Match:
-        """At most ``len(tokens) - 1`` tokens match: the last one is computed again to have logits."""
+    def best_match(self, key: PrefixKey, tokens: TokenIds) -> Match:
+        """Of the slots under ``key`` alone.
+
+        At most ``len(tokens) - 1`` tokens match: the last one is computed again to have logits."""
         best, source, promised, wait_for = 0, None, 0, None
         limit = len(tokens) - 1
-        for slot in self.slots:
-            if slot.key != key or not len(slot.tokens):
+        for slot in self._by_key.get(key, ()):
+            if not len(slot.tokens):
                 continue
             common = min(common_prefix(slot.tokens, tokens), limit)
             valid = min(common, slot.length)
@@ -98,10 +104,11 @@ class SlotTable:
         self.used += num_tokens - slot.charged
         slot.charged = num_tokens
 
-    def activate(self, slot: Slot, owner: int, key: str, tokens: TokenIds, length: int) -> None:
+    def activate(self, slot: Slot, owner: int, key: PrefixKey, tokens: TokenIds, length: int) -> None:
         if slot.owner is not None or owner in self.by_owner:
             raise RuntimeError(f"slot {slot.index} cannot be given to sequence {owner}")
-        slot.owner, slot.key, slot.tokens, slot.length = owner, key, tokens, length
+        self._file(slot, key)
+        slot.owner, slot.tokens, slot.length = owner, tokens, length
         self.charge(slot, max(len(tokens), 1))
         self.by_owner[owner] = slot
 
@@ -118,7 +125,20 @@ class SlotTable:
         if slot.owner is not None:
             raise RuntimeError(f"slot {slot.index} is in use")
         self.charge(slot, 0)
-        slot.key, slot.tokens, slot.length = "", EMPTY, 0
+        self._file(slot, None)
+        slot.tokens, slot.length = EMPTY, 0
+
+    def _file(self, slot: Slot, key: PrefixKey | None) -> None:
+        """Put ``slot`` under ``key``; None takes it out."""
+        if slot.key == key:
+            return
+        if slot.key is not None:
+            left = [other for other in self._by_key.pop(slot.key) if other is not slot]
+            if left:
+                self._by_key[slot.key] = left
+        if key is not None:
+            self._by_key.setdefault(key, []).append(slot)
+        slot.key = key
 
     def swap(self, a: Slot, b: Slot) -> None:
         """Exchange two slots' places (their KV was exchanged)."""
@@ -133,6 +153,9 @@ class SlotTable:
         owned = {s.owner: s for s in self.slots if s.owner is not None}
         if owned != self.by_owner:
             problems.append(f"owners {sorted(owned)} but the index has {sorted(self.by_owner)}")
+        filed = {id(slot): key for key, slots in self._by_key.items() for slot in slots}
+        if filed != {id(slot): slot.key for slot in self.slots if slot.key is not None}:
+            problems.append("the index of keys differs from the slots")
         for i, slot in enumerate(self.slots):
             if slot.index != i or slot.length > slot.charged or (slot.is_free and (slot.length or slot.key)):
                 problems.append(f"slot {i}: {slot}")

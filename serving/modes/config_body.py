@@ -6,13 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from ..errors import InvalidField
 from ..readers import Entry, any_of, boolean, integer, list_of, one_of, reader, record, string, text
-from ..settings import NAME, NAME_ALLOWED, EngineSettings, check_server_engine
+from ..settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from .endpoint_config import EndpointConfig, Route, ServedEntity
 from .provisioned import check_throughput
 
@@ -99,7 +99,14 @@ def _entities(spelling: Mapping[str, str]) -> Entry:
     return Entry(list_of(entity, allowed, least=1, most=MAX_ENTITIES), required=allowed)
 
 
-_COMMON = {"traffic_config": Entry(_TRAFFIC), "name": Entry(string, "Of an update: the endpoint's own")}
+_COMMON = {
+    "traffic_config": Entry(_TRAFFIC),
+    "prefix_sharing": Entry(
+        one_of(*get_args(PrefixSharing)),
+        "Whose requests reuse each other's prompt prefixes; the server's own without it",
+    ),
+    "name": Entry(string, "Of an update: the endpoint's own"),
+}
 NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)
 OLD_SHAPE = record(served_models=_entities(OLDER), **_COMMON)
 
@@ -143,7 +150,12 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
             raise InvalidField(f"served_entities[{place}].name", name, "a name that only one served entity has")
     traffic = found.get("traffic_config", {})
     routes = _routes(traffic.get("routes"), "traffic_config.routes", names)
-    return EndpointConfig(served_entities=entities, routes=routes, sticky=traffic.get("sticky", False))
+    return EndpointConfig(
+        served_entities=entities,
+        routes=routes,
+        sticky=traffic.get("sticky", False),
+        prefix_sharing=found.get("prefix_sharing"),
+    )
 
 
 def _entity(item: dict[str, Any], field: str) -> ServedEntity:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..settings import PrefixSharing
 from .source import Source
 
 
@@ -53,12 +54,14 @@ class Route(Struct, frozen=True, kw_only=True):
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
     """``sticky``: a caller with an API key stays with the served entity that the key falls to. ``profile`` names the
-    defaults and limits of its requests; None is the server's own."""
+    defaults and limits of its requests, ``prefix_sharing`` says who reuses whose prompt prefixes; None is the server's.
+    """
 
     served_entities: tuple[ServedEntity, ...]
     routes: tuple[Route, ...]
     sticky: bool = False
     profile: str | None = None
+    prefix_sharing: PrefixSharing | None = None
 
 
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
@@ -83,4 +86,5 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
         for route in config.routes
     ]
     traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
-    return {"served_entities": entities, "served_models": models, "traffic_config": traffic}
+    sharing = {} if config.prefix_sharing is None else {"prefix_sharing": config.prefix_sharing}
+    return {"served_entities": entities, "served_models": models, "traffic_config": traffic} | sharing

@@ -22,17 +22,25 @@ class _Head(NamedTuple):
     now: float
     adapter: str | None
     model: str
+    cache_salt: str | None
 
 
 def validate(
-    raw: RawRequest, endpoint: EndpointView, *, request_id: str | None = None, now: float | None = None
+    raw: RawRequest,
+    endpoint: EndpointView,
+    *,
+    request_id: str | None = None,
+    now: float | None = None,
+    cache_salt: str | None = None,
 ) -> ValidRequest:
-    """``now`` is seconds on the wall clock. Raises ``InvalidField``, ``ContextTooLong``, ``NotFound``."""
+    """``now`` is seconds on the wall clock; ``cache_salt`` says with whom prefixes are shared (``tasks.cache_salt``),
+    None with nobody. Raises ``InvalidField``, ``ContextTooLong``, ``NotFound``."""
     head = _Head(
         request_id=request_id or uuid.uuid4().hex,
         now=time.time() if now is None else now,
         adapter=endpoint.find_adapter(raw.model, raw.adapter),
         model=raw.model or endpoint.name,
+        cache_salt=cache_salt,
     )
     task = _task(raw, endpoint)
     if isinstance(raw, RawEmbedding):
@@ -71,6 +79,7 @@ def _generation(raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Hea
         task=task,
         model=head.model,
         adapter=head.adapter,
+        cache_salt=head.cache_salt,
         sequences=_sequences(prompts, n, asked.seed),
         sampling=sampling,
         n=n,

@@ -21,6 +21,7 @@ from ..errors import (
     Unauthenticated,
 )
 from ..metering.keys import ANONYMOUS, Caller
+from ..tasks.cache_salt import CacheSalts
 from . import logs, usage
 from .answer import Answer, error_answer
 from .bodies import read_body
@@ -43,9 +44,15 @@ ANSWERS = {**MANAGEMENT, "usage": usage.answer}
 
 
 def make_server(
-    endpoints: Endpoints, settings: ServerSettings | None = None, *, keys: Any = None, ledger: Any = None
+    endpoints: Endpoints,
+    settings: ServerSettings | None = None,
+    *,
+    keys: Any = None,
+    ledger: Any = None,
+    cache_secret: bytes | None = None,
 ) -> Server:
-    """What one worker shares. ``keys`` (``metering.keys.Keys``) None: nobody is asked for a key."""
+    """What one worker shares. ``keys`` (``metering.keys.Keys``) None: nobody is asked for a key. ``cache_secret``
+    (``CacheSalts``) is the same in all workers."""
     settings = settings or ServerSettings()
     return Server(
         settings=settings,
@@ -53,6 +60,7 @@ def make_server(
         gate=Gate(max_queued=settings.max_queued, retry_after=settings.retry_after),
         running=RunningRequests(),
         offload=Offload(settings.offload_bytes),
+        salts=CacheSalts(cache_secret),
         keys=keys,
         ledger=ledger,
     )

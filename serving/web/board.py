@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from ..engine.interface import EngineInfo
 from ..modes.endpoint_config import Route, ServedEntity
+from ..settings import PrefixSharing
 from ..transport.locks import FileLock, acquire, is_held
 
 
@@ -48,6 +49,7 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
     routes: tuple[Route, ...]
     sticky: bool = False
     profile: str | None = None
+    prefix_sharing: PrefixSharing | None = None
 
 
 class Plan(Struct, frozen=True, kw_only=True):

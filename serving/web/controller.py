@@ -251,6 +251,7 @@ class Controller:
             routes=config.routes,
             sticky=config.sticky,
             profile=config.profile,
+            prefix_sharing=config.prefix_sharing,
         )
 
     def _tell_readiness(self, rows: dict[str, EndpointRow]) -> None:

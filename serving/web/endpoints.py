@@ -11,6 +11,7 @@ from ..metering.keys import ANONYMOUS
 from ..modes import Mode
 from ..modes.traffic import TrafficSplit
 from ..request import Task
+from ..settings import PrefixSharing
 from ..tasks.endpoint import EndpointView
 
 
@@ -20,6 +21,7 @@ class Endpoint:
 
     ``view`` is what validation knows of it, its tokenizer included. ``mode`` admits its requests; None admits all and
     keeps no ledger. ``created`` is Unix seconds. ``entity`` is the served model's name, in answers and metrics.
+    ``prefix_sharing`` None is the server's own.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Endpoint:
     engine: Engine
     mode: Mode | None = None
     created: int = 0
+    prefix_sharing: PrefixSharing | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:

@@ -162,6 +162,7 @@ class Follower:
             engine=engine,
             mode=mode,
             created=planned.created,
+            prefix_sharing=planned.prefix_sharing,
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from ..modes import Target, check_fields
 from ..reply import Done, Piece, Reply
 from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
+from ..tasks.cache_salt import CacheSalts
 from ..tasks.defaults import with_defaults
 from ..tasks.validate import validate
 from . import logs, ratelimit, tracing
@@ -51,6 +53,7 @@ class Server:
     gate: Gate
     running: RunningRequests
     offload: Offload
+    salts: CacheSalts
     keys: Any = None
     ledger: Any = None
     tracer: Tracer = tracing.OFF
@@ -92,13 +95,19 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
         held.callback(server.gate.leave, endpoint.engine, reserves=reserves)
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
-        valid = server.offload(size, validate, raw, endpoint.view)
+        salt = _cache_salt(server, endpoint, incoming.caller, raw)
+        valid = server.offload(size, partial(validate, cache_salt=salt), raw, endpoint.view)
         exchange.accept(valid, incoming.body)
         pieces = _start(server, endpoint, valid, incoming, exchange, held)
         if valid.stream:
             return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
         reply = generate.gather(pieces)
     return server.offload(reply.size, _whole, incoming.dialect, valid, reply, exchange)
+
+
+def _cache_salt(server: Server, endpoint: Endpoint, caller: Caller, raw: RawRequest) -> str | None:
+    sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
+    return server.salts.salt(sharing, tenant=caller.tenant, endpoint=endpoint.name, asked=raw.cache_salt)
 
 
 def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchange) -> Answer:

@@ -81,7 +81,9 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         scale_to_zero_enabled=spec.scale_to_zero_enabled,
     )
     route = Route(served_model_name=spec.entity, traffic_percentage=100)
-    return EndpointConfig(served_entities=(entity,), routes=(route,), profile=spec.profile)
+    return EndpointConfig(
+        served_entities=(entity,), routes=(route,), profile=spec.profile, prefix_sharing=spec.prefix_sharing
+    )
 
 
 def _named(uri: str) -> tuple[str, str]:

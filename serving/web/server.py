@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gunicorn.app.base import BaseApplication
 
 from .. import child
 from ..errors import EngineDied, PackagingError
+from ..tasks.cache_salt import SECRET_BYTES
 from . import logs
 from .directory import server_directory
 from .exporting import exporting
@@ -121,6 +123,7 @@ class Application(BaseApplication):
     def __init__(self, spec: ServeSpec, directory: Path, keeper: Keeper, progress: Progress | None = None) -> None:
         self.spec, self.directory, self.keeper = spec, directory, keeper
         self.progress = progress
+        self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
         super().__init__()
 
     def load_config(self) -> None:
@@ -156,7 +159,7 @@ class Application(BaseApplication):
         from .worker_app import build
 
         self.keeper.forget()
-        return build(self.spec, self.directory)
+        return build(self.spec, self.directory, self.cache_secret)
 
     def run(self) -> None:
         from .worker import ServerArbiter

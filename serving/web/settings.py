@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from ..errors import InvalidField, PackagingError
-from ..settings import Bytes, Count, CountOrZero, Seconds, SecondsOrZero
+from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from .perimeter import Perimeter, is_loopback
 
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
@@ -33,7 +33,7 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger has
     not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
     requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
-    replies into the traces.
+    replies into the traces. ``prefix_sharing``: see ``tasks.cache_salt``; an endpoint may have its own.
     """
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -52,6 +52,7 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     require_keys: bool = False
     state_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    prefix_sharing: PrefixSharing = "tenant"
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0
     trace_content: bool = False
     trace_experiment: str = "mlflow-llm"

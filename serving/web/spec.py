@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..settings import EngineSettings, check_name
+from ..settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
 
 ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-token"]
@@ -26,6 +26,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     bundle: Bundle
     engine: EngineSettings = EngineSettings()
     profile: ProfileName = "open"
+    prefix_sharing: PrefixSharing | None = None
     created: int = 0
     defaults: dict[str, Any] = {}
     core: str | None = None

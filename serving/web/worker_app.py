@@ -25,13 +25,15 @@ from .tracing import OFF, Outbox, Tracer
 from .warm import generate_one
 
 
-def build(spec: ServeSpec, directory: Path) -> Flask:
-    """The application of one worker, its engines proven to give tokens. ``directory`` is the server's."""
+def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Flask:
+    """The application of one worker, its engines proven to give tokens. ``directory`` and ``cache_secret`` are the
+    server's."""
     logs.configure(spec.settings.log_level)
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
     endpoints = Endpoints()
-    server = make_server(endpoints, spec.settings, keys=keys if spec.settings.require_keys else None, ledger=ledger)
+    required = keys if spec.settings.require_keys else None
+    server = make_server(endpoints, spec.settings, keys=required, ledger=ledger, cache_secret=cache_secret)
     server.tracer = _tracer(spec.settings, directory)
     server.store = store
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)

@@ -19,7 +19,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import linear
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
-from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import has_bf16, library
@@ -164,7 +164,7 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: i
     decoder = NativeDecoder(loaded.decoder, cache)
     random = np.random.default_rng(beside)
     for owner in range(beside + 1):
-        cache.acquire(owner, "", tokens.astype(np.int32), reuse=False)
+        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
     rows, start = [], 0
     for end in cuts:
         others = [random.integers(0, 131, 3) for _ in range(beside)]
@@ -197,8 +197,8 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     loaded = load_model(bundle, EngineSettings(quantization="int8", kv_cache_memory=1 << 26))
     tokens = np.random.default_rng(1).integers(0, 131, 60)
     cache = SlotKVCache(loaded.layers, num_slots=2, num_tokens=512, max_model_len=256, dtype=torch.float32)
-    cache.acquire(0, "", tokens.astype(np.int32))
-    cache.acquire(1, "", tokens.astype(np.int32), reuse=False)
+    cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
+    cache.acquire(1, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
     native = NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 60)], [None], range(60))
     with torch.inference_mode():
         model = ModelForward(loaded.model, loaded.holder, cache, None, loaded.device)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from tiny_models import prompt_of, request_of
 
-from mlflow_llm.serving.engine.kv_cache import LayerShape
+from mlflow_llm.serving.engine.kv_cache import LayerShape, PrefixKey
 from mlflow_llm.serving.engine.scheduler import Scheduler
 from mlflow_llm.serving.engine.sequence import SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+
+BASE = PrefixKey("", "")
+ADAPTER = PrefixKey("a#1", "")
 
 
 def make_cache(num_tokens: int = 1000, num_slots: int = 8) -> SlotKVCache:
@@ -22,7 +25,7 @@ def make_cache(num_tokens: int = 1000, num_slots: int = 8) -> SlotKVCache:
 
 
 def make(id: int, prompt: tuple[int, ...], **more: Any) -> SequenceState:
-    return SequenceState(request_of(str(id), prompt, **more), 0, id=id, key="", max_tokens=256, arrived_at=0.0)
+    return SequenceState(request_of(str(id), prompt, **more), 0, id=id, key=BASE, max_tokens=256, arrived_at=0.0)
 
 
 def compute(scheduler: Scheduler, cache: SlotKVCache) -> dict[int, int]:
@@ -95,15 +98,15 @@ def test_illegal_moves_raise() -> None:
     scheduler.finish(sequence)
     with pytest.raises(RuntimeError, match="cannot become"):
         scheduler.finish(sequence)
-    cache.acquire(5, "", np.array([1, 2], dtype=np.int32))
+    cache.acquire(5, BASE, np.array([1, 2], dtype=np.int32))
     with pytest.raises(RuntimeError, match="cannot be given"):
-        cache.acquire(5, "", np.array([1, 2], dtype=np.int32))
+        cache.acquire(5, BASE, np.array([1, 2], dtype=np.int32))
 
 
 def test_integrity_check_finds_a_wrong_book() -> None:
     """A charge that does not add up is an error."""
     cache = make_cache()
-    cache.acquire(1, "", np.array([1, 2], dtype=np.int32))
+    cache.acquire(1, BASE, np.array([1, 2], dtype=np.int32))
     cache.table.used += 1
     with pytest.raises(RuntimeError, match="used is 3"):
         cache.check_integrity()
@@ -113,13 +116,13 @@ def test_keys_do_not_share() -> None:
     """KV computed under one adapter is not reused under another, and is dropped with it."""
     cache = make_cache()
     tokens = np.arange(40, dtype=np.int32)
-    cache.acquire(1, "a#1", tokens)
+    cache.acquire(1, ADAPTER, tokens)
     cache.computed(1, tokens, 40)
     cache.release(1, keep=True)
-    assert cache.match("", tokens) == (0, None)
-    assert cache.match("a#1", tokens) == (39, None)
+    assert cache.match(BASE, tokens) == (0, None)
+    assert cache.match(ADAPTER, tokens) == (39, None)
     cache.forget("a#1")
-    assert cache.match("a#1", tokens) == (0, None)
+    assert cache.match(ADAPTER, tokens) == (0, None)
     assert cache.num_tokens_used == 0
 
 
@@ -127,7 +130,7 @@ def test_moved_slots_keep_their_numbers() -> None:
     """Gathering decodes into neighbouring slots moves KV with them."""
     cache = make_cache()
     for owner in range(6):
-        cache.acquire(owner, "", np.array([owner] * 10, dtype=np.int32), reuse=False)
+        cache.acquire(owner, BASE, np.array([owner] * 10, dtype=np.int32), reuse=False)
         slot = cache.table.by_owner[owner]
         cache._layers[0].k[slot.index, :, :10] = float(owner)
         cache.computed(owner, slot.tokens, 10)

@@ -146,6 +146,7 @@ def completion(
         task="completions",
         model="m",
         n=n,
+        cache_salt="tests",
         sequences=tuple(Sequence(prompt_token_ids=prompt, seed=7 + i) for i in range(n)),
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature, stop_token_ids=(0,)),
     )
