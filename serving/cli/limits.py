@@ -8,10 +8,11 @@ import sqlalchemy as sa
 from ..errors import InvalidField, NotFound
 from ..metering.keys import ANONYMOUS, Keys
 from ..metering.limits import MAX_VALUE, SCOPES, Limits
+from ..metering.money import micro_units, units
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..metering.windows import KINDS, UNITS
-from .store import database, micro_units, opened, table, units
+from .store import database, opened, table
 
 LIMIT = f"KIND=VALUE, KIND one of {', '.join(KINDS)}"
 
@@ -67,7 +68,7 @@ def _check_subject(store: Store, scope: str, subject: str) -> None:
 
 
 def unit_of(kind: str) -> str:
-    return UNITS[kind].replace("micro-units", "currency units")  # type: ignore[index]
+    return ("currency units " if kind.startswith("budget") else "") + UNITS[kind]  # type: ignore[index]
 
 
 @limits.command("list")

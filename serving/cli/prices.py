@@ -7,9 +7,9 @@ import time
 import click
 
 from ..errors import InvalidField
-from ..metering.money import Price
+from ..metering.money import Price, micro_units, units
 from ..metering.prices import Prices
-from .store import database, micro_units, opened, table, units
+from .store import database, opened, table
 
 
 @click.group()

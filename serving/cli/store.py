@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from decimal import Decimal, InvalidOperation
 
 import click
 
-from ..errors import InvalidField
-from ..metering.money import MILLION
 from ..metering.opening import NoStore
 from ..metering.store import Store
 from ..web.settings import DATABASE_VARIABLE
@@ -29,25 +26,6 @@ def opened(url: str, *, make: bool = False) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def micro_units(field: str, value: str) -> int:
-    """``"2.50"`` as 2_500_000. Raises ``InvalidField``."""
-    allowed = "a number from 0 to 10**9 with at most 6 decimals"
-    try:
-        exact = Decimal(value) * MILLION
-    except InvalidOperation:
-        raise InvalidField(field, value, allowed) from None
-    if not exact.is_finite() or not 0 <= exact <= 10**9 * MILLION or exact != int(exact):
-        raise InvalidField(field, value, allowed)
-    return int(exact)
-
-
-def units(micro: int) -> str:
-    """2_500_000 as ``"2.50"``: at least two decimals, as many as it takes."""
-    whole, rest = divmod(micro, MILLION)
-    decimals = f"{rest:06d}".rstrip("0").ljust(2, "0")
-    return f"{whole}.{decimals}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:

@@ -8,11 +8,12 @@ import click
 import msgspec
 
 from ..metering.export import csv_lines, write_parquet
+from ..metering.money import units
 from ..metering.retention import fold
 from ..metering.usage import Usage, UsageFilter, UsageSum
 from ..metering.usage_filter import filter_of, groups_of
 from ..web.settings import DATABASE_VARIABLE
-from .store import DATABASE, database, opened, table, units
+from .store import DATABASE, database, opened, table
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 TITLES = ("requests", "prompt", "cached", "completion", "cost")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .keys import ANONYMOUS, ApiKey, Caller, Keys
+from .audit import Actor, Audit, AuditEntry, AuditFilter
+from .caller import ANONYMOUS, Caller
+from .keys import ApiKey, Keys
 from .lease import Bucket, Lease, Reservation
 from .ledger import Ledger
 from .limits import Limit, Limits, LimitStatus
@@ -14,7 +16,11 @@ from .usage import Usage, UsageFilter, UsagePage, UsageRow, UsageSum
 
 __all__ = [
     "ANONYMOUS",
+    "Actor",
     "ApiKey",
+    "Audit",
+    "AuditEntry",
+    "AuditFilter",
     "Bucket",
     "Caller",
     "Keys",

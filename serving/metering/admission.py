@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import sqlalchemy as sa
 from msgspec import Struct
 
 from . import windows
 from .lease import Bucket, Reservation
 from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
+from .money import currency_of
 from .settlement import load_windows, save_windows
 from .store import Store
 from .tables import buckets, ledger, limits
@@ -90,7 +93,7 @@ def _charge(
     wanted: Amounts,
     now: int,
 ) -> None:
-    admit(checked, now, wanted)
+    admit(checked, now, wanted, functools.partial(currency_of, connection))
     for state in states.values():
         windows.charge(state, now, wanted)
     save_windows(connection, states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias, get_args
 
 import sqlalchemy as sa
@@ -10,10 +10,12 @@ from msgspec import Struct
 
 from ..errors import InvalidField, LimitExceeded, PermissionDenied, RequestError
 from . import windows
+from .audit import Actor, record
+from .money import money, units
 from .store import Store
 from .tables import folded, ledger, limits, provisioned_minutes
 from .tables import windows as window_table
-from .windows import KINDS, UNITS, Amounts, Kind, WindowState
+from .windows import BUDGETS, KINDS, UNITS, Amounts, Kind, WindowState
 
 Scope: TypeAlias = Literal["key", "tenant", "endpoint", "user"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -51,33 +53,46 @@ class Limits:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def set(self, scope: str, subject: str, kind: str, value: int) -> Limit:
-        """``value`` is tokens, queries, requests or micro-units (see ``windows.UNITS``). Raises ``InvalidField``."""
+    def set(self, scope: str, subject: str, kind: str, value: int, *, by: Actor | None = None) -> Limit:
+        """``value`` is tokens, queries, requests or, of a budget, micro-units. Raises ``InvalidField``."""
+        return self._store.write(lambda connection: self.put(connection, scope, subject, kind, value, by=by))
+
+    def put(
+        self, connection: sa.Connection, scope: str, subject: str, kind: str, value: int, *, by: Actor | None
+    ) -> Limit:
+        """``set``, inside a transaction."""
         limit = _checked(scope, subject, kind, value)
-
-        def work(connection: sa.Connection) -> None:
-            insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
-            connection.execute(
-                insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
-            )
-
-        self._store.write(work)
+        before = connection.execute(sa.select(limits.c.value).where(_is(limit))).scalar_one_or_none()
+        insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
+        update = insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
+        connection.execute(update)
+        told = {kind: None if before is None else plain(limit.kind, before)}
+        after = {kind: plain(limit.kind, value)}
+        record(
+            connection, by, "limit.set", f"{scope} {subject}", before=before if before is None else told, after=after
+        )
         return limit
 
-    def remove(self, scope: str, subject: str, kind: str) -> bool:
+    def remove(self, scope: str, subject: str, kind: str, *, by: Actor | None = None) -> bool:
         """False where there was no such limit. The last one of a subject takes its window with it."""
 
         def work(connection: sa.Connection) -> bool:
             self._store.lock_ledger(connection)
             of_subject = sa.and_(limits.c.scope == scope, limits.c.subject == subject)
-            found = connection.execute(sa.delete(limits).where(of_subject, limits.c.kind == kind)).rowcount
+            this = sa.and_(of_subject, limits.c.kind == kind)
+            before = connection.execute(sa.select(limits).where(this)).one_or_none()
+            if before is None:
+                return False
+            connection.execute(sa.delete(limits).where(this))
+            told = {kind: plain(before.kind, before.value)}
+            record(connection, by, "limit.delete", f"{scope} {subject}", before=told)
             left = connection.execute(sa.select(sa.func.count()).select_from(limits).where(of_subject)).scalar_one()
             if not left:
                 owned = window_table.c.subject == subject
                 if scope == "user":
                     owned = window_table.c.subject.startswith(f"{subject}\n", autoescape=True)
                 connection.execute(sa.delete(window_table).where(window_table.c.scope == scope, owned))
-            return found > 0
+            return True
 
         return self._store.write(work)
 
@@ -91,10 +106,26 @@ class Limits:
         return tuple(Limit(**row._mapping) for row in rows)
 
 
+def _is(limit: Limit) -> sa.ColumnElement[bool]:
+    table = limits.c
+    return sa.and_(table.scope == limit.scope, table.subject == limit.subject, table.kind == limit.kind)
+
+
+def plain(kind: Kind, value: int) -> int | str:
+    """A limit's value as it is written: money as a decimal text."""
+    return units(value) if kind in BUDGETS else value
+
+
+def amount(kind: Kind, value: int, currency: str) -> str:
+    """``"25.00 EUR a month"``, ``"20000 output tokens a minute"``."""
+    told = money(value, currency or "currency units") if kind in BUDGETS else str(value)
+    return f"{told} {UNITS[kind]}"
+
+
 def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
     if scope not in SCOPES:
         raise InvalidField("scope", scope, "one of " + ", ".join(SCOPES))
-    if not isinstance(subject, str) or not 0 < len(subject) <= 256:
+    if not isinstance(subject, str) or not 0 < len(subject) <= 256 or "\0" in subject:
         raise InvalidField("subject", subject, "a name of 1 to 256 characters")
     if kind not in KINDS:
         raise InvalidField("kind", kind, "one of " + ", ".join(KINDS))
@@ -103,10 +134,12 @@ def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
     return Limit(scope=scope, subject=subject, kind=kind, value=value)
 
 
-def admit(found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts) -> None:
+def admit(
+    found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts, currency: Callable[[], str] = str
+) -> None:
     """Return where all limits have room. Else raise, of the limit that holds the caller up longest: ``LimitExceeded``,
     or where waiting never helps ``RequestError`` (the request alone is too large) or ``PermissionDenied`` (a budget is
-    spent for good, a limit is zero)."""
+    spent for good, a limit is zero). ``currency`` is asked for the message of a refusal."""
     worst: tuple[float, Limit, int, int | None] | None = None
     for limit, state in found:
         have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
@@ -117,12 +150,12 @@ def admit(found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts)
         if worst is None or wait > worst[0]:
             worst = (wait, limit, max(0, limit.value - have), at)
     if worst is not None:
-        _refuse(worst[1], wanted.of(worst[1].kind), worst[2], worst[3], now)
+        _refuse(worst[1], wanted.of(worst[1].kind), worst[2], worst[3], now, currency())
 
 
-def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int) -> None:
-    text = f"{limit.kind}: the {limit.scope}'s limit is {limit.value} {UNITS[limit.kind]}; "
-    text += f"{remaining} are left and this request needs {wanted}"
+def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int, currency: str) -> None:
+    text = f"{limit.kind}: the {limit.scope}'s limit is {amount(limit.kind, limit.value, currency)}; "
+    text += f"{plain(limit.kind, remaining)} are left and this request needs {plain(limit.kind, wanted)}"
     # clients retry a 429, some without an end
     if wanted > limit.value > 0:
         param = "max_tokens" if limit.kind == "otpm" else None
@@ -177,7 +210,7 @@ def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
         sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_cost), else_=ledger.c.cost)),
     )
     query = query.where(_rows_of(ledger, subject)).group_by(ledger.c.charged_at).order_by(ledger.c.charged_at)
-    for at, prompt, completion, queries, in_flight, money in connection.execute(query):
+    for at, prompt, completion, queries, in_flight, spent in connection.execute(query):
         windows.charge(
             state,
             int(at),
@@ -186,11 +219,11 @@ def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
                 output=int(completion),
                 queries=int(queries),
                 in_flight=int(in_flight),
-                money=int(money),
+                money=int(spent),
             ),
         )
-    for at, money in _folded_of(connection, subject) + _minutes_of(connection, subject):
-        windows.charge(state, at, Amounts(money=money))
+    for at, spent in _folded_of(connection, subject) + _minutes_of(connection, subject):
+        windows.charge(state, at, Amounts(money=spent))
     return state
 
 
@@ -205,7 +238,7 @@ def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
 def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
     """Money of days that are no rows any more: only budgets reach so far back."""
     query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
-    return [(int(day) * windows.DAY, int(money)) for day, money in connection.execute(query)]
+    return [(int(day) * windows.DAY, int(spent)) for day, spent in connection.execute(query)]
 
 
 def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
@@ -214,7 +247,7 @@ def _minutes_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, 
         return []
     column = table.tenant if subject[0] == "tenant" else table.endpoint
     query = sa.select(table.minute, table.cost).where(column == subject[1]).order_by(table.minute)
-    return [(int(minute) * 60, int(money)) for minute, money in connection.execute(query)]
+    return [(int(minute) * 60, int(spent)) for minute, spent in connection.execute(query)]
 
 
 def check_integrity(store: Store) -> None:

@@ -1,13 +1,25 @@
-"""Money: integer micro-units, one rounding a request.
+"""Money: integer micro-units, one rounding a request, decimal texts for people and over the wire.
 
 A price is micro-units per million tokens, so that 3.00 a million tokens is 3_000_000 and one token costs 3 micro-units.
 """
 
 from __future__ import annotations
 
+import re
+
+import sqlalchemy as sa
 from msgspec import Struct
 
+from ..errors import Conflict, InvalidField
+from .audit import Actor, record
+from .store import Store
+from .tables import ledger, settings
+
 MILLION = 1_000_000
+AMOUNT = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?|1000000000|\.[0-9]{1,6}")
+AMOUNT_ALLOWED = "a number from 0 to 10**9 with at most 6 decimals"
+CURRENCY = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,15}")
+CURRENCY_ALLOWED = "a currency such as EUR: 1 to 16 letters, digits, dashes and underscores, a letter first"
 
 
 class Price(Struct, frozen=True, kw_only=True):
@@ -38,3 +50,50 @@ def cost(price: Price, *, prompt: int, cached: int, completion: int) -> int:
     """
     exact = (prompt - cached) * price.input + cached * price.cached + completion * price.output
     return (exact + MILLION // 2) // MILLION
+
+
+def micro_units(field: str, value: str) -> int:
+    """``"2.50"`` as 2_500_000. Raises ``InvalidField``."""
+    if not isinstance(value, str) or not AMOUNT.fullmatch(value):
+        raise InvalidField(field, value, AMOUNT_ALLOWED)
+    whole, _, decimals = value.partition(".")
+    return int(whole or "0") * MILLION + int(decimals.ljust(6, "0"))
+
+
+def units(micro: int) -> str:
+    """2_500_000 as ``"2.50"``: at least two decimals, as many as it takes."""
+    whole, rest = divmod(abs(micro), MILLION)
+    decimals = f"{rest:06d}".rstrip("0").ljust(2, "0")
+    return f"{'-' if micro < 0 else ''}{whole}.{decimals}"
+
+
+def money(micro: int, currency: str) -> str:
+    """``"2.50 EUR"``; without a currency the number alone."""
+    return f"{units(micro)} {currency}".rstrip()
+
+
+def currency_of(connection: sa.Connection) -> str:
+    """The currency of all prices, budgets and costs of the store; empty while none is set."""
+    found = connection.execute(sa.select(settings.c.value).where(settings.c.name == "currency")).scalar_one_or_none()
+    return found or ""
+
+
+def currency(store: Store) -> str:
+    return store.read(currency_of)
+
+
+def set_currency(store: Store, value: str, *, by: Actor | None = None) -> None:
+    """Raises ``InvalidField``, and ``Conflict`` where costs were booked in another one: a name converts nothing."""
+    if not isinstance(value, str) or not CURRENCY.fullmatch(value):
+        raise InvalidField("currency", value, CURRENCY_ALLOWED)
+
+    def work(connection: sa.Connection) -> None:
+        before = currency_of(connection)
+        booked = sa.select(ledger.c.request_id).where(ledger.c.cost > 0).limit(1)
+        if before not in ("", value) and connection.execute(booked).first() is not None:
+            raise Conflict(f"currency: costs are booked in {before}, and another name would convert none of them")
+        insert = store.insert(settings).values(name="currency", value=value)
+        connection.execute(insert.on_conflict_do_update(index_elements=["name"], set_={"value": value}))
+        record(connection, by, "currency.set", value, before=before or None, after=value)
+
+    store.write(work)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from ..errors import InvalidField
-from .money import FREE, Price
+from .audit import Actor, record
+from .money import FREE, Price, units
 from .store import Store
 from .tables import prices
 
@@ -27,14 +28,15 @@ class Prices:
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
 
-    def set(self, entity: str, price: Price, *, effective: float | None = None) -> None:
-        """``effective`` (epoch seconds, now if None) must not lie in the past: what is admitted keeps its price.
+    def set(self, entity: str, price: Price, *, effective: float | None = None, by: Actor | None = None) -> int:
+        """Since when it holds (ms). ``effective`` (epoch seconds, now if None) must not lie in the past: what is
+        admitted keeps its price.
 
         A price set for this moment reaches the other processes within ``CACHE_SECONDS``.
         """
         now = self._clock()
         at = now if effective is None else effective
-        if not entity or len(entity) > 256:
+        if not entity or len(entity) > 256 or "\0" in entity:
             raise InvalidField("entity", entity, "a name of 1 to 256 characters")
         if at < now - 1:
             raise InvalidField("effective", effective, "a time that is not past")
@@ -46,8 +48,40 @@ class Prices:
         }
         insert = self._store.insert(prices).values(entity=entity, effective_ms=int(at * 1000), **values)
         statement = insert.on_conflict_do_update(index_elements=["entity", "effective_ms"], set_=values)
-        self._store.write(lambda connection: connection.execute(statement))
+        until = sa.select(prices).where(prices.c.entity == entity, prices.c.effective_ms <= int(at * 1000))
+
+        def work(connection: sa.Connection) -> None:
+            before = connection.execute(until.order_by(prices.c.effective_ms.desc()).limit(1)).one_or_none()
+            connection.execute(statement)
+            after = {"effective_ms": int(at * 1000), **plain(price)}
+            told = None if before is None else {"effective_ms": before.effective_ms, **plain(_price(before))}
+            record(connection, by, "price.set", entity, before=told, after=after)
+
+        self._store.write(work)
         self._cache.pop(entity, None)
+        return int(at * 1000)
+
+    def remove(
+        self, entity: str, *, effective_ms: int | None = None, by: Actor | None = None
+    ) -> tuple[tuple[int, Price], ...]:
+        """The (effective_ms, price) taken away: all of ``entity``, or the one that takes effect at that time. What was
+        admitted keeps its price."""
+        which = prices.c.entity == entity
+        if effective_ms is not None:
+            which = sa.and_(which, prices.c.effective_ms == effective_ms)
+
+        def work(connection: sa.Connection) -> tuple[tuple[int, Price], ...]:
+            rows = connection.execute(sa.select(prices).where(which).order_by(prices.c.effective_ms)).all()
+            found = tuple((int(row.effective_ms), _price(row)) for row in rows)
+            if found:
+                connection.execute(sa.delete(prices).where(which))
+                before = [{"effective_ms": at_ms, **plain(price)} for at_ms, price in found]
+                record(connection, by, "price.delete", entity, before=before)
+            return found
+
+        removed = self._store.write(work)
+        self._cache.pop(entity, None)
+        return removed
 
     def list(self) -> tuple[tuple[str, int, Price], ...]:
         """(entity, effective_ms, price), by entity and time."""
@@ -75,6 +109,11 @@ class Prices:
         query = sa.select(prices).where(prices.c.entity == entity).order_by(prices.c.effective_ms.desc())
         rows = self._store.read(lambda connection: connection.execute(query).all(), timeout=2.0)
         return tuple((int(row.effective_ms), _price(row)) for row in rows)
+
+
+def plain(price: Price) -> dict[str, str]:
+    """As it is written: currency units a million tokens (``unit_minute``: a reserved token/s and minute)."""
+    return {name: units(getattr(price, name)) for name in Price.__struct_fields__}
 
 
 def _price(row: sa.Row) -> Price:

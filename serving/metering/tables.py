@@ -28,6 +28,41 @@ api_keys = sa.Table(
     sa.Column("scopes", sa.String(256), nullable=False),
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("revoked_ms", sa.BigInteger),
+    sa.Column("expires_ms", sa.BigInteger),
+    sa.Column("endpoints", sa.Text),
+)
+
+old_secrets = sa.Table(
+    "old_secrets",
+    metadata,
+    sa.Column("hash", sa.String(64), primary_key=True),
+    sa.Column("key_id", sa.String(32), sa.ForeignKey("api_keys.key_id", ondelete="CASCADE"), nullable=False),
+    sa.Column("expires_ms", sa.BigInteger, nullable=False),
+    sa.Index("old_secrets_by_key", "key_id"),
+)
+
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("actor", sa.String(128), nullable=False),
+    sa.Column("tenant", sa.String(128)),
+    sa.Column("via", sa.String(16), nullable=False),
+    sa.Column("request_id", sa.String(256)),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("target", sa.String(512), nullable=False),
+    sa.Column("before", sa.Text),
+    sa.Column("after", sa.Text),
+    sa.Index("audit_by_time", "at_ms"),
+    sqlite_autoincrement=True,
+)
+
+settings = sa.Table(
+    "settings",
+    metadata,
+    sa.Column("name", sa.String(32), primary_key=True),
+    sa.Column("value", sa.String(256), nullable=False),
 )
 
 ledger = sa.Table(
@@ -164,6 +199,7 @@ endpoints = sa.Table(
     sa.Column("name", sa.String(256), primary_key=True),
     sa.Column("id", sa.String(32), nullable=False),
     sa.Column("creator", sa.String(128), nullable=False),
+    sa.Column("tenant", sa.String(128)),
     sa.Column("description", sa.Text, nullable=False),
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("updated_ms", sa.BigInteger, nullable=False),

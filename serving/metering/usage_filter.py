@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 
 from ..errors import InvalidField
+from .moments import time_of
 from .usage import GROUPS, GroupBy, UsageFilter
 
 MAX_NAME = 256
 STATUSES = ("open", "ok", "error", "aborted", "recovered")
 NAMES = ("tenant", "endpoint", "entity", "key_id", "status")
-TIME = "a day (2026-11-21), an ISO 8601 time (UTC where it names no zone) or milliseconds since the epoch"
 
 
 def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
@@ -33,25 +32,6 @@ def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
     if found.get("status", "ok") not in STATUSES:
         raise InvalidField("status", found["status"], "one of " + ", ".join(STATUSES))
     return UsageFilter(start_ms=start_ms or 0, end_ms=end_ms, **found)
-
-
-def time_of(name: str, value: str | None) -> int | None:
-    """Milliseconds since the epoch. Raises ``InvalidField``."""
-    if value is None:
-        return None
-    if value.isascii() and value.isdigit() and len(value) > 8:
-        found = int(value) if len(value) < 20 else -1
-    else:
-        try:
-            moment = datetime.datetime.fromisoformat(value)
-        except ValueError:
-            raise InvalidField(name, value, TIME) from None
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=datetime.UTC)
-        found = int(moment.timestamp() * 1000)
-    if not 0 <= found < 2**53:
-        raise InvalidField(name, value, TIME)
-    return found
 
 
 def groups_of(value: str) -> tuple[GroupBy, ...]:

@@ -20,15 +20,16 @@ from msgspec import Struct
 
 Kind: TypeAlias = Literal["itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month"]
 KINDS: tuple[Kind, ...] = ("itpm", "otpm", "qpm", "qph", "in_flight", "budget", "budget_day", "budget_month")
+BUDGETS: tuple[Kind, ...] = ("budget", "budget_day", "budget_month")
 UNITS: dict[Kind, str] = {
     "itpm": "input tokens a minute",
     "otpm": "output tokens a minute",
     "qpm": "queries a minute",
     "qph": "queries an hour",
     "in_flight": "requests in flight",
-    "budget": "micro-units in all",
-    "budget_day": "micro-units a day",
-    "budget_month": "micro-units a month",
+    "budget": "in all",
+    "budget_day": "a day",
+    "budget_month": "a month",
 }
 SLOTS_BEFORE = 60
 _SLOT_SECONDS: dict[Kind, int] = {"itpm": 1, "otpm": 1, "qpm": 1, "qph": 60}

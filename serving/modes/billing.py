@@ -74,10 +74,14 @@ class ReservedTime:
             del self._owed[minute]
 
     def _tenant(self, endpoint: str) -> str:
-        """Who pays: the tenant of the key that created the endpoint."""
+        """Who pays: the tenant of the caller who created the endpoint."""
         if endpoint not in self._tenants:
-            found = sa.select(endpoints.c.creator).where(endpoints.c.name == endpoint)
-            creator = self._store.read(lambda connection: connection.execute(found).scalar_one_or_none()) or ""
+            found = sa.select(endpoints.c.creator, endpoints.c.tenant).where(endpoints.c.name == endpoint)
+            row = self._store.read(lambda connection: connection.execute(found).one_or_none())
+            creator, tenant = ("", None) if row is None else row
+            if tenant is not None:
+                self._tenants[endpoint] = tenant
+                return str(tenant)
             owner = sa.select(api_keys.c.tenant).where(api_keys.c.key_id == creator)
             tenant = self._store.read(lambda connection: connection.execute(owner).scalar_one_or_none())
             self._tenants[endpoint] = tenant or creator

@@ -9,6 +9,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ..errors import AlreadyExists, NotFound
+from ..metering.audit import Actor
 from ..metering.store import Store
 from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
 from ..request import Task
@@ -43,11 +44,12 @@ def insert_endpoint(
     config: EndpointConfig,
     now_ms: int,
     *,
-    creator: str,
+    by: Actor | None,
     description: str = "",
 ) -> None:
     """A new endpoint whose first config is pending. Raises ``AlreadyExists``."""
-    row = {"name": name, "id": secrets.token_hex(16), "creator": creator, "description": description}
+    row: dict[str, str | None] = {"name": name, "id": secrets.token_hex(16), "description": description}
+    row |= {"creator": by.name if by else "", "tenant": by.tenant if by else None}
     row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "message": ""}
     row |= {"ready": "NOT_READY", "config_update": "IN_PROGRESS"}
     new = store.insert(endpoints).values(**row, created_ms=now_ms, updated_ms=now_ms, pending_version=1, last_version=1)

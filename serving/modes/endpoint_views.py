@@ -7,6 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ..metering.caller import Caller
 from ..metering.tables import endpoint_tags, limits
 from .endpoint_config import EndpointConfig, config_to_wire
 
@@ -25,7 +26,7 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
         "state": {"ready": row.ready, "config_update": row.config_update},
         "tags": tags_to_wire(connection, row.name),
         "task": task_name(tuple(row.tasks.split())),
-        "permission_level": "CAN_MANAGE",
+        "permission_level": "CAN_MANAGE",  # others see it in brief
     }
     if row.active_version is not None:
         message = "" if row.ready == "READY" else row.message
@@ -38,6 +39,19 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
     if rates := rate_limits_to_wire(connection, row.name):
         body["rate_limits"] = rates
     return body
+
+
+def endpoint_in_brief(row: sa.Row, caller: Caller) -> dict[str, Any]:
+    """What who does not manage may know: no models, settings, limits, tags, reasons or people."""
+    return {
+        "name": row.name,
+        "id": row.id,
+        "creation_timestamp": row.created_ms,
+        "last_updated_timestamp": row.updated_ms,
+        "state": {"ready": row.ready, "config_update": row.config_update},
+        "task": task_name(tuple(row.tasks.split())),
+        "permission_level": caller.permission_level,
+    }
 
 
 def _config(config: EndpointConfig, version: int, ready: bool, message: str) -> dict[str, Any]:

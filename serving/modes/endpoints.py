@@ -23,11 +23,13 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ..errors import Conflict, InvalidField, NotFound
+from ..metering.audit import Actor, record
+from ..metering.caller import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
 from .config_body import as_written, config_body
-from .endpoint_config import EndpointConfig, ServedEntity
+from .endpoint_config import EndpointConfig, ServedEntity, config_to_wire
 from .endpoint_rows import (
     begin_update,
     change_endpoint,
@@ -41,7 +43,7 @@ from .endpoint_rows import (
     stored_config,
     tasks_of,
 )
-from .endpoint_views import endpoint_to_wire, rate_limits_to_wire, tags_to_wire
+from .endpoint_views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .source import Source
 
@@ -85,7 +87,7 @@ class Endpoints:
         self._locate = locate
         self._clock = clock
 
-    def create(self, body: dict[str, Any], *, creator: str = "") -> dict[str, Any]:
+    def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""
         given = NEW_ENDPOINT(body, "")
         name = given["name"]
@@ -93,37 +95,43 @@ class Endpoints:
         config = self._located(given["config"], body["config"], "config")
 
         def work(connection: sa.Connection) -> None:
-            more = {"creator": creator, "description": given.get("description", "")}
-            insert_endpoint(self._store, connection, name, config, self._now_ms(), **more)
+            description = given.get("description", "")
+            insert_endpoint(self._store, connection, name, config, self._now_ms(), by=by, description=description)
             set_tags(connection, name, given.get("tags", {}), ())
             set_rates(connection, name, given.get("rate_limits", {}))
+            after = self._audited(connection, find_row(connection, name))
+            record(connection, by, "endpoint.create", name, after=after)
 
         self._store.write(work)
         return self.get(name)
 
-    def get(self, name: str) -> dict[str, Any]:
-        return self._store.read(lambda connection: self._view(connection, find_row(connection, name)))
+    def get(self, name: str, caller: Caller = ANONYMOUS) -> dict[str, Any]:
+        """As ``caller`` may see it; what it may not see is not there. Raises ``NotFound``."""
+        if not caller.may_see(name):
+            raise NotFound(f"there is no endpoint {name!r}")
+        return self._store.read(lambda connection: self._view(connection, find_row(connection, name), caller))
 
-    def list(self) -> dict[str, Any]:
-        """``{"endpoints": […]}`` by name."""
+    def list(self, caller: Caller = ANONYMOUS) -> dict[str, Any]:
+        """``{"endpoints": […]}`` by name, those that ``caller`` may see."""
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             rows = connection.execute(sa.select(endpoints).order_by(endpoints.c.name)).all()
-            return {"endpoints": [self._view(connection, row) for row in rows]}
+            return {"endpoints": [self._view(connection, row, caller) for row in rows if caller.may_see(row.name)]}
 
         return self._store.read(work)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, by: Actor | None = None) -> None:
         """The endpoint, its configs, tags and limits go; its ledger rows stay."""
 
         def work(connection: sa.Connection) -> None:
             self._store.lock_ledger(connection)
-            find_row(connection, name)
+            before = self._audited(connection, find_row(connection, name))
             delete_endpoint(connection, name)
+            record(connection, by, "endpoint.delete", name, before=before)
 
         self._store.write(work)
 
-    def update_config(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    def update_config(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``PUT …/{name}/config``. Raises ``Conflict`` while an update runs, ``InvalidField``."""
         config = config_body(body, "")
         if body.get("name") not in (None, name):
@@ -134,12 +142,18 @@ class Endpoints:
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
             _must_be_idle(row)
-            begin_update(connection, row, config, self._now_ms())
+            self._begin(connection, row, config, by)
 
         self._store.write(work)
         return self.get(name)
 
-    def declare(self, name: str, config: EndpointConfig, *, creator: str = "") -> int:
+    def _begin(self, connection: sa.Connection, row: sa.Row, config: EndpointConfig, by: Actor | None) -> int:
+        before = self._audited(connection, row).get("config")
+        version = begin_update(connection, row, config, self._now_ms())
+        record(connection, by, "endpoint.update_config", row.name, before=before, after=config_to_wire(config))
+        return version
+
+    def declare(self, name: str, config: EndpointConfig, *, by: Actor | None = None) -> int:
         """Make ``name`` serve ``config``, whose sources are known: the version that has it or is to have it.
 
         For whoever runs the engines: an update that is in progress is replaced.
@@ -148,35 +162,43 @@ class Endpoints:
         def work(connection: sa.Connection) -> int:
             row = connection.execute(sa.select(endpoints).where(endpoints.c.name == name)).one_or_none()
             if row is None:
-                insert_endpoint(self._store, connection, name, config, self._now_ms(), creator=creator)
+                insert_endpoint(self._store, connection, name, config, self._now_ms(), by=by)
+                after = self._audited(connection, find_row(connection, name))
+                record(connection, by, "endpoint.create", name, after=after)
                 return 1
             version = row.active_version if row.pending_version is None else row.pending_version
             if version is not None and stored_config(connection, name, version)[0] == config:
                 return int(version)
-            return begin_update(connection, row, config, self._now_ms())
+            return self._begin(connection, row, config, by)
 
         return self._store.write(work)
 
-    def put_rate_limits(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    def put_rate_limits(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``PUT …/{name}/rate-limits``: replaces the calls a minute of the endpoint and of each of its users."""
         rates = NEW_RATE_LIMITS(body, "").get("rate_limits", {})
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             find_row(connection, name)
+            before = rate_limits_to_wire(connection, name)
             set_rates(connection, name, rates)
-            return {"rate_limits": rate_limits_to_wire(connection, name)}
+            after = rate_limits_to_wire(connection, name)
+            record(connection, by, "endpoint.rate_limits", name, before=before, after=after)
+            return {"rate_limits": after}
 
         return self._store.write(work)
 
-    def patch_tags(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    def patch_tags(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``PATCH …/{name}/tags`` with ``add_tags`` and ``delete_tags``; the tags as they are then."""
         change = TAG_CHANGES(body, "")
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             find_row(connection, name)
+            before = tags_to_wire(connection, name)
             set_tags(connection, name, change.get("add_tags", {}), change.get("delete_tags", ()))
             change_endpoint(connection, name, self._now_ms())
-            return {"tags": tags_to_wire(connection, name)}
+            after = tags_to_wire(connection, name)
+            record(connection, by, "endpoint.tags", name, before=before, after=after)
+            return {"tags": after}
 
         return self._store.write(work)
 
@@ -261,8 +283,17 @@ class Endpoints:
             _same_tasks(found)
         return msgspec.structs.replace(config, served_entities=found)
 
-    def _view(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
+    def _view(self, connection: sa.Connection, row: sa.Row, caller: Caller = ANONYMOUS) -> dict[str, Any]:
+        if not caller.manages:
+            return endpoint_in_brief(row, caller)
         return endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
+
+    def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
+        """What people decide of an endpoint, without how far it is; ``config`` is the newest that was asked for."""
+        version = row.active_version if row.pending_version is None else row.pending_version
+        config = None if version is None else config_to_wire(stored_config(connection, row.name, version)[0])
+        shown = {"description": row.description, "config": config, "tags": tags_to_wire(connection, row.name)}
+        return shown | {"rate_limits": rate_limits_to_wire(connection, row.name)}
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)

@@ -20,7 +20,7 @@ from ..errors import (
     ServingError,
     Unauthenticated,
 )
-from ..metering.keys import ANONYMOUS, Caller
+from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
 from ..tasks.cache_salt import CacheSalts
 from . import logs, usage
 from .answer import Answer, error_answer
@@ -99,9 +99,9 @@ def _settled(response: Response) -> Response:
 
 
 def _view(server: Server, route: Route) -> Callable[..., Response]:
-    def view(name: str | None = None) -> Response:
+    def view(name: str | None = None, **parts: str) -> Response:
         exchange = _exchange(server.tracer)
-        answer = _answer(server, route, name, exchange)
+        answer = _answer(server, route, name, parts, exchange)
         # a stream says itself when it has ended; of probes and pages that are open to all nothing is kept
         if isinstance(answer.body, bytes) if route.is_invocation else not route.open:
             exchange.finish(answer.status)
@@ -110,20 +110,27 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
     return view
 
 
-def _answer(server: Server, route: Route, name: str | None, exchange: Exchange) -> Answer:
+def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str], exchange: Exchange) -> Answer:
     dialect = DIALECTS[route.dialect]
     try:
-        if server.keys is None:
+        if not server.asks_who:
             check_site(request.environ, server.settings)
-        caller = ANONYMOUS if route.open else _caller(server, exchange, route.scope)
+        caller = _anyone(server, exchange) if route.open else _caller(server, exchange, route.scope)
         check_content_type(request.environ)
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
         if route.handler in ANSWERS:
             query = request.args.to_dict(flat=False)
-            asked = Asked(caller=caller, name=name or "", body=_body(server), query=query)
+            asked = Asked(
+                caller=caller,
+                request_id=exchange.request_id,
+                name=name or "",
+                parts=parts,
+                body=_body(server),
+                query=query,
+            )
             return ANSWERS[route.handler](server, asked)
-        return PAGES[route.handler](server, **({"name": name} if name is not None else {}))
+        return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
     except ServingError as error:
         exchange.finish(error.status, error.logged)
         return error_answer(dialect, error)
@@ -166,15 +173,34 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
 
 
 def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
-    """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks for keys."""
-    if server.keys is None:
+    """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks who that is."""
+    if not server.asks_who:
         return ANONYMOUS
     scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+    secret = secret.strip()
     if scheme.lower() != "bearer" or not secret:
         raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
-    caller: Caller = server.keys.verify(secret.strip(), scope=scope)
+    if server.tokens is not None and not secret.startswith("sk-"):
+        caller: Caller = server.tokens.verify(secret)
+    elif server.keys is not None:
+        caller = server.keys.verify(secret, scope=None)
+    else:
+        raise Unauthenticated("this server takes tokens, and no API keys")
     exchange.key = caller.key_id
+    caller.check_scope(scope)
     return caller
+
+
+def _anyone(server: Server, exchange: Exchange) -> Caller:
+    """Who asks for what is open to all: whoever shows that it is somebody."""
+    if not server.asks_who:
+        return ANONYMOUS
+    if "Authorization" not in request.headers:
+        return UNKNOWN
+    try:
+        return _caller(server, exchange, None)
+    except ServingError:  # probes do not depend on keys, nor on the store that has them
+        return UNKNOWN
 
 
 def _unrouted(error: HTTPException) -> Response:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import NotFound, PackagingError, ServingError
+from ..metering.audit import Actor
 from ..modes.endpoint_config import EndpointConfig, ServedEntity
 from ..modes.endpoints import EndpointRow, Endpoints
 from ..transport.supervisor import EntityStatus, Supervisor
@@ -29,6 +30,7 @@ ADOPTION_SECONDS = 60.0  # after which a worker that does not answer holds up an
 SCALE_SECONDS = 0.5
 UNREADY_SECONDS = 1.0  # an engine that is back sooner was never away
 Say = Callable[..., None]
+COMMAND_LINE = Actor(name="command line", via="command")
 
 
 class Controller:
@@ -68,7 +70,7 @@ class Controller:
                     self._endpoints.set_ready(row.name, False)
         if not self._plan.generation:  # else it was declared already, and may have been changed since
             for name, config in declared.items():
-                self._endpoints.declare(name, config, creator="command line")
+                self._endpoints.declare(name, config, by=COMMAND_LINE)
         for row in self._endpoints.rows():
             self._say("loading", endpoint=row.name)
         began = time.monotonic()

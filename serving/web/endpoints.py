@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ..engine.interface import Engine
 from ..errors import InvalidField, NotFound
-from ..metering.keys import ANONYMOUS
+from ..metering.caller import ANONYMOUS, Caller
 from ..modes import Mode
 from ..modes.traffic import TrafficSplit
 from ..request import Task
-from ..settings import PrefixSharing
+from ..settings import NAME, PrefixSharing
 from ..tasks.endpoint import EndpointView
 
 
@@ -39,6 +39,10 @@ class Endpoint:
     def adapter_names(self) -> tuple[str, ...]:
         """Those known here (``AdapterNames``): the engine itself, which may be away, is not asked."""
         return self.view.known_adapters()
+
+    def entity_shown_to(self, caller: Caller) -> str:
+        """The served model's name; a URI or path only to who manages, the endpoint's name to others."""
+        return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +74,38 @@ class Endpoints:
 
     def __init__(self, *endpoints: Endpoint) -> None:
         self._by_name: dict[str, Routed] = {}
+        self._caller: Caller | None = None
         self.replace(tuple(Routed(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints))
 
     def replace(self, routed: tuple[Routed, ...]) -> None:
         """Requests that come from now on find these."""
         self._by_name = {one.name: one for one in routed}
+
+    def seen_by(self, caller: Caller) -> Endpoints:
+        """Those that ``caller`` may know of, as they are now; in their errors there is no word of the others."""
+        if caller.endpoints is None:
+            return self
+        seen = Endpoints()
+        seen._by_name = {name: routed for name, routed in self._by_name.items() if caller.may_see(name)}
+        seen._caller = caller
+        return seen
+
+    def adapters_of(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """Those of its adapters that are seen here."""
+        names = endpoint.adapter_names()
+        caller = self._caller
+        if caller is None or caller.manages:
+            return names
+        return tuple(name for name in names if caller.may_use(endpoint.name, name))
+
+    def check_use(self, caller: Caller, endpoint: Endpoint, adapter: str | None) -> None:
+        """Raises ``NotFound`` where ``caller`` may not use ``endpoint`` with ``adapter``: as where there is none."""
+        if caller.may_use(endpoint.name, adapter):
+            return
+        has = ", ".join(name for name in endpoint.adapter_names() if caller.may_use(endpoint.name, name)) or "none"
+        if adapter is None:
+            raise NotFound(f"endpoint {endpoint.name} is there with an adapter only: {has}", param="model")
+        raise NotFound(f"endpoint {endpoint.name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
 
     def __iter__(self) -> Iterator[Endpoint]:
         """One of each endpoint: its first served entity."""
@@ -111,7 +142,7 @@ class Endpoints:
         endpoint = self._named(name, sticky_key, caller) if colon else None
         if endpoint is None:
             raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
-        if adapter not in (names := endpoint.adapter_names()):
+        if adapter not in (names := self.adapters_of(endpoint)):
             has = ", ".join(names) or "none"
             raise NotFound(f"endpoint {name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
         return endpoint, adapter

@@ -16,7 +16,7 @@ import msgspec
 
 from ..dialects.base import Dialect
 from ..errors import Aborted, InternalError, InvalidField, ServingError
-from ..metering.keys import ANONYMOUS, Caller
+from ..metering.caller import ANONYMOUS, Caller
 from ..modes import Target, check_fields
 from ..reply import Done, Piece, Reply
 from ..request import RawEmbedding, RawRequest, ValidRequest
@@ -55,11 +55,17 @@ class Server:
     offload: Offload
     salts: CacheSalts
     keys: Any = None
+    tokens: Any = None
     ledger: Any = None
     tracer: Tracer = tracing.OFF
     store: Any = None
     management: Any = None
     follower: Any = None
+
+    @property
+    def asks_who(self) -> bool:
+        """Whether a request without an API key or token is refused."""
+        return self.keys is not None or self.tokens is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +89,12 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     server.gate.check_open()
     size = len(incoming.body)
     raw = server.offload(size, _decode, incoming)
-    endpoint, raw = _address(server.endpoints, incoming, raw)
+    endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
     exchange.endpoint, exchange.stream = endpoint.name, raw.stream
     raw = with_defaults(raw, endpoint.view)
+    server.endpoints.check_use(incoming.caller, endpoint, raw.adapter)
     exchange.user = raw.user and raw.user[:MAX_USER]
-    exchange.headers[SERVED_HEADER] = quote(endpoint.entity, safe="/:@ ")
+    exchange.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
     with ExitStack() as held:
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
@@ -128,7 +135,10 @@ def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple
     )
     if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
         raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
-    return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter or raw.adapter)
+    adapter = adapter or raw.adapter
+    if adapter is not None:  # before anything says which adapters there are
+        endpoints.check_use(incoming.caller, endpoint, adapter)
+    return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter)
 
 
 def _with_timeout(raw: RawRequest, header: str | None, limit: float) -> RawRequest:

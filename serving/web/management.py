@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import Conflict, NotFound
-from ..metering.keys import Caller
+from ..metering.audit import Actor
+from ..metering.caller import Caller
 from ..modes.endpoints import Endpoints
 from . import metrics, openapi
 from .answer import Answer, json_answer
@@ -20,16 +21,25 @@ GONE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request to the server itself: who, the endpoint of the path, the body's bytes, the values of each parameter."""
+    """A request to the server itself: who, the name and other parts of the path, the body's bytes, the values of each
+    parameter."""
 
     caller: Caller
+    request_id: str = ""
     name: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     query: Mapping[str, list[str]] = field(default_factory=dict)
 
     def object(self) -> dict[str, Any]:
         """The body, a JSON object. Raises ``RequestError``."""
         return read_object(self.body, dict)
+
+    @property
+    def by(self) -> Actor:
+        """For the audit log."""
+        caller = self.caller
+        return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.request_id)
 
 
 def _endpoints(server: Server) -> Endpoints:
@@ -43,20 +53,20 @@ def create(server: Server, asked: Asked) -> Answer:
     endpoints, body = _endpoints(server), asked.object()
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
-    return json_answer(endpoints.create(body, creator=asked.caller.key_id))
+    return json_answer(endpoints.create(body, by=asked.by))
 
 
 def list_all(server: Server, asked: Asked) -> Answer:
-    return json_answer(_endpoints(server).list())
+    return json_answer(_endpoints(server).list(asked.caller))
 
 
 def get(server: Server, asked: Asked) -> Answer:
-    return json_answer(_endpoints(server).get(asked.name))
+    return json_answer(_endpoints(server).get(asked.name, asked.caller))
 
 
 def delete(server: Server, asked: Asked) -> Answer:
     """Answers when this worker has stopped taking requests for it; what runs is finished."""
-    _endpoints(server).delete(asked.name)
+    _endpoints(server).delete(asked.name, by=asked.by)
     until = time.monotonic() + GONE_SECONDS
     while any(endpoint.name == asked.name for endpoint in server.endpoints) and time.monotonic() < until:
         time.sleep(0.02)
@@ -64,23 +74,23 @@ def delete(server: Server, asked: Asked) -> Answer:
 
 
 def update_config(server: Server, asked: Asked) -> Answer:
-    return json_answer(_endpoints(server).update_config(asked.name, asked.object()))
+    return json_answer(_endpoints(server).update_config(asked.name, asked.object(), by=asked.by))
 
 
 def put_rate_limits(server: Server, asked: Asked) -> Answer:
     endpoints, body = _endpoints(server), asked.object()
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
-    return json_answer(endpoints.put_rate_limits(asked.name, body))
+    return json_answer(endpoints.put_rate_limits(asked.name, body, by=asked.by))
 
 
 def patch_tags(server: Server, asked: Asked) -> Answer:
-    return json_answer(_endpoints(server).patch_tags(asked.name, asked.object()))
+    return json_answer(_endpoints(server).patch_tags(asked.name, asked.object(), by=asked.by))
 
 
 def get_openapi(server: Server, asked: Asked) -> Answer:
     """The part of ``/openapi.json`` that is about this endpoint."""
-    _endpoints(server).get(asked.name)
+    _endpoints(server).get(asked.name, asked.caller)
     document = openapi.document()
     path = "/serving-endpoints/{name}/invocations"
     operation = dict(document["paths"][path]["post"])
@@ -89,7 +99,8 @@ def get_openapi(server: Server, asked: Asked) -> Answer:
 
 
 def get_metrics(server: Server, asked: Asked) -> Answer:
-    """The part of ``/metrics`` that is about this endpoint."""
+    """The part of ``/metrics`` that is about this endpoint: every tenant's requests, so it is for who manages."""
+    asked.caller.check_scope("manage")
     _endpoints(server).get(asked.name)
     label = f'endpoint="{asked.name}"'.encode()
     lines = metrics.exposition(server.endpoints).splitlines(keepends=True)

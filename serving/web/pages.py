@@ -10,6 +10,7 @@ from msgspec import structs
 
 from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown
+from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
 from . import metrics, openapi
 from .answer import Answer, json_answer
 from .docs_page import POLICY, page
@@ -20,68 +21,75 @@ from .replicas import BEST_FIRST
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
 
-def _model(endpoint: Endpoint, adapter: str | None = None) -> dict[str, Any]:
+def _model(endpoint: Endpoint, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
     name = endpoint.name if adapter is None else f"{endpoint.name}:{adapter}"
     card = {"id": name, "object": "model", "created": endpoint.created, "owned_by": "mlflow-llm"}
     parent = {} if adapter is None else {"parent": endpoint.name}
-    return {**card, **parent, "root": endpoint.entity, "max_model_len": endpoint.engine.info.max_model_len}
+    root = endpoint.entity_shown_to(caller)
+    return {**card, **parent, "root": root, "max_model_len": endpoint.engine.info.max_model_len}
 
 
-def list_models(server: Server, **_: str) -> Answer:
-    cards = []
-    for endpoint in server.endpoints:
-        cards.append(_model(endpoint))
-        cards.extend(_model(endpoint, adapter) for adapter in endpoint.adapter_names())
+def list_models(server: Server, caller: Caller, **_: str) -> Answer:
+    cards, seen = [], server.endpoints.seen_by(caller)
+    for endpoint in seen:
+        cards.append(_model(endpoint, caller))
+        cards.extend(_model(endpoint, caller, adapter) for adapter in seen.adapters_of(endpoint))
     return json_answer({"object": "list", "data": cards})
 
 
-def get_model(server: Server, *, name: str) -> Answer:
-    endpoint, adapter = server.endpoints.find(name)
-    return json_answer(_model(endpoint, adapter))
+def get_model(server: Server, caller: Caller, *, name: str) -> Answer:
+    endpoint, adapter = server.endpoints.seen_by(caller).find(name)
+    return json_answer(_model(endpoint, caller, adapter))
 
 
-def _entry(endpoint: Endpoint) -> dict[str, Any]:
+def _entry(endpoint: Endpoint, caller: Caller) -> dict[str, Any]:
     """One endpoint as MLflow's deployments server describes it; ``limit`` must be there, null is fine."""
     return {
         "name": endpoint.name,
         "endpoint_type": TASK_TYPES[endpoint.tasks[0]],
-        "model": {"name": endpoint.entity, "provider": "mlflow-llm"},
+        "model": {"name": endpoint.entity_shown_to(caller), "provider": "mlflow-llm"},
         "endpoint_url": f"/endpoints/{endpoint.name}/invocations",
         "limit": None,
     }
 
 
-def list_endpoints(server: Server, **_: str) -> Answer:
-    return json_answer({"endpoints": [_entry(e) for e in server.endpoints], "next_page_token": None})
+def list_endpoints(server: Server, caller: Caller, **_: str) -> Answer:
+    seen = server.endpoints.seen_by(caller)
+    return json_answer({"endpoints": [_entry(one, caller) for one in seen], "next_page_token": None})
 
 
-def get_endpoint(server: Server, *, name: str) -> Answer:
-    endpoint, adapter = server.endpoints.find(name)
+def get_endpoint(server: Server, caller: Caller, *, name: str) -> Answer:
+    endpoint, adapter = server.endpoints.seen_by(caller).find(name)
     if adapter is not None:
         raise NotFound(f"{name[:80]!r} is an adapter, not an endpoint", param="name")
-    return json_answer(_entry(endpoint))
+    return json_answer(_entry(endpoint, caller))
 
 
-def databricks_config(server: Server, **_: str) -> Answer:
+def databricks_config(server: Server, caller: Caller, **_: str) -> Answer:
     return json_answer({})
 
 
-def ping(server: Server, **_: str) -> Answer:
+def ping(server: Server, caller: Caller, **_: str) -> Answer:
     return Answer(body=b"\n", content_type="text/plain")
 
 
-def version(server: Server, **_: str) -> Answer:
+def version(server: Server, caller: Caller, **_: str) -> Answer:
     return Answer(body=installed_version("mlflow").encode(), content_type="text/plain")
 
 
-def health(server: Server, **_: str) -> Answer:
-    """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise."""
+def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
+    """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise.
+
+    Who shows no key to a server that asks for one sees the status alone.
+    """
     found: dict[str, dict[str, Endpoint]] = {}
     for endpoint in server.endpoints.entities():
         found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
     told = {name: _progress_of_all(entities) for name, entities in found.items()}
     well = all(state["status"] == "ready" for state in told.values())
-    return json_answer({"status": "OK" if well else "UNHEALTHY", "endpoints": told}, status=200 if well else 503)
+    seen = {name: state for name, state in told.items() if caller.may_see(name)}
+    body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
+    return json_answer(body, status=200 if well else 503)
 
 
 def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
@@ -111,22 +119,22 @@ def _progress(health: Health) -> dict[str, Any]:
     }
 
 
-def ready(server: Server, **_: str) -> Answer:
+def ready(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
     """A worker takes requests only after each of its engines has generated a token, so being asked is proof of that."""
     if server.gate.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
-    return health(server)
+    return health(server, caller)
 
 
-def metrics_page(server: Server, **_: str) -> Answer:
+def metrics_page(server: Server, caller: Caller, **_: str) -> Answer:
     return Answer(body=metrics.exposition(server.endpoints), content_type=metrics.CONTENT_TYPE)
 
 
-def openapi_document(server: Server, **_: str) -> Answer:
+def openapi_document(server: Server, caller: Caller, **_: str) -> Answer:
     return json_answer(openapi.document())
 
 
-def docs(server: Server, **_: str) -> Answer:
+def docs(server: Server, caller: Caller, **_: str) -> Answer:
     body, headers = page(openapi.document()).encode(), {"Content-Security-Policy": POLICY}
     return Answer(body=body, content_type="text/html; charset=utf-8", headers=headers)
 

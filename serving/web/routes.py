@@ -49,7 +49,7 @@ def _invoke(path: str, dialect: DialectName, task: Task | None, summary: str) ->
 
 
 def _page(path: str, dialect: DialectName, handler: str, summary: str, *, open: bool = False) -> Route:
-    return Route(path=path, methods=("GET",), dialect=dialect, handler=handler, summary=summary, open=open)
+    return Route(path=path, methods=("GET",), dialect=dialect, handler=handler, summary=summary, open=open, scope=None)
 
 
 ROUTES: tuple[Route, ...] = (

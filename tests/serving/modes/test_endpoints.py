@@ -15,7 +15,7 @@ from databricks.sdk.service.serving import (
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
-from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
+from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
 from mlflow_llm.serving.modes.config_body import config_body
 from mlflow_llm.serving.modes.endpoint_config import EndpointConfig, Route
 from mlflow_llm.serving.modes.endpoints import Endpoints
@@ -69,7 +69,9 @@ FAILED = EndpointStateConfigUpdate.UPDATE_FAILED
 
 def test_an_endpoint_is_created_and_becomes_ready(endpoints):
     """Not ready and in progress, then ready; the SDK's types read every answer."""
-    assert state_of(endpoints.create(body(tags=[{"key": "team", "value": "a"}]), creator="ann")) == (NOT_READY, BUSY)
+    assert state_of(
+        endpoints.create(body(tags=[{"key": "team", "value": "a"}]), by=Actor(name="ann", via="python"))
+    ) == (NOT_READY, BUSY)
     with pytest.raises(NotFound, match="not ready"):
         endpoints.active("chat")
     (row,) = endpoints.rows()

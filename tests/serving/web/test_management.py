@@ -141,7 +141,7 @@ def test_rate_limits_are_the_ledgers(managed, make, store: Store, tmp_path: Path
 
 
 def test_changes_need_the_scope_manage(managed, store: Store) -> None:
-    """Any key may look, one that may manage may change, and nobody without a key may do either."""
+    """Any key may look, one that may manage may change and see all, and nobody without a key may do either."""
     keys = Keys(store)
     client = managed(keys=keys)
     headers = {
@@ -154,6 +154,8 @@ def test_changes_need_the_scope_manage(managed, store: Store) -> None:
     assert made.json["creator"].startswith("key_")
     for scope in headers:
         assert client.get(f"{API}/chat", headers=headers[scope]).status_code == 200
+        seen = client.get(f"{API}/chat/metrics", headers=headers[scope]).status_code
+        assert seen == (200 if scope == "manage" else 403)
     assert client.delete(f"{API}/chat", headers=headers["invoke"]).status_code == 403
 
 

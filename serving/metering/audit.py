@@ -1,0 +1,132 @@
+"""The audit log: who changed what of endpoints, keys, limits and prices, in the transaction that changed it.
+
+The database itself refuses to change or delete its rows (triggers, see the migration). Secrets and their hashes are
+never in it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import time
+from typing import Any, Literal
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from ..errors import InvalidField
+from .store import Store
+from .tables import audit
+
+MAX_PAGE = 1000
+MAX_ID = 2**63 - 1
+ACTIONS = (
+    "endpoint.create",
+    "endpoint.update_config",
+    "endpoint.rate_limits",
+    "endpoint.tags",
+    "endpoint.delete",
+    "key.create",
+    "key.update",
+    "key.rotate",
+    "key.revoke",
+    "limit.set",
+    "limit.delete",
+    "price.set",
+    "price.delete",
+    "currency.set",
+)
+Via = Literal["http", "command", "python"]
+
+
+class Actor(Struct, frozen=True, kw_only=True):
+    """Who makes a change: the id of a key or token, or a user of the machine; ``request_id`` of a change by HTTP."""
+
+    name: str
+    via: Via
+    tenant: str | None = None
+    request_id: str | None = None
+
+
+class AuditEntry(Struct, frozen=True, kw_only=True):
+    """``before`` and ``after`` are what the change was about, None where there was or is nothing."""
+
+    id: int
+    at_ms: int
+    actor: str
+    tenant: str | None
+    via: str
+    request_id: str | None
+    action: str
+    target: str
+    before: Any
+    after: Any
+
+
+class AuditFilter(Struct, frozen=True, kw_only=True):
+    """Entries of [start_ms, end_ms) that match what is given."""
+
+    start_ms: int = 0
+    end_ms: int | None = None
+    actor: str | None = None
+    action: str | None = None
+    target: str | None = None
+
+
+def here(via: Via = "python") -> Actor:
+    """The user of this process."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        name = "unknown"
+    return Actor(name=name[:128], via=via)
+
+
+def record(
+    connection: sa.Connection, by: Actor | None, action: str, target: str, *, before: Any = None, after: Any = None
+) -> None:
+    """Add an entry, in the transaction of the change. ``by`` None is this process's user."""
+    assert action in ACTIONS, action
+    by = by or here()
+    row = {"at_ms": int(time.time() * 1000), "actor": by.name, "tenant": by.tenant, "via": by.via}
+    row |= {"request_id": by.request_id, "action": action, "target": target}
+    connection.execute(sa.insert(audit).values(**row, before=_encoded(before), after=_encoded(after)))
+
+
+def _encoded(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(value, order="sorted").decode()
+
+
+class Audit:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def page(
+        self, what: AuditFilter, *, limit: int = 100, cursor: str | None = None
+    ) -> tuple[tuple[AuditEntry, ...], str | None]:
+        """The newest first, and the cursor of the next page. Raises ``InvalidField``."""
+        query = sa.select(audit).where(audit.c.at_ms >= what.start_ms)
+        if what.end_ms is not None:
+            query = query.where(audit.c.at_ms < what.end_ms)
+        for name in ("actor", "action", "target"):
+            if getattr(what, name) is not None:
+                query = query.where(audit.c[name] == getattr(what, name))
+        if cursor is not None:
+            query = query.where(audit.c.id < _from_cursor(cursor))
+        query = query.order_by(audit.c.id.desc()).limit(limit + 1)
+        rows = self._store.read(lambda connection: connection.execute(query).all())
+        entries = tuple(_entry(row) for row in rows[:limit])
+        return entries, str(entries[-1].id) if len(rows) > limit else None
+
+
+def _from_cursor(cursor: str) -> int:
+    if not (cursor.isascii() and cursor.isdigit()) or len(cursor) > 19 or int(cursor) > MAX_ID:
+        raise InvalidField("cursor", cursor, "a next_cursor of an earlier page")
+    return int(cursor)
+
+
+def _entry(row: sa.Row) -> AuditEntry:
+    fields = dict(row._mapping)
+    for name in ("before", "after"):
+        fields[name] = None if fields[name] is None else msgspec.json.decode(fields[name])
+    return AuditEntry(**fields)

@@ -1,0 +1,69 @@
+"""Who makes a request, and what that one may see and do.
+
+========  ==========================================================================================================
+scope     may
+========  ==========================================================================================================
+invoke    run requests at the endpoints of its list, see those by name, see what it used itself
+usage     see its tenant's usage, and the endpoints of its list by name and state
+manage    change and see everything: endpoints, keys, limits, prices, every tenant's usage, the audit log
+========  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+from ..errors import PermissionDenied
+
+SCOPES = ("invoke", "manage", "usage")
+PermissionLevel: TypeAlias = Literal["CAN_MANAGE", "CAN_QUERY", "CAN_VIEW"]
+
+
+class Caller(Struct, frozen=True, kw_only=True):
+    """The authenticated caller of a request: an API key, or the subject of a token.
+
+    ``endpoints`` are those it may use, ``"chat"`` with all adapters or ``"chat:legal"`` with that one alone; None is
+    all of them.
+    """
+
+    key_id: str
+    tenant: str
+    scopes: tuple[str, ...] = SCOPES
+    endpoints: tuple[str, ...] | None = None
+
+    @property
+    def manages(self) -> bool:
+        return "manage" in self.scopes
+
+    @property
+    def permission_level(self) -> PermissionLevel:
+        """As Databricks names what the caller may do with an endpoint that it sees."""
+        if self.manages:
+            return "CAN_MANAGE"
+        return "CAN_QUERY" if "invoke" in self.scopes else "CAN_VIEW"
+
+    def may_see(self, endpoint: str) -> bool:
+        """Whether it may know of ``endpoint``: it uses it, or one of its adapters, or manages all."""
+        if self.manages or self.endpoints is None:
+            return True
+        return any(entry.partition(":")[0] == endpoint for entry in self.endpoints)
+
+    def may_use(self, endpoint: str, adapter: str | None) -> bool:
+        """``adapter`` None is the model itself."""
+        if self.endpoints is None or endpoint in self.endpoints:
+            return True
+        return adapter is not None and f"{endpoint}:{adapter}" in self.endpoints
+
+    def check_scope(self, scope: str | None) -> None:
+        """None asks for nothing. Raises ``PermissionDenied``."""
+        if scope is not None and scope not in self.scopes:
+            raise PermissionDenied(f"the caller lacks the scope {scope!r}")
+
+
+ANONYMOUS = Caller(key_id="anonymous", tenant="default")
+"""The caller where a server asks nobody who they are; metered like any other."""
+
+UNKNOWN = Caller(key_id="unknown", tenant="", scopes=(), endpoints=())
+"""Who asks for what is open to all, at a server that asks for keys, and shows none."""
