@@ -23,7 +23,7 @@ def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
         rows = [_said(row) for row in inputs.to_dict(orient="records")]
         if rows and all(isinstance(row.get("messages"), dict) for row in rows):
             return [_joined(rows)], True
-        return rows, len(rows) == 1
+        return rows, False
     if isinstance(inputs, list) and all(isinstance(row, dict) for row in inputs):
         return [_body(row) for row in inputs], False
     raise MlflowException.invalid_parameter_value(

@@ -223,7 +223,8 @@ def walk(root: type[ServingError] = ServingError) -> list[type[ServingError]]:
     """``root`` and every class below it, parents first."""
     found = [root]
     for child in root.__subclasses__():
-        found.extend(walk(child))
+        if child.__module__ == root.__module__:  # not the flavor's, which are MLflow's too
+            found.extend(walk(child))
     return found
 
 

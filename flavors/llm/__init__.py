@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import errors
 from .failures import FLAVOR_NAME
 from .requirements import get_default_conda_env, get_default_pip_requirements
 from .resolve import _load_pyfunc, load_bundle, load_model
@@ -10,6 +11,7 @@ from .save import log_model, save_model
 __all__ = [
     "FLAVOR_NAME",
     "_load_pyfunc",
+    "errors",
     "get_default_conda_env",
     "get_default_pip_requirements",
     "load_bundle",

@@ -1,30 +1,37 @@
-"""How a ``PackagingError`` reaches a caller of MLflow: as an ``MlflowException`` with one short message."""
+"""How errors reach a caller of MLflow: as an ``MlflowException`` with one short message."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
-
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, ServingError
+from . import errors
 
 FLAVOR_NAME = "llm"
+LOADER_MODULE = "mlflow_llm.flavors.llm"
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """A ``ServingError`` or ``PackagingError`` inside becomes the one of ``errors``, which is MLflow's too."""
+    try:
+        yield
+    except (ServingError, PackagingError) as error:
+        raise errors.public(error) from None
+
+
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise ``MlflowException`` (INVALID_PARAMETER_VALUE, status 400) for a ``PackagingError`` in ``function``."""
+    """Decorates what a caller calls: ``told``."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with told():
             return function(*args, **kwargs)
-        except PackagingError as error:
-            raise MlflowException(str(error), error_code=INVALID_PARAMETER_VALUE) from None
 
     return wrapped

@@ -1,81 +1,104 @@
-"""What MLflow hands to ``predict``, turned back into requests.
+"""What callers hand to ``predict``, as requests.
 
-With the lossless signature MLflow makes a DataFrame of everything (``mlflow.models.utils._enforce_schema``):
+==================================================  ===================================================
+given                                               is
+==================================================  ===================================================
+a dict, a text                                      one request, answered with one object
+a list, tuple, array or Series of dicts or texts    a request an entry, answered with a list, also of one
+a DataFrame with request fields for columns         a request a row; a null of pandas' says nothing
+a DataFrame of one other column that holds texts    a request a row
+==================================================  ===================================================
 
-==========================================  ==================================================================
-given                                       arrives as
-==========================================  ==================================================================
-a dict, ``inputs`` an object, an LLM body   one row; absent fields are no columns, null is None, NaN stays NaN
-a list of dicts, ``dataframe_*``            a row a request; absent fields are NaN, their integers become floats
-``instances``                               one row, in each cell a numpy array over all requests
-a string, a list of strings                 no rows and no columns: nothing of it was in the signature
-==========================================  ==================================================================
-
-A dict and a list of one dict arrive alike, so one row in is one object out.
+A text is what the model's first task makes of it: a chat with one message of the user, a prompt, or an input.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ...serving.errors import InvalidField, RequestError
+from ...serving.dialects.fields import nearest, unknown_field
+from ...serving.errors import InvalidField
+from ...serving.request import Task
+from .signature import request_fields
 
 MAX_DEPTH = 128  # more than any field may have: that field is then refused by its own name
-FORMS = "an object with messages, prompt or input; a list of them; or a DataFrame with a row for each"
+FORMS = "an object with messages, prompt or input; a text; a list of either; or a DataFrame with a row for each"
+SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
-def requests_of(model_input: Any) -> tuple[list[dict[str, Any]], bool]:
+def requests_of(model_input: Any, task: Task) -> tuple[list[dict[str, Any]], bool]:
     """``(requests, single)``: plain dicts in order, and whether one object is to be answered with one object.
 
-    Raises ``RequestError`` for anything else.
+    ``task`` is the model's first. Raises ``InvalidField`` for anything else, and for a column that is no field.
     """
-    if isinstance(model_input, dict):
-        return [_plain(model_input)], True
-    if isinstance(model_input, pd.DataFrame):
-        return _of_frame(model_input)
-    if isinstance(model_input, list | tuple):
-        for row, entry in enumerate(model_input):
-            if not isinstance(entry, dict):
-                raise InvalidField(f"row {row}", entry, "an object with messages, prompt or input")
-        return [_plain(entry) for entry in model_input], False
-    raise InvalidField("body", model_input, FORMS)
+    given = model_input.item() if isinstance(model_input, np.ndarray) and model_input.ndim == 0 else model_input
+    if isinstance(given, str | Mapping):
+        return [_request(given, task, "body")], True
+    if isinstance(given, pd.DataFrame):
+        return _of_frame(given, task), False
+    if isinstance(given, pd.Series | np.ndarray):
+        given = given.tolist()
+    if isinstance(given, list | tuple):
+        return [_request(entry, task, f"row {row}") for row, entry in enumerate(given)], False
+    raise InvalidField("body", model_input, SPARK if type(given).__module__.startswith("pyspark.") else FORMS)
 
 
-def _of_frame(frame: pd.DataFrame) -> tuple[list[dict[str, Any]], bool]:
-    if not len(frame.columns):
-        raise RequestError(f"body: no field of a request found; expected {FORMS}")
-    records = [dict(zip(map(str, frame.columns), row, strict=True)) for row in frame.itertuples(index=False, name=None)]
-    if len(records) == 1:
-        return _one_row(records[0])
-    return [_plain({k: v for k, v in record.items() if not _is_missing(v)}) for record in records], False
+def _request(given: Any, task: Task, where: str) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        found: dict[str, Any] = _plain(dict(given))
+        return found
+    if isinstance(given, str):
+        return of_text(given, task)
+    raise InvalidField(
+        where, given, FORMS if where == "body" else "a text, or an object with messages, prompt or input"
+    )
 
 
-def _one_row(record: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """A single row holds what its caller gave: a NaN in it is no gap, it is kept and refused where it is read."""
-    if not _is_instances(record):
-        return [_plain({k: v for k, v in record.items() if v is not pd.NA and v is not pd.NaT})], True
-    columns = {name: _plain(cells) for name, cells in record.items()}
-    count = len(next(iter(columns.values())))
-    return [{name: cells[row] for name, cells in columns.items()} for row in range(count)], False
+def of_text(text: str | None, task: Task) -> dict[str, Any]:
+    """The request that a bare text is. A null is passed on, and refused by its field's name."""
+    if task == "chat":
+        return {"messages": text if text is None else [{"role": "user", "content": text}]}
+    return {"prompt" if task == "completions" else "input": text}
 
 
-def _is_instances(record: dict[str, Any]) -> bool:
-    """Whether each cell is an array over requests. A Parquet file also has arrays for lists, but not in all cells:
-    a conversation there is an array of messages, not of conversations."""
-    cells = list(record.values())
-    if not all(isinstance(cell, np.ndarray) and cell.ndim > 0 for cell in cells):
+def _of_frame(frame: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
+    columns = list(frame.columns)
+    if len(columns) == 1 and _holds_texts(frame.iloc[:, 0], columns[0]):
+        return [of_text(None if _is_missing(cell) else cell, task) for cell in frame.iloc[:, 0]]
+    _check(columns, frame)
+    rows = (dict(zip(columns, row, strict=True)) for row in frame.itertuples(index=False, name=None))
+    return [_plain({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
+
+
+def _holds_texts(column: pd.Series, name: Hashable) -> bool:
+    """Whether a frame's only column holds texts, under a name of the caller's own and not a misspelt field's."""
+    known = request_fields()
+    if name in known or (isinstance(name, str) and nearest(name, known) is not None):
         return False
-    if len({len(cell) for cell in cells}) != 1 or not len(cells[0]):
-        return False
-    messages = record.get("messages")
-    return messages is None or messages.ndim > 1 or isinstance(messages[0], list | np.ndarray)
+    return all(isinstance(cell, str) or _is_missing(cell) for cell in column)
+
+
+def _check(columns: list[Any], frame: pd.DataFrame) -> None:
+    """Raises ``InvalidField`` for a column that is no field, or is there twice."""
+    known = request_fields()
+    for place, name in enumerate(columns):
+        if name not in known:
+            raise unknown_field(name, _plain(frame.iloc[0, place]) if len(frame) else None, known)
+        if name in columns[:place]:
+            raise InvalidField(str(name), "a second column", "one column of a name")
 
 
 def _is_missing(value: Any) -> bool:
-    return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value)
+    return (
+        value is None
+        or value is pd.NA
+        or value is pd.NaT
+        or (isinstance(value, float | np.floating) and bool(value != value))
+    )
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -85,9 +108,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {key: _plain(entry, depth + 1) for key, entry in value.items()}
     if isinstance(value, np.ndarray):
-        return [_plain(entry, depth + 1) for entry in value.tolist()]
+        return _plain(value.tolist(), depth)
     if isinstance(value, list | tuple):
         return [_plain(entry, depth + 1) for entry in value]
     if isinstance(value, np.generic):
         return value.item()
-    return value
+    return None if value is pd.NA or value is pd.NaT else value

@@ -15,6 +15,7 @@ from ...serving.errors import InvalidField
 from ...serving.reply import Choice, Delta, Done, Ended, Reply, Usage
 from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
+from .failures import public, told
 from .session import Session
 
 Messages = str | Sequence[Mapping[str, Any]]
@@ -61,14 +62,15 @@ class TextStream:
         self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        for piece in self._pieces:
-            if isinstance(piece, Done):
-                self.usage = piece.usage
-            elif isinstance(piece, Ended):
-                self.finish_reason = piece.finish_reason
-            elif isinstance(piece, Delta) and piece.text:
-                self.text += piece.text
-                yield piece.text
+        with told():
+            for piece in self._pieces:
+                if isinstance(piece, Done):
+                    self.usage = piece.usage
+                elif isinstance(piece, Ended):
+                    self.finish_reason = piece.finish_reason
+                elif isinstance(piece, Delta) and piece.text:
+                    self.text += piece.text
+                    yield piece.text
 
     def close(self) -> None:
         self._pieces.close()
@@ -86,8 +88,9 @@ class TextStream:
 class LanguageModel:
     """A loaded model; use it in a ``with``, or ``close`` it: its engine process ends with its last user.
 
-    Methods take any request field by its name (``max_tokens=64, temperature=0``) and raise a ``ServingError`` that
-    names field, value and what is allowed. Threads may share one object: their requests run in one batch.
+    Methods take any request field by its name (``max_tokens=64, temperature=0``) and raise an ``InvalidField`` that
+    names field, value and what is allowed; all errors are ``MlflowException`` (``errors``). Threads may share one
+    object: their requests run in one batch.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
@@ -117,7 +120,7 @@ class LanguageModel:
         self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | TextStream:
         """Answer a conversation, or one user's text. ``stream=True`` gives a ``TextStream``."""
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self._generate({"messages": turns, "adapter": adapter, **fields}, stream)
 
     @overload
@@ -134,6 +137,7 @@ class LanguageModel:
         """Continue a text; several prompts give one ``Answer`` with a choice for each."""
         return self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
+    @public
     def embed(
         self,
         texts: str | list[str],
@@ -166,6 +170,7 @@ class LanguageModel:
         adapters = f", adapters {', '.join(self.adapters)}" if self.adapters else ""
         return f"LanguageModel({', '.join(bundle.tasks)}{adapters}, {bundle.content_hash[:12]})"
 
+    @public
     def _generate(self, body: dict[str, Any], stream: bool) -> Answer | TextStream:
         request = self._session.valid(body, stream=stream)
         if stream:
@@ -179,7 +184,7 @@ class LanguageModel:
         """In the order of the texts: the engine computes them in another."""
         early: dict[int, bytes] = {}
         following = 0
-        with self._session.pieces(request) as pieces:
+        with told(), self._session.pieces(request) as pieces:
             for piece in pieces:
                 if not isinstance(piece, Done):
                     early[piece.index] = piece.data

@@ -10,45 +10,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import ErrorCode
-
 from ...serving.bundle import Bundle
-from ...serving.dialects import DIALECTS
+from ...serving.dialects.fields import unknown_field
 from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError
 from ...serving.settings import EngineSettings
-from . import scoring_server
+from . import errors, scoring_server
+from .enforcement import Given
 from .frames import requests_of
 from .session import Session
+from .signature import request_fields
 
 logger = logging.getLogger(__name__)
 
+CONTENT = ("messages", "prompt", "input")  # of which each row has its own
 PROGRESS_FROM = 9  # rows: fewer are answered before anybody wonders
 PROGRESS = "MLFLOW_LLM_PROGRESS"
-
-
-class PredictError(MlflowException):
-    """An error with the code and HTTP status of its ``ServingError``.
-
-    ``message`` cannot be changed: MLflow's scoring server would put the whole input in front of it, prompts and all.
-    """
-
-    def __init__(self, error: ServingError) -> None:
-        self.status = error.status
-        self._short = error.message
-        code = DIALECTS["mlflow"].error(error).body["error_code"]
-        super().__init__(error.message, error_code=ErrorCode.Value(code))
-
-    @property
-    def message(self) -> str:
-        return self._short
-
-    @message.setter
-    def message(self, value: str) -> None:
-        pass
-
-    def get_http_status_code(self) -> int:
-        return self.status
 
 
 class PyfuncModel:
@@ -62,7 +38,6 @@ class PyfuncModel:
         self.session = Session(bundle, settings, defaults)
         if scoring_server.is_scoring_server():
             scoring_server.admit(settings.max_num_seqs)
-            scoring_server.keep_requests_whole()
             with _told():
                 self.session.connect()
 
@@ -70,20 +45,20 @@ class PyfuncModel:
         """Answer one request or many.
 
         Args:
-            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``), a list of them, or a
-                DataFrame with a row for each.
-            params: request fields for all rows, used where a row says nothing of a field itself. MLflow passes on those
-                that the signature lists, which are all that have one plain value (``stop`` goes into the request).
+            model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of them;
+                or a DataFrame with a row for each (``frames``).
+            params: request fields for all rows, used where a row says nothing of a field itself.
 
         Returns:
-            One reply object for one request (also for one row: MLflow hands both over alike), else a list in order.
+            One reply object for one request or text; for a list or a DataFrame, also of one row, a list in order.
             Many rows show a progress bar on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
 
         Raises:
             MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named.
         """
         with _told():
-            bodies, single = requests_of(model_input)
+            bodies, single = self._requests(model_input)
+            _check_params(params)
             rows = [_with_params(body, params) for body in bodies]
             if single:
                 request = self.session.valid(_unstreamed(rows[0]))
@@ -109,14 +84,28 @@ class PyfuncModel:
         Closing the iterator aborts the request. Raises ``MlflowException``.
         """
         with _told():
-            bodies, _ = requests_of(model_input)
+            bodies, _ = self._requests(model_input)
+            _check_params(params)
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
             request = self.session.valid(_with_params(bodies[0], params), stream=True)
             yield from self.session.chunks(request)
 
+    def _requests(self, model_input: Any) -> tuple[list[dict[str, Any]], bool]:
+        given = model_input.data if isinstance(model_input, Given) else model_input
+        return requests_of(given, self.session.bundle.tasks[0])
+
     def close(self) -> None:
         self.session.close()
+
+
+def _check_params(params: Any) -> None:
+    if params is not None and not isinstance(params, dict):
+        raise InvalidField("params", params, "an object of request fields")
+    known = request_fields()
+    for name, value in (params or {}).items():
+        if name not in known or name in CONTENT:
+            raise unknown_field(name, value, [field for field in known if field not in CONTENT], "params.")
 
 
 def _with_params(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
@@ -142,13 +131,13 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ServingError as error:
-        raise PredictError(error) from None
+        raise errors.public(error) from None
     except PackagingError as error:
-        raise PredictError(InternalError(str(error))) from None
+        raise errors.public(InternalError(str(error))) from None
     except Exception:
         mark = uuid.uuid4().hex[:12]
         logger.exception("predict failed (%s)", mark)
-        raise PredictError(InternalError(f"internal error {mark}; the log of the server has the details")) from None
+        raise errors.public(InternalError(f"internal error {mark}; the log of the server has the details")) from None
 
 
 def _shows_progress(rows: int) -> bool:

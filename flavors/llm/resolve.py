@@ -77,8 +77,10 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> 
 @public
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
     """What ``mlflow.pyfunc.load_model`` calls; ``path`` is the model's root."""
+    from . import enforcement
     from .pyfunc import PyfuncModel
 
+    enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
     return PyfuncModel(bundle, config.settings, config.defaults)

@@ -18,13 +18,11 @@ from mlflow.utils.model_utils import _validate_and_copy_code_paths
 from ...serving.errors import PackagingError
 from . import model_config as configs
 from .bundle_writer import Parts, write_bundle
-from .failures import FLAVOR_NAME, public
+from .failures import FLAVOR_NAME, LOADER_MODULE, public
 from .manifest import FORMAT_VERSION, Manifest
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, write_environment
 from .signature import default_example, lossless_signature
 from .templates import Templates
-
-LOADER_MODULE = "mlflow_llm.flavors.llm"
 
 
 @public

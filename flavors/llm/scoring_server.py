@@ -1,5 +1,5 @@
 """MLflow's scoring server, as far as it must be known: whether we run in it, how many callers it lets in at once, and
-what it makes of a request. MLflow's private names of the server are used here alone.
+what it makes of a body. MLflow's private names of the server are used here (and replaced in ``enforcement``) alone.
 
 It answers each request in the event loop's default executor, which asyncio makes at the first request with the number
 of cores and four more threads: on two cores six callers enter ``predict`` and the others wait while the engine has
@@ -9,24 +9,29 @@ room. The loop does not run yet when the model is loaded, and neither MLflow nor
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
+from collections.abc import Callable
 from typing import Any
 
-from mlflow.pyfunc import scoring_server
+import pandas as pd
+from mlflow.pyfunc import FLAVOR_NAME as PYFUNC
+from mlflow.pyfunc import MAIN, scoring_server
+
+from ...serving.dialects.fields import unknown_field
+from ...serving.dialects.tables import DATABRICKS_WITHOUT_MEANING
+from ...serving.errors import InvalidField, RequestError
+from .failures import LOADER_MODULE, public
+from .signature import is_lossless
+
+FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
+LLM_FORM = ("messages", "prompt", "input")  # a body with one of them is a request itself
+BESIDE = ("params", *(field.name for field in DATABRICKS_WITHOUT_MEANING))
 
 
 def is_scoring_server() -> bool:
     """Whether this process is a worker of ``mlflow models serve``."""
     return scoring_server._SERVER_MODEL_PATH in os.environ
-
-
-def keep_requests_whole() -> None:
-    """Leave the fields of a request in OpenAI's form in the request, in this process.
-
-    The server would move those that the signature lists as ``params`` out of it and hold them to MLflow's types: its
-    refusals repeat the whole prompt, ours name the field.
-    """
-    scoring_server._split_data_and_params_for_llm_input = lambda request, params_schema: (request, {})
 
 
 def admit(callers: int) -> None:
@@ -43,3 +48,69 @@ def admit(callers: int) -> None:
             super().__init__(max_workers, thread_name_prefix, *rest)
 
     concurrent.futures.ThreadPoolExecutor = Executor  # type: ignore[misc, assignment]
+
+
+def parsing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_parse_json_data`` that leaves a body of ours whole.
+
+    MLflow's moves fields that the signature lists as ``params`` out of the request and holds them to its types (its
+    refusals repeat the whole prompt), casts rows by the signature, and drops what stands beside ``inputs``.
+    """
+
+    def parse(data: Any, metadata: Any, input_schema: Any) -> Any:
+        loader = metadata.flavors.get(PYFUNC, {}).get(MAIN)
+        if loader != LOADER_MODULE or not is_lossless(metadata.get_input_schema()):
+            return plain(data, metadata, input_schema)
+        rows, params, whole = read_body(data)
+        return scoring_server.ParsedJsonInput(rows, params, whole)
+
+    return parse
+
+
+def parsing_csv(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``parse_csv_input`` that reads numbers as numbers: by the signature all columns would be texts."""
+
+    def parse(csv_input: Any, schema: Any = None) -> Any:
+        return plain(csv_input, None if is_lossless(schema) else schema)
+
+    return parse
+
+
+@public
+def read_body(data: Any) -> tuple[Any, dict[str, Any] | None, bool]:
+    """``(input, params, whether it is a request in OpenAI's form)`` of a JSON body. Raises ``RequestError``."""
+    body = _decoded(data)
+    if any(name in body for name in LLM_FORM):
+        return body, None, True
+    forms = [name for name in body if name in FORMS]
+    if len(forms) != 1:
+        raise InvalidField("body", sorted(body)[:8], f"exactly one of {', '.join((*LLM_FORM, *FORMS))}")
+    for name in body:
+        if name not in (*FORMS, *BESIDE):
+            raise unknown_field(name, body[name], (*FORMS, "params"))
+    rows = body[forms[0]]
+    return _split(rows) if forms == ["dataframe_split"] else rows, body.get("params"), False
+
+
+def _decoded(data: Any) -> dict[str, Any]:
+    try:
+        body = data if isinstance(data, dict) else json.loads(data)
+    except RecursionError:
+        raise RequestError("body: objects and lists lie in each other too deeply") from None
+    except ValueError as error:
+        where = f" at character {error.pos}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ": no UTF-8"
+        raise RequestError(f"body: it is no JSON{where}") from None
+    if not isinstance(body, dict):
+        raise InvalidField("body", body, "a JSON object")
+    return body
+
+
+def _split(value: Any) -> pd.DataFrame:
+    """``{"columns": […], "data": [[…], …]}``, as pandas writes it."""
+    allowed = "an object of columns and data, a row a list with a value for each column"
+    if not isinstance(value, dict) or not {"columns", "data"} <= value.keys() <= {"columns", "data", "index"}:
+        raise InvalidField("dataframe_split", value, allowed)
+    try:
+        return pd.DataFrame(value["data"], columns=value["columns"], dtype=object)
+    except (ValueError, TypeError, AssertionError):
+        raise InvalidField("dataframe_split", value, allowed) from None

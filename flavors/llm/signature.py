@@ -1,11 +1,12 @@
-"""The signature and the examples of a model. Lossless: MLflow passes every request field on as it came.
+"""The signature and the examples of a model. Lossless: it lists every request field as it is, of any type.
 
-MLflow drops a key that the signature does not list, and converts one that it lists with a type. So every field of
-every task is a column of any type, none required. One further column of type array is never sent: MLflow wraps a
-single request into one row only where some column is an array (``mlflow.models.utils._enforce_schema``).
+Registries and pages show it, Unity Catalog asks for it. Input is not held to it (``enforcement``), but where some other
+program does so nothing known is lost: MLflow drops a key that the signature does not list, and converts one that it
+lists with a type. So every field of every task is a column of any type, none required. One further column of type array
+is never sent: MLflow wraps a single request into one row only where some column is an array
+(``mlflow.models.utils._enforce_schema``).
 
-MLflow hands ``params=`` over only where the signature lists them, each with one type: those are the fields whose value
-is one number, word or flag. ``stop`` (a string or a list) and what has parts belong into the request.
+``params`` have one type each in a signature: listed are the fields whose value is one number, word or flag.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def params_schema() -> ParamSchema:
                 kinds.setdefault(name, set()).add(str(field.read.schema.get("type")))
     one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
     return ParamSchema([ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None])
+
+
+def is_lossless(schema: Schema | None) -> bool:
+    """Whether ``schema`` is the input of a lossless signature, of this release or another."""
+    return schema is not None and bool(schema.has_input_names()) and ROW_MARKER in schema.input_names()
 
 
 def lossless_signature() -> ModelSignature:

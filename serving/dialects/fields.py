@@ -75,9 +75,14 @@ class Table:
 def unknown_field(name: Any, value: Any, known: Mapping[str, Any] | Sequence[str], parent: str = "") -> InvalidField:
     """The error for a field nobody knows, with the nearest known name."""
     shown_name = str(name)[:64]
-    near = difflib.get_close_matches(shown_name, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(shown_name, known)
+    hint = f"; did you mean {near!r}?" if near else ""
     return InvalidField(parent + shown_name, value, f"no such field{hint}")
+
+
+def nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
+    """The known name that ``name`` may be a misspelling of."""
+    return next(iter(difflib.get_close_matches(name[:64], list(known), n=1)), None)
 
 
 def task_of(body: Any, task: str | None) -> str:

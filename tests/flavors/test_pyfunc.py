@@ -1,29 +1,21 @@
-"""What MLflow makes of each form of input, and what ``predict`` makes of that again; errors as callers see them."""
+"""What ``predict`` makes of each form of input, and of ``params``."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pandas as pd
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import _validate_prediction_input
-from mlflow.pyfunc.scoring_server import infer_and_parse_data
 
 from mlflow_llm.flavors.llm.frames import requests_of
-from mlflow_llm.flavors.llm.pyfunc import PredictError, _with_params
+from mlflow_llm.flavors.llm.pyfunc import _check_params, _with_params
 from mlflow_llm.flavors.llm.signature import lossless_signature
-from mlflow_llm.serving.errors import RequestError, ServingError, walk
+from mlflow_llm.serving.errors import InvalidField
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.filterwarnings("ignore:.*inferred as AnyType:UserWarning")
-
-
-def through_mlflow(given):
-    """``given`` as the model's ``predict`` receives it."""
-    data, _ = _validate_prediction_input(given, None, lossless_signature().inputs, None)
-    return requests_of(data)
+COMPLETION = {"prompt": "a", "max_tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -32,74 +24,111 @@ def through_mlflow(given):
         {"messages": MESSAGES, "max_tokens": 3, "temperature": 0.5, "seed": 2**40},
         {"prompt": ["a", "b"], "stop": "x", "logit_bias": {"1": 2}},
         {"input": [1, 2, 3]},
-        {"prompt": "a", "stop": None, "stream": False, "n": 2},
+        {"prompt": "a", "stop": None, "stream": False, "n": 2, "max_token": 3},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "stop": ["a", "b"]},
     ],
 )
-def test_dict_comes_back_as_given(body):
-    """One request passes MLflow's signature enforcement without loss and asks for one object."""
-    requests, single = through_mlflow(body)
-    assert single
-    assert requests == [body]
+def test_a_dict_is_one_request_and_a_list_is_many(body):
+    """A dict asks for one object; the same in a list or tuple, also alone, for a list."""
+    assert requests_of(body, "chat") == ([body], True)
+    assert requests_of([body], "chat") == ([body], False)
+    assert requests_of((body, COMPLETION), "chat") == ([body, COMPLETION], False)
 
 
-def test_list_of_dicts_drops_only_what_each_row_lacks():
-    """Rows with different fields come back as they were, though pandas filled the gaps with NaN."""
-    rows = [{"messages": MESSAGES}, {"prompt": "x", "max_tokens": 2, "stop": ["a"]}]
-    assert through_mlflow(rows) == (rows, False)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("null", [None, float("nan"), np.float32("nan"), pd.NA, pd.NaT], ids=repr)
+def test_a_null_in_a_frame_says_nothing(null, count):
+    """In one row as in many."""
+    frame = pd.DataFrame(
+        {"prompt": ["a"] * count, "max_tokens": [3] * count, "stop": pd.Series([null] * count, dtype=object)}
+    )
+    assert requests_of(frame, "chat") == ([COMPLETION] * count, False)
 
 
-def test_nan_of_a_single_request_is_kept():
-    """NaN that a caller sent is not taken for a missing field: it is refused later."""
-    (request,), _ = through_mlflow({"prompt": "a", "temperature": float("nan")})
-    assert np.isnan(request["temperature"])
+def test_nan_of_a_dict_is_kept():
+    """What a caller wrote himself is not taken for a missing field: it is refused later. ``pd.NA`` is null."""
+    (request,), _ = requests_of({"prompt": "a", "temperature": float("nan"), "stop": pd.NA}, "chat")
+    assert np.isnan(request.pop("temperature"))
+    assert request == {"prompt": "a", "stop": None}
 
 
-@pytest.mark.parametrize("form", ["inputs", "instances", "dataframe_records"])
-def test_scoring_server_forms(form):
-    """Each of the scoring server's forms gives its rows as plain Python values, in order."""
-    rows = [{"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 2}]
-    parsed = infer_and_parse_data({form: json.loads(json.dumps(rows))}, lossless_signature().inputs)
-    requests, single = through_mlflow(parsed)
-    assert not single
-    assert requests == rows
-    assert {type(request["max_tokens"]) for request in requests} == {int}
+@pytest.mark.parametrize("given", [[], (), pd.DataFrame(), pd.DataFrame({"prompt": []}), pd.Series([], dtype=object)])
+def test_nothing_gives_nothing(given):
+    """No row is no request, and no error."""
+    assert requests_of(given, "chat") == ([], False)
 
 
-def test_instances_of_conversations():
-    """``instances`` with messages gives one conversation a row."""
-    rows = [{"messages": MESSAGES}, {"messages": [{"role": "user", "content": "ho"}]}]
-    parsed = infer_and_parse_data({"instances": rows}, lossless_signature().inputs)
-    assert through_mlflow(parsed) == (rows, False)
+TEXTS = {
+    "chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "completions": {"prompt": "hi"},
+    "embeddings": {"input": "hi"},
+}
 
 
-def test_dataframe_split_with_null():
-    """A null in one row of many is that row's default."""
-    split = {"columns": ["prompt", "max_tokens"], "data": [["a", 1], ["b", None]]}
-    requests, _ = through_mlflow(infer_and_parse_data({"dataframe_split": split}, lossless_signature().inputs))
-    assert requests == [{"prompt": "a", "max_tokens": 1}, {"prompt": "b"}]
+@pytest.mark.parametrize("task", TEXTS)
+def test_texts_are_requests_of_the_models_first_task(task):
+    """A text is one; a list, a Series, an array or a frame with one column of texts has one an entry."""
+    assert requests_of("hi", task) == ([TEXTS[task]], True)
+    assert requests_of(np.array("hi"), task) == ([TEXTS[task]], True)
+    many = (
+        ["hi", "hi"],
+        np.array(["hi", "hi"]),
+        pd.Series(["hi", "hi"]),
+        pd.DataFrame(["hi", "hi"]),
+        pd.DataFrame({"question": ["hi", "hi"]}),
+    )
+    for given in many:
+        assert requests_of(given, task) == ([TEXTS[task]] * 2, False)
+    assert requests_of(["hi", COMPLETION], task) == ([TEXTS[task], COMPLETION], False)
+    (_, missing), _ = requests_of(pd.DataFrame({"text": ["hi", None]}), task)
+    assert list(missing.values()) == [None]
 
 
 def test_arrays_of_a_parquet_row_are_lists():
     """A conversation read back from Parquet is an array of messages in one row, not many rows."""
     frame = pd.DataFrame([{"messages": np.array(MESSAGES, dtype=object), "max_tokens": np.int64(3)}])
-    assert requests_of(frame) == ([{"messages": MESSAGES, "max_tokens": 3}], True)
+    assert requests_of(frame, "chat") == ([{"messages": MESSAGES, "max_tokens": 3}], False)
 
 
-def test_no_rows_give_none():
-    """An empty frame of requests is no request, and no error."""
-    assert requests_of(pd.DataFrame({"prompt": []})) == ([], False)
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (5, "body: 5 is not allowed; expected an object with messages, prompt or input; a text"),
+        (None, "body: None"),
+        ([5], "row 0: 5"),
+        (["a", None], "row 1: None"),
+        (pd.Series([1]), "row 0: 1"),
+        (pd.DataFrame({"prompt": ["a"], "max_token": [5]}), "max_token: 5 .*did you mean 'max_tokens'"),
+        (pd.DataFrame({"prompt": ["a"], "max_token": [None]}), "max_token: None"),
+        (pd.DataFrame({"promt": ["a"]}), "promt: 'a' .*did you mean 'prompt'"),
+        (pd.DataFrame({"answers": [1]}), "answers: 1"),
+        (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), "prompt: 'a second column'"),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_request_is_refused(given, told):
+    """By its place, or the column's name with the nearest one that is known."""
+    with pytest.raises(InvalidField, match=told):
+        requests_of(given, "chat")
 
 
-@pytest.mark.parametrize("given", ["text", ["a", "b"], {"foo": 1}, pd.Series(["a"])])
-def test_what_is_no_request_is_refused(given):
-    """Input in which MLflow found no field of a request is refused with what is expected."""
-    with pytest.raises(RequestError, match="messages, prompt or input"):
-        through_mlflow(given)
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"foo": 1}, "params.foo: 1 is not allowed; expected no such field"),
+        ({"max_token": 5}, "params.max_token: .*did you mean 'max_tokens'"),
+        ({"prompt": "x"}, "params.prompt"),
+        ([1], r"params: \[1\]"),
+    ],
+)
+def test_params_that_are_no_fields_are_refused(params, told):
+    """Also where no row is there to be answered."""
+    with pytest.raises(InvalidField, match=told):
+        _check_params(params)
 
 
-def test_params_pass_where_they_are_one_value():
-    """``params`` reaches predict with every field of one scalar type; MLflow holds each to that type."""
+def test_the_signature_lists_params_of_one_value():
+    """Every field of one scalar type, for those who hold ``params`` to a signature as MLflow does."""
     schema = lossless_signature().params
     given = {"temperature": 0, "max_tokens": 5, "adapter": "pirate", "echo": True, "seed": 2**40}
     _, params = _validate_prediction_input({"prompt": "a"}, dict(given), lossless_signature().inputs, schema)
@@ -114,14 +143,3 @@ def test_a_request_stands_over_params():
     params = {"temperature": 0.5, "max_tokens": 5, "seed": None}
     body = {"prompt": "a", "temperature": 0.0, "max_tokens": None}
     assert _with_params(body, params) == {"prompt": "a", "temperature": 0.0, "max_tokens": 5}
-
-
-def test_every_error_keeps_status_and_message():
-    """Each error of the tree becomes an MlflowException with its own status, whose message nobody can lengthen."""
-    for cls in walk(ServingError):
-        error = cls.__new__(cls)
-        ServingError.__init__(error, "short")
-        told = PredictError(error)
-        told.message = "Failed to predict data 'the whole prompt'"
-        assert told.get_http_status_code() == cls.status
-        assert json.loads(told.serialize_as_json())["message"] == "short"

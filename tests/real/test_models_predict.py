@@ -66,6 +66,13 @@ def test_rows_and_params(assistant, tmp_path):
     assert [reply["usage"]["completion_tokens"] for reply in told["predictions"]] == [1, 2]
 
 
+def test_an_unknown_field_fails_the_command(tiny, tmp_path):
+    """It is refused by name with the nearest one, not dropped."""
+    status, said = models_predict(tiny, {"prompt": "Hi", "max_token": 3}, tmp_path)
+    assert status != 0
+    assert "did you mean 'max_tokens'" in said
+
+
 def test_a_bad_request_fails_the_command(tiny, tmp_path):
     """A refused request ends the command with an error that names the field."""
     status, said = models_predict(tiny, TINY | {"temperature": 7}, tmp_path)

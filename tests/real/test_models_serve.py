@@ -72,6 +72,11 @@ BAD = {
     "10,000 stop strings": ({"prompt": "a", "stop": [f"s{i}" for i in range(10_000)]}, 400, "stop"),
     "stream": ({"messages": MESSAGES, "stream": True}, 400, "predict_stream"),
     "tools": ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
+    "unknown field": ({"prompt": "a", "max_token": 5}, 400, "did you mean 'max_tokens'"),
+    "unknown field of a row": ({"dataframe_records": [{"prompt": "a", "max_token": 5}]}, 400, "row 0: max_token"),
+    "unknown parameter": ({"inputs": {"prompt": "a"}, "params": {"foo": 1}}, 400, "params.foo"),
+    "beside the rows": ({"inputs": {"prompt": "a"}, "max_tokens": 5}, 400, "max_tokens"),
+    "no JSON": (b'{"prompt": ', 400, "no JSON"),
     "one bad row": ({"inputs": [{"prompt": "a"}, {"prompt": 7}]}, 400, "row 1"),
 }
 

@@ -173,6 +173,9 @@ def test_threads_share_one_engine(model):
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"input": "a"}, 400, "input"),
         ([{"prompt": "a"}, {"prompt": 5}], 400, "row 1: prompt"),
+        ({"prompt": "a", "max_token": 5}, 400, "max_token: 5 .*did you mean 'max_tokens'"),
+        ([{"prompt": "a"}, {"prompt": "a", "max_token": 5}], 400, "row 1: max_token"),
+        (pd.DataFrame({"prompt": ["a"], "max_token": [5]}), 400, "max_token"),
     ],
 )
 def test_bad_requests(model, body, status, part):
@@ -201,10 +204,35 @@ def test_chat_complete_and_their_streams(person):
     assert person.adapters == ("json", "pirate")
 
 
+def test_a_request_of_one_is_answered_as_many_are(model):
+    """A list or a frame of one gives a list of one; a dict and a text, which is a chat here, give one object."""
+    one = {"prompt": "One, two,", "max_tokens": 2, "temperature": 0}
+    single = model.predict(one)
+    for given in ([one], pd.DataFrame([one | {"seed": None}])):
+        (reply,) = model.predict(given)
+        assert reply["choices"] == single["choices"]
+    assert model.predict([]) == []
+    asked = model.predict({"messages": MESSAGES}, params=GREEDY)
+    (in_list,) = model.predict([MESSAGES[0]["content"]], params=GREEDY)
+    assert content(model.predict(MESSAGES[0]["content"], params=GREEDY)) == content(in_list) == content(asked)
+    streamed = model.predict_stream(MESSAGES[0]["content"], params=GREEDY)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == content(asked)
+    with pytest.raises(MlflowException, match=r"params\.foo: 1"):
+        model.predict(one, params={"foo": 1})
+    with pytest.raises(MlflowException, match="did you mean 'max_tokens'"):
+        list(model.predict_stream({"prompt": "a", "max_token": 5}))
+
+
 def test_people_get_plain_errors(person):
-    """Errors of the object name the field and what is allowed."""
-    with pytest.raises(InvalidField, match="top_p"):
+    """Errors of the object name the field and what is allowed, and are MLflow's too, in a stream as well."""
+    with pytest.raises(InvalidField, match="top_p") as caught:
         person.chat("hi", top_p=7)
+    assert isinstance(caught.value, MlflowException)
+    assert (caught.value.kind, caught.value.get_http_status_code()) == ("invalid_field", 400)
+    with pytest.raises(llm.errors.InvalidField, match="messages"):
+        person.chat(5)
+    with pytest.raises(llm.errors.RequestError, match="n: "), person.chat("hi", stream=True, n=200):
+        pass
     with pytest.raises(NotFound, match="nobody"):
         person.chat("hi", adapter="nobody")
 

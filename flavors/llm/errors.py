@@ -1,0 +1,154 @@
+"""The errors of ``serving.errors`` as callers of MLflow meet them: each is an ``MlflowException`` too.
+
+One tree, class by class (a test walks both): ``except MlflowException``, ``except llm.errors.RequestError`` and
+``except mlflow_llm.serving.errors.RequestError`` all take an ``InvalidField`` of the object API and of ``predict``.
+They keep ``kind``, ``param``, ``retry_after`` and the status that an HTTP caller gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, ErrorCode
+
+from ...serving import errors
+from ...serving.dialects import DIALECTS
+
+
+class ServingError(errors.ServingError, MlflowException):
+    """``message`` cannot be changed: MLflow's scoring server would put the whole input in front of it, prompts and all.
+
+    Made by ``public`` only: each class of the tree has arguments of its own.
+    """
+
+    _message = ""
+
+    @property
+    def message(self) -> str:
+        return self._message
+
+    @message.setter
+    def message(self, value: str) -> None:
+        pass
+
+    def get_http_status_code(self) -> int:
+        return self.status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.__dict__ | {"json_kwargs": {}}, self._message)
+
+
+class RequestError(errors.RequestError, ServingError):
+    pass
+
+
+class InvalidField(errors.InvalidField, RequestError):
+    pass
+
+
+class ContextTooLong(errors.ContextTooLong, RequestError):
+    pass
+
+
+class Unauthenticated(errors.Unauthenticated, RequestError):
+    pass
+
+
+class PermissionDenied(errors.PermissionDenied, RequestError):
+    pass
+
+
+class NotFound(errors.NotFound, RequestError):
+    pass
+
+
+class MethodNotAllowed(errors.MethodNotAllowed, RequestError):
+    pass
+
+
+class AlreadyExists(errors.AlreadyExists, RequestError):
+    pass
+
+
+class Conflict(errors.Conflict, RequestError):
+    pass
+
+
+class PayloadTooLarge(errors.PayloadTooLarge, RequestError):
+    pass
+
+
+class EndsEngines(errors.EndsEngines, RequestError):
+    pass
+
+
+class LimitExceeded(errors.LimitExceeded, RequestError):
+    pass
+
+
+class Unavailable(errors.Unavailable, ServingError):
+    pass
+
+
+class Overloaded(errors.Overloaded, Unavailable):
+    pass
+
+
+class ShuttingDown(errors.ShuttingDown, Unavailable):
+    pass
+
+
+class EngineDied(errors.EngineDied, Unavailable):
+    pass
+
+
+class DeadlineExceeded(errors.DeadlineExceeded, ServingError):
+    pass
+
+
+class Aborted(errors.Aborted, ServingError):
+    pass
+
+
+class InternalError(errors.InternalError, ServingError):
+    pass
+
+
+class PackagingError(errors.PackagingError, MlflowException):
+    """INVALID_PARAMETER_VALUE, status 400."""
+
+    def __init__(self, message: str) -> None:
+        MlflowException.__init__(self, message, error_code=INVALID_PARAMETER_VALUE)
+
+
+def _mirrored(cls: type[ServingError]) -> dict[type[errors.ServingError], type[ServingError]]:
+    """Serving's class → the one here, from ``cls`` down."""
+    found: dict[type[errors.ServingError], type[ServingError]] = {cls.__mro__[1]: cls}
+    for child in cls.__subclasses__():
+        found |= _mirrored(child)
+    return found
+
+
+CLASSES = _mirrored(ServingError)
+
+
+def public(error: errors.ServingError | errors.PackagingError) -> MlflowException:
+    """``error`` as an ``MlflowException`` of the same class, with the code that the MLflow dialect has for it."""
+    if isinstance(error, MlflowException):
+        return error
+    if isinstance(error, errors.PackagingError):
+        return PackagingError(str(error))
+    cls = CLASSES[type(error)]
+    code = DIALECTS["mlflow"].error(error).body["error_code"]
+    found = _again(cls, {}, error.message)
+    MlflowException.__init__(found, error.message, error_code=ErrorCode.Value(code))
+    found.__dict__.update({name: value for name, value in vars(error).items() if name != "message"})
+    return found
+
+
+def _again(cls: type[ServingError], values: dict[str, Any], told: str) -> ServingError:
+    found = cls.__new__(cls, told)
+    found.__dict__.update(values)
+    found._message = told
+    return found

@@ -1,0 +1,66 @@
+"""The errors of the flavor: serving's tree again, each class an ``MlflowException`` too."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+from mlflow.exceptions import MlflowException
+
+from mlflow_llm.flavors.llm import errors
+from mlflow_llm.flavors.llm.failures import public
+from mlflow_llm.serving import errors as serving
+
+
+def an(cls: type[serving.ServingError]) -> serving.ServingError:
+    error = cls.__new__(cls)
+    serving.ServingError.__init__(error, "short", param="stop", retry_after=3.0)
+    return error
+
+
+@pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
+def test_every_class_has_its_public_one(cls):
+    """Of the same name, kind and place in the tree; status and message are MLflow's too, and nobody can lengthen it."""
+    told = errors.public(an(cls))
+    assert type(told) is getattr(errors, cls.__name__)
+    assert isinstance(told, cls)
+    assert isinstance(told, MlflowException)
+    assert [c.__name__ for c in type(told).__mro__ if c.__module__ == errors.__name__] == [
+        c.__name__ for c in cls.__mro__ if c.__module__ == serving.__name__
+    ]
+    told.message = "Failed to predict data 'the whole prompt'"
+    assert (told.kind, told.get_http_status_code()) == (cls.kind, cls.status)
+    assert (str(told), told.param, told.retry_after) == ("short", "stop", 3.0)
+    assert json.loads(told.serialize_as_json())["message"] == "short"
+
+
+@pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
+def test_errors_cross_processes(cls):
+    """Pickled and copied they are what they were."""
+    told = errors.public(an(cls))
+    for again in (pickle.loads(pickle.dumps(told)), copy.deepcopy(told)):
+        assert type(again) is type(told)
+        assert (again.message, again.error_code, again.param) == (told.message, told.error_code, told.param)
+        assert str(again) == "short"
+
+
+def test_serving_errors_stay_its_own():
+    """An error that crossed a process is one of serving's, whether the flavor is imported or not."""
+    assert {type(serving.from_kind(cls.kind, "x")).__module__ for cls in serving.walk()} == {serving.__name__}
+
+
+def test_packaging_errors_are_mlflows_too():
+    """With the code of a bad parameter, and still a ``ValueError``; raised twice over they stay one."""
+
+    @public
+    def load() -> None:
+        raise serving.PackagingError("model: no")
+
+    with pytest.raises(errors.PackagingError, match=r"^model: no$") as caught:
+        public(load)()
+    assert isinstance(caught.value, MlflowException)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.error_code == "INVALID_PARAMETER_VALUE"
+    assert pickle.loads(pickle.dumps(caught.value)).error_code == "INVALID_PARAMETER_VALUE"
