@@ -50,7 +50,7 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
 
 
 def check(templates: dict[str, str], tokenizer: Any) -> None:
-    """Render each template through the tokenizer's sandboxed environment. Raises ``PackagingError`` saying why not.
+    """Render each template as it is when served (``tasks.rendering``). Raises ``PackagingError`` saying why not.
 
     The default must show the user's words, with a system message or, for a template that refuses one, without; the
     others must render for some of: a conversation, a conversation with tools, one with documents.
@@ -76,17 +76,22 @@ def stored(root: Path) -> dict[str, str]:
 
 
 def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[list[dict[str, str]], Any]]) -> None:
-    import jinja2
+    from ...serving.confined import Ended, Exceeded, NoProcess, Refused
+    from ...serving.tasks.rendering import Renderer, check_length
 
-    reasons = []
+    check_length(name, template)
+    renderer, reasons = Renderer(tokenizer), []
     for messages, options in attempts:
         try:
-            text = tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **options
-            )
-        except jinja2.TemplateSyntaxError as error:
-            raise PackagingError(f"chat_template {name!r}: line {error.lineno}: {error.message}") from None
-        except Exception as error:  # a template may call anything and raise as it likes
+            text = renderer.text(messages, template, options)
+        except (Exceeded, Ended, NoProcess) as error:
+            raise PackagingError(f"chat_template {name!r}: it was stopped: it took {error}") from None
+        except Refused as error:
+            if error.line is not None:
+                raise PackagingError(f"chat_template {name!r}: line {error.line}: {error.reason}") from None
+            reasons.append(f"{error.kind}: {error.reason[:160]}")
+            continue
+        except Exception as error:  # a tokenizer's own code, which may raise as it likes
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
             continue
         if messages[-1]["content"] in text:

@@ -181,11 +181,12 @@ def _templated(
     path: str = "messages",
 ) -> Prompt:
     truncate = sampling.error_behavior == "truncate"
+    context = endpoint.context
     ids = endpoint.text.chat(
-        messages, template=template, variables=variables, limit=None if truncate else endpoint.context
+        messages, template=template, variables=variables, limit=None if truncate else context, context=context
     )
     if isinstance(ids, int):
-        raise too_long(path, f"more than {endpoint.context}", endpoint)
+        raise too_long(path, f"more than {context}", endpoint)
     if not ids:
         raise InvalidField(path, "", "something: the template made an empty prompt of it")
     cut, truncated = _fit(ids, endpoint, sampling, path)

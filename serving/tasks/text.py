@@ -1,7 +1,7 @@
 """The text side of a model: its tokenizer, chat templates and end-of-text ids.
 
 Thread-safe: encoding and decoding go through a private copy of the fast tokenizer that nothing changes after it is
-made. transformers' own object is entered only to render templates, which changes nothing in it.
+made. Templates are rendered in processes of their own (``rendering``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ..bundle import Bundle, EmbeddingSpec
-from ..errors import InvalidField, PackagingError
+from ..confined import Refused
+from ..errors import InvalidField, PackagingError, RequestError, Unavailable
 from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from .rendering import Renderer, read_template
 from .template_reads import TemplateReads
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
@@ -49,7 +51,8 @@ class TextModel:
         plain.encode_special_tokens = True
         sources = set(self.templates.values())
         self._controls = {source: ControlText(self._hf, self._backend, plain, source) for source in sources}
-        self._reads = {source: TemplateReads(source) for source in sources}
+        self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
+        self._renderer = Renderer(self._hf)
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
 
@@ -113,21 +116,25 @@ class TextModel:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        context: int | None = None,
     ) -> tuple[int, ...] | int:
         """Token ids of a conversation, or only a count above ``limit`` where it surely does not fit.
 
+        ``context``: the most tokens a prompt may have, for what a template may write.
+
         The template's text is tokenised exactly once and nothing is added. Special tokens that callers write in
-        messages are encoded as ordinary text. Raises ``InvalidField`` where the template refuses the messages.
+        messages are encoded as ordinary text. Raises ``InvalidField`` where the template refuses the messages,
+        ``RequestError`` where it takes too much of time or memory.
         """
         source = self.template(template)
         given = [dict(message) for message in messages]
         kwargs = dict(variables or {})
         control = self._controls[source]
         if not control.found_in([given, kwargs]):
-            rendered = self._render(given, source, kwargs)
+            rendered = self._render(given, source, kwargs, context)
             over = None if limit is None else self.surely_over(rendered, limit)
             return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
-        rendered = self._render(control.mark(given), source, control.mark(kwargs))
+        rendered = self._render(control.mark(given), source, control.mark(kwargs), context)
         over = None if limit is None else self.surely_over(unmarked(rendered), limit)
         return control.encode(rendered) if over is None else over
 
@@ -144,16 +151,15 @@ class TextModel:
         """What a template reads. Raises as ``template`` does."""
         return self._reads[self.template(template)]
 
-    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any]) -> str:
+    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any], context: int | None) -> str:
         try:
-            found: str = self._hf.apply_chat_template(
-                messages, chat_template=source, add_generation_prompt=True, tokenize=False, **kwargs
-            )
+            return self._renderer.render(messages, source, kwargs, context)
+        except (RequestError, Unavailable):
+            raise
         except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
             roles = [message["role"] for message in messages[:16]]
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            reason = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
             raise InvalidField("messages", roles, f"what the model's chat template accepts: {reason}") from None
-        return found
 
     def _prepends_bos(self) -> bool:
         ids = self._backend.encode("").ids

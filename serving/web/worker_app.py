@@ -11,7 +11,7 @@ from flask import Flask
 
 from ..modes.endpoints import Endpoints as ManagedEndpoints
 from ..transport.client_gevent import attach
-from . import logs
+from . import green_wait, logs
 from .app import create_app, make_server
 from .board import Board
 from .endpoints import Endpoints
@@ -29,6 +29,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     """The application of one worker, its engines proven to give tokens. ``directory`` and ``cache_secret`` are the
     server's."""
     logs.configure(spec.settings.log_level)
+    green_wait.install()
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
     endpoints = Endpoints()

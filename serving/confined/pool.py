@@ -1,0 +1,167 @@
+"""A few confined processes, started when they are needed and shared by all that this process serves.
+
+Free places are bytes in a pipe: whoever takes one waits as for any other descriptor, on a thread or (``use_wait``) on a
+greenlet, without a lock. A ``Share`` bounds how many of the places one model's texts hold at a time, so that a slow
+template keeps no other model waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from .limits import Ended, Limits, NoProcess, Refused
+from .process import Process, Wait
+
+PLACES = 4
+SHARE = 2  # places of one model
+WAIT = 30.0  # seconds for a free place
+_poll = select.poll  # the system's: where this is loaded later than gevent, ``use_wait`` gives another
+
+
+def thread_wait(fd: int, writing: bool, seconds: float) -> bool:
+    poll = _poll()
+    poll.register(fd, select.POLLOUT if writing else select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+_wait: Wait = thread_wait
+
+
+def use_wait(wait: Wait) -> None:
+    """From now on, in this process: how to wait for a descriptor."""
+    global _wait
+    _wait = wait
+
+
+class _Places:
+    """A counting semaphore for threads and greenlets alike. A forked process begins with all places free."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._pipes: dict[int, tuple[int, int]] = {}  # by process
+
+    @contextlib.contextmanager
+    def one(self, until: float) -> Iterator[None]:
+        """Raises ``NoProcess`` where none is free until then."""
+        reader, writer = self._open()
+        while True:
+            try:
+                os.read(reader, 1)
+                break
+            except BlockingIOError:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise NoProcess("all places for chat templates are taken") from None
+                _wait(reader, False, left)
+        try:
+            yield
+        finally:
+            if self._pipes.get(os.getpid()) == (reader, writer):  # else this is a fork's copy of a waiting frame
+                os.write(writer, b".")
+
+    def _open(self) -> tuple[int, int]:
+        mine = os.getpid()
+        found = self._pipes.get(mine)
+        if found is not None:
+            return found
+        made = os.pipe()
+        os.set_blocking(made[0], False)
+        os.write(made[1], b"." * self._places)
+        found = self._pipes.setdefault(mine, made)  # one step, also between threads
+        _close(made if found is not made else ())
+        for other in self._pipes.keys() - {mine}:
+            _close(self._pipes.pop(other, ()))
+        return found
+
+    def close(self) -> None:
+        while self._pipes:
+            _close(self._pipes.popitem()[1])
+
+
+def _close(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class Share:
+    """What one model may hold of a pool at a time."""
+
+    def __init__(self) -> None:
+        self.places = _Places(SHARE)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self.places.close()
+
+
+class Pool:
+    """Thread-safe, and safe across a fork."""
+
+    def __init__(self, places: int = PLACES) -> None:
+        self._places = _Places(places)
+        self._idle: deque[Process] = deque()
+        self._all: set[Process] = set()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def run(
+        self, work: str, limits: Limits, *, source: str | None = None, share: Share | None = None, **asked: Any
+    ) -> Any:
+        """The value of ``work`` (``child.WORK``). Raises ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
+
+        Work whose process was killed by somebody else (a machine without memory) is tried once more.
+        """
+        until = time.monotonic() + WAIT
+        with share.places.one(until) if share is not None else contextlib.nullcontext(), self._places.one(until):
+            try:
+                return self._run({"work": work, **asked}, source, limits)
+            except Ended:
+                return self._run({"work": work, **asked}, source, limits)
+
+    def close(self) -> None:
+        """End the processes that nobody uses; others are started where they are needed again."""
+        while self._idle:
+            self._drop(self._idle.pop())
+
+    def _run(self, work: dict[str, Any], source: str | None, limits: Limits) -> Any:
+        process = self._take()
+        whole = False
+        try:
+            value = process.run(work, source, limits, _wait)
+            whole = True
+            return value
+        except Refused:
+            whole = True
+            raise
+        finally:
+            if whole and not process.is_worn:
+                self._idle.append(process)
+            else:
+                self._drop(process)
+
+    def _take(self) -> Process:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            process = Process()
+            self._all.add(process)
+            return process
+
+    def _drop(self, process: Process) -> None:
+        self._all.discard(process)
+        process.close()
+
+    def _forget(self) -> None:
+        """In a forked process: the pool is its parent's, and must not be kept alive by our copies of its sockets."""
+        self._idle.clear()
+        for process in self._all:
+            process.close()
+        self._all.clear()
+
+
+POOL = Pool()

@@ -1,0 +1,179 @@
+"""The near side of one confined process: started, asked, killed. Used by one thread or greenlet at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import posix  # what gevent replaces in ``os`` works on a worker's main thread alone
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .child import ANSWER, HEAD
+from .limits import MIB, Ended, Exceeded, Limits, NoProcess, Refused
+
+Wait = Callable[[int, bool, float], bool]
+"""``wait(fd, writing, seconds)``: whether ``fd`` can be read (or written) within the time."""
+
+MAX_SOURCES = 64  # templates that one process knows; then it has served its time
+CHUNK = 1 << 18
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
+# What rendering depends on (the time zone), and what an interpreter needs to start; no keys and no tokens.
+ENVIRONMENT = ("PATH", "LANG", "LANGUAGE", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "HOME")
+
+
+class Process:
+    """Raises ``NoProcess`` where none can be started."""
+
+    def __init__(self) -> None:
+        # pipes, not sockets: gevent has sockets of its own, which belong to the thread that makes them
+        asks, self._writer = os.pipe()
+        self._reader, answers = os.pipe()
+        try:
+            self.pid = _spawn(asks, answers)
+        except OSError as error:
+            os.close(self._reader)
+            os.close(self._writer)
+            raise NoProcess(f"no process can be started: {error.strerror}") from None
+        finally:
+            os.close(asks)
+            os.close(answers)
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        # a number may be another process's by now where somebody else waits for every child
+        self._handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
+        self.owner = os.getpid()
+        self._known: set[str] = set()
+
+    @property
+    def is_worn(self) -> bool:
+        return len(self._known) >= MAX_SOURCES
+
+    def run(self, work: dict[str, Any], source: str | None, limits: Limits, wait: Wait) -> Any:
+        """The value of ``work``, which may speak of a template ``source``. Raises ``Exceeded``, ``Refused``, ``Ended``.
+
+        After anything but a value and ``Refused`` the process is gone, or has to be: ``close`` it.
+        """
+        if source is not None:
+            key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
+            work = {**work, "key": key} if key in self._known else {**work, "key": key, "source": source}
+            self._known.add(key)
+        asked = json.dumps(work, default=_placeholder, ensure_ascii=False).encode(errors="surrogatepass")
+        began = time.monotonic()
+        until = began + limits.patience
+        try:
+            self._send(HEAD.pack(len(asked), limits.seconds, limits.memory) + asked, until, wait)
+            kind, length = ANSWER.unpack(self._receive(ANSWER.size, until, wait))
+            if length > 4 * limits.output + MIB:
+                raise Exceeded(_too_long(limits))
+            data = self._receive(length, until, wait)
+        except (BrokenPipeError, EOFError):
+            raise self._end(limits, time.monotonic() - began) from None
+        return _value(kind, data, limits)
+
+    def close(self) -> None:
+        """Kill it and wait for its end; once."""
+        os.close(self._reader)
+        os.close(self._writer)
+        if self.owner == os.getpid():  # else it is of the process that this one was forked from
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if self._handle >= 0:
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                else:
+                    os.kill(self.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, self.pid, os.WEXITED)
+        if self._handle >= 0:
+            os.close(self._handle)
+
+    def _end(self, limits: Limits, elapsed: float) -> Exception:
+        """Why it is no more. Where somebody else in this process waits for every child, its age has to tell."""
+        try:
+            died = _signal(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
+        except ChildProcessError:
+            died = signal.SIGPROF if elapsed >= limits.seconds else None
+        if died == signal.SIGPROF:
+            return Exceeded(_too_slow(limits))
+        if died in CRASHES:
+            return Exceeded(f"more than it may: it ended its process ({signal.Signals(died).name})")
+        return Ended(signal.Signals(died).name if died else "it left")
+
+    def _send(self, data: bytes, until: float, wait: Wait) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._writer, view[:CHUNK]) :]
+            except BlockingIOError:
+                _await(self._writer, True, until, wait)
+
+    def _receive(self, size: int, until: float, wait: Wait) -> bytes:
+        parts = []
+        while size:
+            try:
+                part = os.read(self._reader, min(size, CHUNK))
+            except BlockingIOError:
+                _await(self._reader, False, until, wait)
+                continue
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _await(fd: int, writing: bool, until: float, wait: Wait) -> None:
+    if not wait(fd, writing, max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+        raise Exceeded("more time than there is")
+
+
+def _signal(ended: Any) -> int | None:
+    """The signal that a process died of, where it was one."""
+    return ended.si_status if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
+
+
+def _spawn(asks: int, answers: int) -> int:
+    environment = {k: v for k, v in os.environ.items() if k in ENVIRONMENT or k.startswith("LC_")}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
+    child = str(Path(__file__).with_name("child.py"))
+    return posix.posix_spawn(
+        sys.executable,
+        [sys.executable, "-I", "-S", "-B", child, paths],
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, asks, 0),
+            (os.POSIX_SPAWN_DUP2, answers, 1),
+            (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+        ],
+        setsigmask=[],
+        setpgroup=0,  # a terminal's Ctrl-C is not for it
+    )
+
+
+def _value(kind: bytes, data: bytes, limits: Limits) -> Any:
+    if kind == b"t":
+        return data.decode(errors="surrogatepass")
+    if kind == b"v":
+        return json.loads(data)
+    if kind == b"e":
+        told = json.loads(data)
+        raise Refused(str(told["kind"]), str(told["message"]), told["line"])
+    raise Exceeded(_too_long(limits) if kind == b"o" else f"more than {limits.memory // MIB} MiB of memory")
+
+
+def _too_slow(limits: Limits) -> str:
+    return f"more than {limits.seconds:.3g} seconds of processor time"
+
+
+def _too_long(limits: Limits) -> str:
+    return f"more than {limits.output} characters of output"
+
+
+def _placeholder(value: Any) -> Any:
+    """As transformers shows a template what is no JSON."""
+    item = getattr(value, "item", None)  # NumPy's scalars
+    return item() if callable(item) and getattr(value, "shape", None) == () else f"<{type(value).__name__}>"
