@@ -33,8 +33,8 @@ setup(
             sources=[f"{SOURCES}/native.cpp"],
             depends=sorted(glob(f"{SOURCES}/*.h")),
             # No -march: the kernels choose their instructions themselves and are entered only where these exist.
-            extra_compile_args=["-std=c++17", "-O3", "-fopenmp", "-g0", "-fvisibility=hidden"],
-            extra_link_args=["-fopenmp"],
+            extra_compile_args=["-std=c++17", "-O3", "-pthread", "-g0", "-fvisibility=hidden"],
+            extra_link_args=["-pthread"],
             language="c++",
             optional=True,
         )

@@ -31,7 +31,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. ``quantization``: "int8" stores linear weights in int8 by
     output channel and quantises activations per token. ``kernels``: "auto" takes our own where they were built and the
     processor has what they need, "torch" never. ``max_model_len`` None is the model's own. ``kv_cache_memory``
-    is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use.
+    is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use,
+    by affinity and within the CPU quota of its control groups.
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
     ``in_process`` runs the engine on a thread
     of this process (debugging and small tests: about half the speed, see docs/performance.md).

@@ -18,6 +18,7 @@ import psutil
 
 from .. import child
 from ..errors import PackagingError, ServingError
+from ..processors import num_threads, processors
 from ..web.listening import try_address
 
 PACKAGES = (
@@ -87,8 +88,8 @@ def machine() -> Section:
         "system": platform.platform(),
         "processor": _processor(),
         "instructions": ", ".join(_instructions()) or "unknown",
-        "cores": f"{len(os.sched_getaffinity(0))} usable, {psutil.cpu_count(logical=False)} physical",
-        "threads": f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}",
+        "cores": str(processors()),
+        "threads": f"{num_threads()} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')})",
         "accelerator": _accelerator(),
         "memory": f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f} GiB",
     }
@@ -155,7 +156,7 @@ def try_model(uri: str) -> Section:
             "uri": uri,
             "tasks": ", ".join(info.tasks),
             "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
-            "kernels": info.kernels_told,
+            "kernels": f"{info.kernels_told}, {info.threads} threads",
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
             "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
             "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",

@@ -215,5 +215,6 @@ def _info(bundle: Bundle, model: Any, settings: EngineSettings, max_length: int)
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         quantization=settings.quantization,
+        threads=torch.get_num_threads(),
         pid=os.getpid(),
     )

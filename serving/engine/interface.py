@@ -17,6 +17,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
+    ``threads`` is how many of them compute on CPU.
     """
 
     content_hash: str
@@ -31,6 +32,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     kernels: str = "torch"
     kernels_reason: str = ""
+    threads: int = 1
     pid: int = 0
 
     @property

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
 from ..bundle import Bundle
 from ..errors import PackagingError
+from ..processors import num_threads
 from ..settings import EngineSettings
 from . import attention, linear
 from .kv_cache import LayerShape, Row
+from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
@@ -66,14 +66,11 @@ def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
 
 
 def use_threads(settings: EngineSettings) -> None:
-    """Set torch's threads for this process: as asked, else the physical cores it may use (OMP_NUM_THREADS wins)."""
-    threads = settings.threads
-    if threads is None:
-        if os.environ.get("OMP_NUM_THREADS"):
-            return
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+    """The threads of torch and of our own kernels in this process: as asked, else OMP_NUM_THREADS, else a thread a
+    physical core that affinity and the control groups' quota leave."""
+    threads = settings.threads or num_threads()
     torch.set_num_threads(threads)
+    library.use_threads(threads)
 
 
 @torch.inference_mode()

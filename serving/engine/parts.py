@@ -62,6 +62,7 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
         quantization=settings.quantization,
         kernels="torch" if loaded.decoder is None else "native",
         kernels_reason=loaded.kernels_reason,
+        threads=torch.get_num_threads(),
         pid=os.getpid(),
     )
     scheduler = Scheduler(

@@ -21,12 +21,14 @@ from msgspec import Struct
 from .. import child
 from ..bundle import Bundle
 from ..errors import PackagingError
+from ..processors import num_threads
 from ..settings import EngineSettings
 from .locks import FileLock
 from .rundir import SOCKET, StateDir, Status, check_private
 
 logger = logging.getLogger("mlflow_llm.engine")
 
+OPENMP_SPINS = 1000  # about 50 µs
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
@@ -142,9 +144,19 @@ def _bound(socket: Any, spec: Spec, state: StateDir) -> Any:
 
 
 def _set_threads(settings: EngineSettings) -> None:
-    """OpenMP reads its variables once, when torch is imported. OMP_NUM_THREADS of the caller wins over the default."""
+    """OpenMP reads its variables once, when torch is imported; what the caller has set wins over our defaults.
+
+    Its threads spin for milliseconds where nothing is said (libgomp's, which torch's wheels for Linux have, 300,000
+    times round; libomp's 200 ms): on cores that others use too, and beside the native kernels' own threads, that is
+    time taken from whoever has work.
+    """
+    threads = str(settings.threads or num_threads())
     if settings.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = threads
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(OPENMP_SPINS))
+        os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
 def _predecessor(state: StateDir) -> dict[str, str]:

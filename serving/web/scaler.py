@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -18,6 +17,7 @@ from ..modes.calibration import Capacity, calibrate
 from ..modes.endpoint_config import ServedEntity
 from ..modes.provisioned import Measured, check_throughput, reserved_units
 from ..modes.scaling import Load, ScalePolicy, ScaleState, decide
+from ..processors import processors
 from ..transport.supervisor import EntityStatus
 from .settings import ServerSettings
 
@@ -186,8 +186,11 @@ class Scaler:
 def replicas_on_this_machine(entity: ServedEntity) -> int:
     """As many as have processors of their own: an engine that uses all of them leaves none for another."""
     threads = entity.source.engine.threads if entity.source is not None else None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads) if threads else 1
+    if not threads:
+        return 1
+    found = processors()
+    there = found.allowed if found.quota is None else min(found.allowed, found.quota)
+    return max(1, int(there // threads))
 
 
 def _place(served: Served) -> _Place:

@@ -1,12 +1,10 @@
-// A decoder of the Llama family run whole: embedding, layers, final norm, head; one parallel region a step.
+// A decoder of the Llama family run whole: embedding, layers, final norm, head; one call of the threads a step.
 //
 //   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ silu·up ─ down ─(+)─ ... ─ norm ─ head
 //
 // Everything between two GEMMs works on single rows, so a row's adapter is added there too: by the row alone, at the
 // cost of its rank.
 #pragma once
-
-#include <omp.h>
 
 #include <vector>
 
@@ -81,7 +79,7 @@ class Decoder {
     Prepared rows_for;
 
     void plan(const Step& step);
-    void layer(const Layer& layer, int index, const Step& step, int thread, int threads);
+    void layer(Team& team, const Layer& layer, int index, const Step& step);
     void rotate_row(const Layer& layer, int index, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void join(int t);

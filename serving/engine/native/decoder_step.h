@@ -48,60 +48,47 @@ inline void Decoder::plan(const Step& step) {
 
 inline void Decoder::step(const Step& step) {
     plan(step);
-#pragma omp parallel
-    {
-        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#pragma omp for schedule(static)
-        for (int t = 0; t < step.T; t++)
+    parallel(MOST_THREADS, [&](Team& team) {
+        team.each(step.T, [&](int t) {
             std::memcpy(&hidden[size_t(t) * shape.hidden], embedding + step.ids[t] * shape.hidden, shape.hidden * 4);
-        for (int i = 0; i < shape.layers; i++) layer(layers[i], i, step, thread, threads);
-#pragma omp for schedule(static)
-        for (int i = 0; i < step.num_kept; i++) {
+        });
+        for (int i = 0; i < shape.layers; i++) layer(team, layers[i], i, step);
+        team.each(step.num_kept, [&](int i) {
             const int t = step.kept[i];
             float* x = &hidden[size_t(t) * shape.hidden];
             adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
                   shape.hidden);
             rms_norm(x, norm, shape.hidden, shape.eps, &normed[size_t(i) * shape.hidden]);
             rows_for.fill(*head, normed.data(), i);
-        }
-        multiply(*head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE, thread, threads);
-    }
+        });
+        multiply(team, *head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE);
+    });
 }
 
-inline void Decoder::layer(const Layer& layer, int index, const Step& step, int thread, int threads) {
+inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
-#pragma omp for schedule(static)
-    for (int t = 0; t < T; t++) {
+    team.each(T, [&](int t) {
         float* x = &hidden[size_t(t) * H];
         if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H);
         rms_norm(x, layer.norm1, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.qkv, normed.data(), t);
-    }
-    multiply(*layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE, thread, threads);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int t = 0; t < T; t++) rotate_row(layer, index, step, t);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); i++) attend(layer, step, items[i]);
-#pragma omp for schedule(static)
-    for (int t = 0; t < T; t++) {
+    });
+    multiply(team, *layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE);
+    team.each(T, [&](int t) { rotate_row(layer, index, step, t); });
+    team.each(int(items.size()), [&](int i) { attend(layer, step, items[i]); });
+    team.each(T, [&](int t) {
         if (split[t] >= 0) join(t);
         rows_for.fill(*layer.o, attended.data(), t);
-    }
-    multiply(*layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD, thread, threads);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int t = 0; t < T; t++) {
+    });
+    multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD);
+    team.each(T, [&](int t) {
         float* x = &hidden[size_t(t) * H];
         adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H);
         rms_norm(x, layer.norm2, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.gate_up, normed.data(), t);
-    }
-    const Rows x = rows_for.of(*layer.gate_up, normed.data());
-    multiply(*layer.gate_up, x, T, wide.data(), Finish::WRITE, thread, threads);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int t = 0; t < T; t++) {
+    });
+    multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
+    team.each(T, [&](int t) {
         float* gate = &wide[size_t(t) * 2 * I];
         adapt(step, t, index, GATE, &normed[size_t(t) * H], H, gate, I);
         adapt(step, t, index, UP, &normed[size_t(t) * H], H, gate + I, I);
@@ -113,9 +100,8 @@ inline void Decoder::layer(const Layer& layer, int index, const Step& step, int 
             _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
         }
         rows_for.fill(*layer.down, gated.data(), t);
-    }
-    multiply(*layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), Finish::ADD, thread, threads);
-#pragma omp barrier
+    });
+    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), Finish::ADD);
 }
 
 // y += scale * B (A x), R ranks at a time: as many sums under way as the multiplier has stages, one pass over y.

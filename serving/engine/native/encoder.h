@@ -7,9 +7,6 @@
 // activations stay in that core's second cache. Few texts are one group, which all threads take together.
 #pragma once
 
-#include <omp.h>
-
-#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -51,24 +48,6 @@ inline void layer_norm(float* x, const float* weight, const float* bias, int n, 
     }
 }
 
-// The threads that share a group's work; one alone waits for nobody.
-struct Team {
-    int thread, threads;
-
-    void wait() const {
-        if (threads > 1) {
-#pragma omp barrier
-        }
-    }
-
-    // Calls with every index below n that is this thread's; everybody's are done on return.
-    template <class Work>
-    void each(int n, Work work) const {
-        for (int i = int(int64_t(n) * thread / threads); i < int(int64_t(n) * (thread + 1) / threads); i++) work(i);
-        wait();
-    }
-};
-
 class Encoder {
   public:
     EncoderShape shape;
@@ -77,7 +56,7 @@ class Encoder {
 
     // Token ids of texts of these lengths one after the other -> `hidden` [T, H].
     void run(const int32_t* ids, const int32_t* lengths, int count, float* hidden) {
-        const int threads = omp_get_max_threads();
+        const int threads = Pools::threads_wanted();
         texts.clear();
         int T = 0;
         for (int i = 0; i < count; T += lengths[i++]) texts.push_back({T, lengths[i]});
@@ -85,17 +64,20 @@ class Encoder {
         cut(T, threads * rounds);
         const bool alone = T >= threads * FEW && longest_share(threads) <= 1.1 * T / threads;
         if (!alone) cut(T, rounds);
-        if (rooms.size() < size_t(threads)) rooms.resize(threads);
-        std::atomic<size_t> next{0};
-#pragma omp parallel
-        {
-            const int thread = omp_get_thread_num();
-            if (alone)
-                for (size_t g; (g = next++) < groups.size();) pass(groups[g], ids, hidden, rooms[thread], {0, 1});
-            else
-                for (const Group& group : groups)
-                    pass(group, ids, hidden, rooms[0], {thread, omp_get_num_threads()});
-        }
+        rooms.resize(std::max(rooms.size(), size_t(alone ? threads : 1)));
+        int most = 0;
+        for (const Group& group : groups) most = std::max(most, group.rows);
+        for (Room& room : rooms) room.grow(shape, most);
+        parallel(threads, [&](Team& team) {
+            if (!alone) {
+                for (const Group& group : groups) pass(team, group, ids, hidden, rooms[0]);
+                return;
+            }
+            team.each(int(groups.size()), [&](int g) {
+                Team myself;
+                pass(myself, groups[g], ids, hidden, rooms[team.thread]);
+            });
+        });
     }
 
   private:
@@ -104,6 +86,15 @@ class Encoder {
     struct Room {
         std::vector<float> wide, attended;  // q,k,v or what is between up and down; by heads
         Prepared rows_for;
+
+        void grow(const EncoderShape& shape, size_t T) {
+            const size_t width = size_t(shape.heads) * shape.head_dim, inner = shape.intermediate;
+            const auto grow = [](std::vector<float>& buffer, size_t size) {
+                if (buffer.size() < size) buffer.resize(size);
+            };
+            grow(wide, T * std::max(width * 3, inner)), grow(attended, T * width);
+            rows_for.room(T, std::max({size_t(shape.hidden), width, inner}));
+        }
     };
 
     std::vector<Text> texts;
@@ -129,22 +120,13 @@ class Encoder {
         return *std::max_element(rows.begin(), rows.end());
     }
 
-    void pass(const Group& group, const int32_t* ids, float* hidden, Room& room, Team team) {
-        const size_t width = size_t(shape.heads) * shape.head_dim, T = group.rows;
-        if (team.thread == 0) {
-            const auto grow = [](std::vector<float>& buffer, size_t size) {
-                if (buffer.size() < size) buffer.resize(size);
-            };
-            grow(room.wide, T * std::max(width * 3, size_t(shape.intermediate))), grow(room.attended, T * width);
-            room.rows_for.room(T, std::max({shape.hidden, int(width), shape.intermediate}));
-        }
-        team.wait();
-        float* rows = hidden + size_t(group.row) * shape.hidden;
+    void pass(Team& team, const Group& group, const int32_t* ids, float* hidden, Room& room) const {
         team.each(group.last - group.first, [&](int i) {
             const auto [row, length] = texts[group.first + i];
             for (int t = 0; t < length; t++) embed(ids[row + t], t, hidden + size_t(row + t) * shape.hidden);
         });
-        for (const EncoderLayer& each : layers) layer(each, group, rows, room, team);
+        float* rows = hidden + size_t(group.row) * shape.hidden;
+        for (const EncoderLayer& each : layers) layer(team, each, group, rows, room);
     }
 
     void embed(int id, int position, float* x) const {
@@ -155,22 +137,20 @@ class Encoder {
         layer_norm(x, embeddings.norm, embeddings.bias, shape.hidden, shape.eps);
     }
 
-    void layer(const EncoderLayer& layer, const Group& group, float* hidden, Room& room, Team team) const {
+    void layer(Team& team, const EncoderLayer& layer, const Group& group, float* hidden, Room& room) const {
         const int H = shape.hidden, D = shape.head_dim, W = shape.heads * D, T = group.rows;
         const auto linear = [&](const Linear& w, const float* x, float* y, Finish finish) {
             if (w.kind != Kind::F32) team.each(T, [&](int t) { room.rows_for.fill(w, x, t); });
-            multiply(w, room.rows_for.of(w, x), T, y, finish, team.thread, team.threads);
-            team.wait();
+            multiply(team, w, room.rows_for.of(w, x), T, y, finish);
         };
         linear(*layer.qkv, hidden, room.wide.data(), Finish::WRITE);
-        for (int i = team.thread; i < (group.last - group.first) * shape.heads; i += team.threads) {
+        team.each((group.last - group.first) * shape.heads, [&](int i) {
             static thread_local HeadAttention head;
             const Text& text = texts[group.first + i / shape.heads];
             const size_t row = text.row - group.row, at = i % shape.heads * D;
             const float* q = &room.wide[row * 3 * W + at];
             head.attend(q, q + W, q + 2 * W, 3 * W, text.length, D, shape.scaling, &room.attended[row * W + at], W);
-        }
-        team.wait();
+        });
         linear(*layer.o, room.attended.data(), hidden, Finish::ADD);
         team.each(T, [&](int t) { layer_norm(hidden + size_t(t) * H, layer.norm1, layer.bias1, H, shape.eps); });
         linear(*layer.up, hidden, room.wide.data(), Finish::GELU);

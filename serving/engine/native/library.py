@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401 - first: the library then shares torch's OpenMP threads instead of starting a second set
+from ...processors import num_threads, processors
 
 logger = logging.getLogger(__name__)
 
 NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
+SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
+
+WORK = CFUNCTYPE(c_int32, c_int32)  # what mlt_each calls with an index; not 0: it failed
 
 
 class Factors(ctypes.Structure):
@@ -106,6 +109,7 @@ def _loaded() -> ctypes.CDLL | str:
         if not found.mlt_supported():
             return "the processor lacks AVX-512 VNNI"
         _declare(found)
+        _use(found, num_threads())
     except (OSError, AttributeError) as error:  # of another platform; of another version of the package
         logger.warning("%s: %s", path, error)
         return "the compiled library does not load here (see the engine's log)"
@@ -117,22 +121,52 @@ def has_bf16() -> bool:
     return found is not None and bool(found.mlt_supported() & 2)
 
 
+def use_threads(threads: int) -> None:
+    """Of all calls from now on. With more threads than processors none of them spins: it would keep another waiting."""
+    found = library()
+    if found is not None:
+        _use(found, threads)
+
+
+def num_native_threads() -> int:
+    """0 where there are no native kernels."""
+    found = library()
+    return int(found.mlt_threads()) if found is not None else 0
+
+
+def _use(found: ctypes.CDLL, threads: int) -> None:
+    found.mlt_use_threads(threads, SPIN_US if threads <= processors().allowed else 0)
+
+
 def _declare(found: ctypes.CDLL) -> None:
     def declare(name: str, result: object, *arguments: object) -> None:
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
 
-    declare("mlt_linear_new", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p)
+    def check(code: int, function: object, arguments: object) -> None:
+        if code:
+            problem = found.mlt_problem().decode(errors="replace")
+            raise MemoryError("the native kernels") if code == 1 else RuntimeError(f"the native kernels: {problem}")
+
+    def declare_checked(name: str, *arguments: object) -> None:
+        declare(name, c_int32, *arguments)
+        getattr(found, name).errcheck = check
+
+    declare("mlt_problem", c_char_p)
+    declare("mlt_threads", c_int32)
+    declare_checked("mlt_use_threads", c_int32, c_int32)
+    declare_checked("mlt_each", c_int32, WORK)
+    declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
     declare("mlt_linear_free", None, c_void_p)
-    declare("mlt_linear_dense", None, c_void_p, c_void_p)
-    declare("mlt_linear_multiply", None, c_void_p, c_int32, c_void_p, c_void_p)
+    declare_checked("mlt_linear_dense", c_void_p, c_void_p)
+    declare_checked("mlt_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)
     declare("mlt_can_attend", c_int32, c_int32, c_int32)
     declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
-    declare("mlt_decoder_step", None, c_void_p, POINTER(Step))
-    declare("mlt_sample", None, c_void_p, c_int32, c_int32, c_void_p, c_void_p)
+    declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))
+    declare_checked("mlt_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)
     declare("mlt_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
     declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderEmbeddings), POINTER(EncoderLayer))
     declare("mlt_encoder_free", None, c_void_p)
-    declare("mlt_encoder_run", None, c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
+    declare_checked("mlt_encoder_run", c_void_p, c_void_p, c_void_p, c_int32, c_void_p)
     declare("mlt_gelu", None, c_void_p, c_void_p, c_int32)

@@ -14,17 +14,20 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <sys/mman.h>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "simd.h"
+#include "threads.h"
 
 namespace mlt {
 
 constexpr int PANEL = 32;
 constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a broadcast of 32 registers
+constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
 
@@ -34,7 +37,8 @@ inline void* allocate(size_t bytes) {
     const size_t huge = size_t(2) << 20;
     const size_t unit = bytes >= huge ? huge : 64;
     void* memory = std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
-    if (memory && unit == huge) madvise(memory, bytes, MADV_HUGEPAGE);  // streaming weights misses the TLB otherwise
+    if (!memory) throw std::bad_alloc();
+    if (unit == huge) madvise(memory, bytes, MADV_HUGEPAGE);  // streaming weights misses the TLB otherwise
     return memory;
 }
 
@@ -115,8 +119,7 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
         std::memset(w.scale, 0, sizeof(float) * w.panels * PANEL);
         std::memset(w.offset, 0, sizeof(int32_t) * w.panels * PANEL);
     }
-#pragma omp parallel for schedule(static)
-    for (int n = 0; n < w.N; n++) {
+    parallel_for(w.N, [&](int n) {
         const float* row = dense + size_t(n) * w.K;
         if (w.kind == Kind::F32) {
             for (int k = 0; k < w.K; k++) ((float*)w.packed)[place(w, n, k)] = row[k];
@@ -133,18 +136,18 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
             w.scale[n] = scale;
             w.offset[n] = 128 * sum;
         }
-    }
+    });
 }
 
 inline void unpack(const Linear& w, float* dense) {
-#pragma omp parallel for schedule(static)
-    for (int n = 0; n < w.N; n++)
+    parallel_for(w.N, [&](int n) {
         for (int k = 0; k < w.K; k++) {
             const size_t at = place(w, n, k);
             dense[size_t(n) * w.K + k] = w.kind == Kind::F32    ? ((float*)w.packed)[at]
                                          : w.kind == Kind::BF16 ? from_bf16(((uint16_t*)w.packed)[at])
                                                                 : ((int8_t*)w.packed)[at] * w.scale[n];
         }
+    });
 }
 
 // Rows of activations in the form the kind multiplies. `values` is [T, K] of float, bfloat16 or offset bytes.
@@ -263,12 +266,13 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
             }
 }
 
-// The share of thread `thread` of `threads` in y [T, N] from x W^T + b.
-inline void multiply(const Linear& w, Rows x, int T, float* y, Finish finish, int thread, int threads) {
-    const int first = int(int64_t(w.panels) * thread / threads), last = int(int64_t(w.panels) * (thread + 1) / threads);
-    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
-    else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
-    else multiply_panels<Kind::BF16>(w, x, T, y, finish, first, last);
+// y [T, N] from x W^T + b, shared out by panels.
+inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finish finish) {
+    team.ranges(w.panels, PANELS, [&](int first, int last) {
+        if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
+        else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
+        else multiply_panels<Kind::BF16>(w, x, T, y, finish, first, last);
+    });
 }
 
 }  // namespace mlt

@@ -10,7 +10,7 @@ extern "C" {
 
 // Bit 0: the kernels run here. Bit 1: bfloat16 products too.
 API int mlt_supported() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(_OPENMP)
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__)
     __builtin_cpu_init();
     const bool base = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -22,12 +22,21 @@ API int mlt_supported() {
 }
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(_OPENMP)
+#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__)
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -40,30 +49,75 @@ API int mlt_supported() {
 
 using namespace mlt;
 
+namespace {
+
+thread_local std::string problem;  // of this thread's last call that failed
+
+// No exception leaves the library: 0, 1 where memory ran out, 2 for all else.
+template <class Call>
+int checked(const Call& call) {
+    try {
+        call();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        problem = "out of memory";
+        return 1;
+    } catch (const std::exception& error) {
+        problem = error.what();
+        return 2;
+    }
+}
+
+}  // namespace
+
 extern "C" {
 
-API Linear* mlt_linear_new(int kind, int K, int N, const float* weight, const float* bias) {
-    Linear* linear = new Linear{Kind(kind), K, N, 0};
-    pack(*linear, weight, bias);
-    return linear;
+API const char* mlt_problem() { return problem.c_str(); }
+
+// The threads of all calls from now on, and how long one that waits spins before it sleeps.
+API int mlt_use_threads(int threads, int spin_us) {
+    return checked([&] { Pools::use(threads, spin_us); });
+}
+
+API int mlt_threads() { return Pools::threads_wanted(); }
+
+// Calls work(i) for each i below n, as the kernels call theirs; what it returns, if not 0, is thrown. For tests.
+API int mlt_each(int n, int (*work)(int)) {
+    return checked([&] {
+        parallel(n, [&](Team& team) {
+            team.each(n, [&](int i) {
+                if (work(i)) throw std::runtime_error("index " + std::to_string(i));
+            });
+        });
+    });
+}
+
+API int mlt_linear_new(int kind, int K, int N, const float* weight, const float* bias, Linear** made) {
+    return checked([&] {
+        auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});
+        pack(*linear, weight, bias);
+        *made = linear.release();
+    });
 }
 
 API void mlt_linear_free(Linear* linear) { delete linear; }
 
-API void mlt_linear_dense(const Linear* linear, float* weight) { unpack(*linear, weight); }
+API int mlt_linear_dense(const Linear* linear, float* weight) {
+    return checked([&] { unpack(*linear, weight); });
+}
 
 // y [T, N] = x [T, K] W^T + b
-API void mlt_linear_multiply(const Linear* linear, int T, const float* x, float* y) {
+API int mlt_linear_multiply(const Linear* linear, int T, const float* x, float* y) {
     static thread_local Prepared own;
     const Linear& w = *linear;
-    Prepared& prepared = own;  // the caller's, in every thread of the region
-    prepared.room(T, w.K);
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) prepared.fill(w, x, t);
-        multiply(w, prepared.of(w, x), T, y, Finish::WRITE, omp_get_thread_num(), omp_get_num_threads());
-    }
+    Prepared& prepared = own;  // the caller's, in every thread of the call
+    return checked([&] {
+        prepared.room(T, w.K);
+        parallel(MOST_THREADS, [&](Team& team) {
+            if (w.kind != Kind::F32) team.each(T, [&](int t) { prepared.fill(w, x, t); });
+            multiply(team, w, prepared.of(w, x), T, y, Finish::WRITE);
+        });
+    });
 }
 
 API int mlt_can_attend(int head_dim, int group) { return can_attend(head_dim) && group <= MAX_GROUP; }
@@ -79,17 +133,18 @@ API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const floa
 
 API void mlt_decoder_free(Decoder* decoder) { delete decoder; }
 
-API void mlt_decoder_step(Decoder* decoder, const Step* step) { decoder->step(*step); }
+API int mlt_decoder_step(Decoder* decoder, const Step* step) {
+    return checked([&] { decoder->step(*step); });
+}
 
 // A token for each row [rows, size] of logits.
-API void mlt_sample(const float* logits, int rows, int size, const Draw* draws, int32_t* tokens) {
-#pragma omp parallel
-    {
-        thread_local Sampler sampler;
-#pragma omp for schedule(dynamic, 1)
-        for (int row = 0; row < rows; row++)
+API int mlt_sample(const float* logits, int rows, int size, const Draw* draws, int32_t* tokens) {
+    return checked([&] {
+        parallel_for(rows, [&](int row) {
+            static thread_local Sampler sampler;
             tokens[row] = sampler.token(logits + size_t(row) * size, size, draws[row]);
-    }
+        });
+    });
 }
 
 API void mlt_exponentials(uint64_t seed, uint64_t position, int size, float* times) {
@@ -112,8 +167,8 @@ API Encoder* mlt_encoder_new(const EncoderShape* shape, const EncoderEmbeddings*
 API void mlt_encoder_free(Encoder* encoder) { delete encoder; }
 
 // Of token ids of `count` texts side by side, hidden [T, H].
-API void mlt_encoder_run(Encoder* encoder, const int32_t* ids, const int32_t* lengths, int count, float* hidden) {
-    encoder->run(ids, lengths, count, hidden);
+API int mlt_encoder_run(Encoder* encoder, const int32_t* ids, const int32_t* lengths, int count, float* hidden) {
+    return checked([&] { encoder->run(ids, lengths, count, hidden); });
 }
 
 API void mlt_gelu(const float* x, float* y, int n) {

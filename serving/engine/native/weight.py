@@ -37,7 +37,9 @@ class NativeWeight:
         self.bias = None if bias is None else bias.detach().float().contiguous()
         dense = weight.detach().contiguous()
         pointer = None if self.bias is None else self.bias.data_ptr()
-        self.handle = found.mlt_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer)
+        made = ctypes.c_void_p()
+        found.mlt_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer, made)
+        self.handle = made.value
         weakref.finalize(self, found.mlt_linear_free, self.handle)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:

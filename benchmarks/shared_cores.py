@@ -1,0 +1,209 @@
+"""Tokens a second on processors that others use too: alone, beside busy neighbours, and under a CPU quota.
+
+Contenders are processes that hold the model all the time and run one after the other, a short burst each, in an order
+that changes from round to round; what is reported are medians of the ratios within a round, because such a machine's
+speed changes from minute to minute. `passive` has OMP_WAIT_POLICY=passive. With `--against DIR` (the root of another
+checkout, kernels built) that code runs too, as it is and passive. `--quota` needs root and a cpu controller.
+
+    python benchmarks/shared_cores.py --model .cache/models/smollm2 --neighbours 2
+    python benchmarks/shared_cores.py --model .cache/models/smollm2 --quota 0.5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from decode import prompt_ids
+from report import publish
+
+ROOT = Path(__file__).resolve().parents[1]
+BUSY = "while True: pass"
+
+
+def hold(args: argparse.Namespace) -> None:
+    """A contender: a burst of `size` sequences for each line `size` that comes in; its seconds a token go out."""
+    sys.path.insert(0, args.code)
+    from mlflow_llm.serving.bundle import Bundle
+    from mlflow_llm.serving.settings import EngineSettings
+    from mlflow_llm.serving.transport import process
+
+    settings = EngineSettings(
+        quantization=args.quantization, max_model_len=2048, prefix_caching=False, threads=args.threads or None,
+        kernels=args.kernels, kv_cache_memory=1 << 28,
+    )  # fmt: skip
+    process._set_threads(settings)  # as an engine process does, before torch is there
+    from transformers import AutoTokenizer
+
+    from mlflow_llm.serving.engine.core import EngineCore
+    from mlflow_llm.serving.events import Tokens
+    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+
+    assert Path(process.__file__).resolve().is_relative_to(Path(args.code).resolve()), process.__file__
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
+    core = EngineCore(bundle, settings)
+
+    def burst(size: int, number: int) -> float:
+        for i in range(size):
+            sequence = Sequence(prompt_token_ids=tuple(prompt_ids(tokenizer, i, args.prompt)))
+            core.add(
+                ValidRequest(
+                    request_id=f"r{number}-{i}", task="completions", model="m", sequences=(sequence,),
+                    sampling=Sampling(max_tokens=args.new, temperature=0.0),
+                ),
+                b"bench",
+            )  # fmt: skip
+        start, count = time.perf_counter(), 0
+        while core.has_work():
+            count += sum(len(event.token_ids) for *_, event in core.step() if isinstance(event, Tokens))
+        return (time.perf_counter() - start) / count
+
+    burst(1, -1)
+    print("ready", flush=True)
+    for number, line in enumerate(sys.stdin):
+        print(burst(int(line), number), flush=True)
+
+
+class Contender:
+    def __init__(self, args: argparse.Namespace, code: str, environment: dict[str, str]) -> None:
+        arguments = ["--hold", "--code", code, "--model", args.model, "--quantization", args.quantization]
+        arguments += ["--prompt", str(args.prompt), "--new", str(args.new), "--threads", str(args.threads)]
+        arguments += ["--kernels", args.kernels]
+        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._process = subprocess.Popen(
+            [*args.under.split(), sys.executable, "-P", __file__, *arguments], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**inherited, "PYTHONPATH": f"{code}:{ROOT / 'benchmarks'}", **environment},
+        )  # fmt: skip
+        assert self._line() == "ready"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def seconds(self, size: int) -> float:
+        assert self._process.stdin is not None
+        print(size, file=self._process.stdin, flush=True)
+        return float(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Processes that never rest."""
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def quota(processors: float) -> Iterator[Path | None]:
+    """A control group with so much time, of cgroup v2 where it has the controller, else of v1; None for 0."""
+    if not processors:
+        yield None
+        return
+    name = f"shared-cores-{os.getpid()}"
+    controllers = Path("/sys/fs/cgroup/cgroup.controllers")
+    unified = controllers.exists() and "cpu" in controllers.read_text().split()
+    group = Path("/sys/fs/cgroup") / name if unified else Path("/sys/fs/cgroup/cpu") / name
+    group.mkdir()
+    try:
+        if unified:
+            (group / "cpu.max").write_text(f"{int(processors * 100_000)} 100000")
+        else:
+            (group / "cpu.cfs_quota_us").write_text(str(int(processors * 100_000)))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=".cache/models/smollm2")
+    parser.add_argument("--against", help="root of another checkout")
+    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside each burst")
+    parser.add_argument("--quota", type=float, default=0.0, help="processors' worth of time that contenders get")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a burst")
+    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as the engine takes by itself")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--under", default="", help="what contenders are started with, as 'chrt -f 1'")
+    parser.add_argument("--name", default="shared_cores", help="of the file in results/")
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--code", default=str(ROOT), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.hold:
+        hold(args)
+        return
+    kinds = {"ours": (str(ROOT), {}), "ours, passive": (str(ROOT), {"OMP_WAIT_POLICY": "passive"})}
+    if args.against:
+        other = os.path.abspath(args.against)
+        kinds |= {"before": (other, {}), "before, passive": (other, {"OMP_WAIT_POLICY": "passive"})}
+    with quota(args.quota) as group, contextlib.ExitStack() as stack:
+        contenders = {}
+        if group is not None:  # children belong to our group: so they see the quota from their first moment
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            stack.callback((group.parent / "cgroup.procs").write_text, str(os.getpid()))
+        for name, (code, environment) in kinds.items():
+            contenders[name] = Contender(args, code, environment)
+            stack.callback(contenders[name].close)
+        if group is not None:  # what one gets without a quota: the same code outside of the group
+            (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+            args.threads = 1
+            contenders["one core"] = Contender(args, str(ROOT), {})
+            stack.callback(contenders["one core"].close)
+        rates = measure(args, contenders)
+    reference = "one core" if args.quota else "before" if args.against else "ours, passive"
+    rows = []
+    for name in contenders:
+        row: dict[str, Any] = {"": name, "tokens/s": statistics.median(rates[name])}
+        for other in dict.fromkeys((reference, "before, passive" if args.against else "ours, passive")):
+            ratios = sorted(a / b for a, b in zip(rates[name], rates[other], strict=True))
+            row[f"× {other}"] = statistics.median(ratios)
+            row[f"{other}: quartiles"] = f"{ratios[len(ratios) // 4]:.2f}–{ratios[-1 - len(ratios) // 4]:.2f}"
+        rows.append(row)
+    publish(
+        args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {args.rounds} rounds"
+    )
+
+
+def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, list[float]]:
+    """Tokens a second of each contender, round by round."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for number in range(args.rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            with neighbours(args.neighbours):
+                rates[name].append(1 / contenders[name].seconds(args.batch))
+        print(json.dumps({name: round(found[-1], 1) for name, found in rates.items()}), file=sys.stderr, flush=True)
+    return rates
+
+
+if __name__ == "__main__":
+    main()

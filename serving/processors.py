@@ -1,0 +1,121 @@
+"""The processors that this process may use: by affinity, and by the CPU quota of its control groups.
+
+A quota is ``cpu.max`` of cgroup v2 or ``cpu.cfs_quota_us`` of v1, of the process's own group and of every group above
+it that can be seen: the least binds. No torch in here: it is asked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROC = Path("/proc")
+CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """``allowed`` by affinity, on ``cores`` physical ones; ``quota`` of processor time, None: all of it."""
+
+    allowed: int
+    cores: int
+    quota: float | None
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute: one a physical core, and no more than the quota can keep running."""
+        return self.cores if self.quota is None else max(1, min(self.cores, math.ceil(self.quota)))
+
+    def __str__(self) -> str:
+        quota = "" if self.quota is None else f", a quota of {self.quota:g}"
+        return f"{self.allowed} usable on {self.cores} cores{quota}"
+
+
+def processors(proc: Path = PROC, cpus: Path = CPUS) -> Processors:
+    allowed = _affinity()
+    return Processors(allowed=len(allowed), cores=_cores(allowed, cpus), quota=quota(proc))
+
+
+def num_threads() -> int:
+    """Threads for this process: OMP_NUM_THREADS where it says a number, else as ``Processors.threads`` has it."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdigit() and int(asked) else processors().threads
+
+
+def quota(proc: Path = PROC) -> float | None:
+    """Processors' worth of time that the control groups give this process, None where they set no limit."""
+    return min((found for group in cpu_groups(proc) if (found := _group_quota(group)) is not None), default=None)
+
+
+def cpu_groups(proc: Path = PROC) -> Iterator[Path]:
+    """Directories of this process's groups that may have a quota, each from its own up to the top that is mounted."""
+    try:
+        own = (proc / "self/cgroup").read_text().splitlines()
+        mounts = (proc / "self/mountinfo").read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found = _mounted(mounts, "cgroup2", None, path)
+        elif "cpu" in controllers.split(","):
+            found = _mounted(mounts, "cgroup", "cpu", path)
+        else:
+            continue
+        if found is not None:
+            top, group = found
+            yield from (group, *(parent for parent in group.parents if parent.is_relative_to(top)))
+
+
+def _mounted(mounts: list[str], kind: str, controller: str | None, path: str) -> tuple[Path, Path] | None:
+    """Where the hierarchy is mounted and where group ``path`` of it is seen there.
+
+    A line of mountinfo (proc_pid_mountinfo(5)): ``36 35 98:0 ROOT PLACE options … - KIND source super-options``.
+    """
+    for line in mounts:
+        left, separator, right = line.partition(" - ")
+        fields, (found, *rest) = left.split(" "), right.split(" ")
+        if not separator or found != kind or (controller and controller not in rest[-1].split(",")):
+            continue
+        root, top = fields[3], Path(_unescaped(fields[4]))
+        within = os.path.relpath(path, root)
+        outside = within.startswith("..")  # our group is above what is mounted here: only the mount's own limits show
+        return top, top if outside else Path(os.path.normpath(top / within))
+    return None
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+
+
+def _group_quota(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            most, period = (group / "cpu.max").read_text().split()
+        else:
+            most, period = ((group / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        return int(most) / int(period) if most != "max" and int(most) > 0 and int(period) > 0 else None
+    except (OSError, ValueError):  # the root has none; a controller that is off
+        return None
+
+
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _cores(allowed: frozenset[int], cpus: Path) -> int:
+    """Physical cores among the processors ``allowed``: siblings of one core are counted once."""
+    found = set()
+    for cpu in allowed:
+        try:
+            found.add((cpus / f"cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            return max(1, min(len(allowed), psutil.cpu_count(logical=False) or len(allowed)))
+    return max(1, len(found))
