@@ -15,6 +15,8 @@ from msgspec import Struct
 Task: TypeAlias = Literal["chat", "completions", "embeddings"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 MAX_CHOICES = 128  # of one prompt
+MAX_PROMPTS = 2048  # or inputs of one request
+MAX_MESSAGES = 4096
 
 
 class RawSampling(Struct, frozen=True, kw_only=True):

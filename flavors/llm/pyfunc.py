@@ -14,6 +14,8 @@ from ...serving.bundle import Bundle
 from ...serving.dialects.fields import unknown_field
 from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError
 from ...serving.settings import EngineSettings
+from ...serving.tasks.endpoint import Profile
+from ...serving.tasks.reply_size import MAX_REPLY_BYTES
 from . import errors, scoring_server
 from .enforcement import Given
 from .frames import requests_of
@@ -35,8 +37,10 @@ class PyfuncModel:
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
-        self.session = Session(bundle, settings, defaults)
-        if scoring_server.is_scoring_server():
+        is_server = scoring_server.is_scoring_server()
+        profile = Profile(max_reply_bytes=MAX_REPLY_BYTES) if is_server else None  # a notebook's memory is its own
+        self.session = Session(bundle, settings, defaults, profile)
+        if is_server:
             scoring_server.admit(settings.max_num_seqs)
             with _told():
                 self.session.connect()

@@ -24,7 +24,7 @@ from ...serving.settings import EngineSettings
 from ...serving.tasks import embed, generate
 from ...serving.tasks.cache_salt import CacheSalts
 from ...serving.tasks.defaults import with_defaults
-from ...serving.tasks.endpoint import EndpointView
+from ...serving.tasks.endpoint import EndpointView, Profile
 from ...serving.tasks.text import TextModel
 from ...serving.tasks.validate import validate
 
@@ -39,10 +39,17 @@ class Session:
     """Thread-safe. The engine starts at the first request or ``connect``, not before: a model that is only looked
     at, as when it is logged, costs no engine."""
 
-    def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: EngineSettings,
+        defaults: Mapping[str, Any] | None = None,
+        profile: Profile | None = None,
+    ) -> None:
         self.bundle = bundle
         self.settings = settings
         self._defaults = defaults_of(dict(defaults or {}))
+        self._profile = profile or Profile()
         self._dialect = DIALECTS["mlflow"]
         self._salts = CacheSalts(_secret())
         self._lock = threading.Lock()
@@ -69,6 +76,7 @@ class Session:
                     adapters=self.adapter_names,
                     default_adapter=self.bundle.default_adapter,
                     defaults=self._defaults,
+                    profile=self._profile,
                     names=None,
                 )
             return self._view

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..request import MAX_MESSAGES
+
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _NOTHING: dict[str, Any] = {"enum": [None, []]}
@@ -47,7 +49,7 @@ def messages_schema(empty_only: tuple[str, ...]) -> dict[str, Any]:
         _message(("assistant",), calling | {"tool_calls": _CALLS | {"minItems": 1}}, "tool_calls"),
         _message(("tool",), plain | {"tool_call_id": _TEXT | {"minLength": 1}}, "content", "tool_call_id"),
     ]
-    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1}
+    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, "maxItems": MAX_MESSAGES}
 
 
 def _message(roles: tuple[str, ...], properties: Mapping[str, Any], *required: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InvalidField
 from ..readers import obj, reader, string
+from ..request import MAX_MESSAGES
 from .fields import unknown_field
 from .message_schema import messages_schema
 
@@ -21,6 +22,8 @@ def read_messages(value: Any, path: str) -> tuple[dict[str, Any], ...]:
     """A non-empty list of messages. Text parts of one content are joined as they stand: nothing is put between."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
     return tuple(_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidField
-from ..readers import INT32_MAX, any_of, integer, list_of, number, reader, string
+from ..readers import INT32_MAX, any_of, integer, list_of, number, obj, reader, string
+from ..request import MAX_PROMPTS
 
 _STOP = {"type": "string", "minLength": 1}
 
@@ -39,9 +40,9 @@ def _token_ids(value: Sequence[Any], path: str) -> tuple[int, ...]:
 @reader(
     **any_of(
         string.schema,
-        {"type": "array", "items": string.schema, "minItems": 1},
+        {"type": "array", "items": string.schema, "minItems": 1, "maxItems": MAX_PROMPTS},
         TOKENS.schema,
-        {"type": "array", "items": TOKENS.schema, "minItems": 1},
+        {"type": "array", "items": TOKENS.schema, "minItems": 1, "maxItems": MAX_PROMPTS},
     )
 )
 def texts_or_tokens(value: Any, path: str) -> tuple[tuple[str | tuple[int, ...], ...], bool]:
@@ -55,6 +56,8 @@ def texts_or_tokens(value: Any, path: str) -> tuple[tuple[str | tuple[int, ...],
         return (_token_ids(value, path),), False
     if not isinstance(value[0], str | list | tuple):
         raise InvalidField(f"{path}[0]", value[0], allowed)
+    if len(value) > MAX_PROMPTS:
+        raise InvalidField(path, f"{len(value)} entries", f"at most {MAX_PROMPTS}")
     kind = str if isinstance(value[0], str) else (list, tuple)
     for i, entry in enumerate(value):
         if not isinstance(entry, kind):
@@ -62,6 +65,28 @@ def texts_or_tokens(value: Any, path: str) -> tuple[tuple[str | tuple[int, ...],
     if kind is str:
         return tuple(string(entry, f"{path}[{i}]") for i, entry in enumerate(value)), True
     return tuple(_token_ids(entry, f"{path}[{i}]") for i, entry in enumerate(value)), True
+
+
+VARIABLES_MOST = 64 * 2**10  # characters and values of chat_template_kwargs
+
+
+@reader(**obj.schema)
+def template_variables(value: Any, path: str) -> dict[str, Any]:
+    """An object of at most ``VARIABLES_MOST`` characters, keys and values together: a template
+    may print each many times."""
+    found = obj(value, path)
+    left = VARIABLES_MOST
+    inside: list[Any] = [found]
+    while inside and left >= 0:
+        entry = inside.pop()
+        left -= 1 + (len(entry) if isinstance(entry, str | dict | list | tuple) else 0)
+        if left >= 0 and isinstance(entry, dict):
+            inside += [*entry, *entry.values()]
+        elif left >= 0 and isinstance(entry, list | tuple):
+            inside += entry
+    if left < 0:
+        raise InvalidField(path, "an object", f"one of at most {VARIABLES_MOST} characters and values together")
+    return found
 
 
 _BIAS = number(-100, 100)

@@ -29,7 +29,7 @@ from ..readers import (
 from ..request import MAX_CHOICES, Task
 from .fields import Field, Table
 from .messages import read_messages
-from .readers import TOKEN, logit_bias, stop_strings, texts_or_tokens
+from .readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
 
 MAX_TOKENS = INT32_MAX
 MAX_CACHE_SALT = 256  # characters
@@ -141,7 +141,7 @@ CHAT = (
 )
 CHAT_TEMPLATE = (
     _field("chat_template", string, "chat_template", "name of one of the model's templates"),
-    _field("chat_template_kwargs", obj, "chat_template_kwargs", "variables of the template"),
+    _field("chat_template_kwargs", template_variables, "chat_template_kwargs", "variables of the template"),
 )
 MAX_COMPLETION_TOKENS = (
     _field("max_completion_tokens", integer(1, MAX_TOKENS), "max_completion_tokens", "newer name of max_tokens"),

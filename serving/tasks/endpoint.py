@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..engine.interface import EngineInfo
 from ..errors import InvalidField, NotFound
-from ..request import RawRequest, Task
+from ..request import MAX_MESSAGES, MAX_PROMPTS, RawRequest, Task
 from .text import TextModel
 
 
@@ -19,7 +19,9 @@ class Profile:
     then user and assistant in turn, ending in user (the Databricks document). ``raw_prompts`` False: completions go
     through the chat template unless ``use_raw_prompt`` is true. ``index_by_prompt``: a choice's index is its prompt's
     where the dialect has a document that says so. ``allow_n`` is what provisioned endpoints have,
-    ``allow_error_behavior`` what pay-per-token ones have. ``timeout``: seconds a request may take, None for no limit.
+    ``allow_error_behavior`` what pay-per-token ones have. ``max_copied_tokens`` bounds the prompts' tokens over
+    all choices, ``max_reply_bytes`` what a reply has beside generated text (``reply_size``). ``timeout``: seconds a
+    request may take, None for no limit.
     """
 
     default_max_tokens: int | None = None
@@ -34,9 +36,11 @@ class Profile:
     allow_error_behavior: bool = True
     max_stop_strings: int = 64
     max_stop_chars: int = 8192
-    max_prompts: int = 2048
+    max_prompts: int = MAX_PROMPTS
     max_sequences: int = 4096
-    max_messages: int = 4096
+    max_copied_tokens: int = 2**22
+    max_messages: int = MAX_MESSAGES
+    max_reply_bytes: int | None = None
     timeout: float | None = None
 
 

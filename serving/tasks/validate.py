@@ -12,6 +12,7 @@ from ..errors import InvalidField, RequestError
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, Sequence, Task, ValidRequest
 from .endpoint import EndpointView
 from .prompts import Prompt, chat_prompt, completion_prompts, embedding_inputs, is_raw
+from .reply_size import check_size
 from .sampling import resolve, seeds
 
 MASK = 2**64 - 1
@@ -43,6 +44,12 @@ def validate(
         cache_salt=cache_salt,
     )
     task = _task(raw, endpoint)
+    valid = _built(raw, endpoint, head, task)
+    check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
+    return valid
+
+
+def _built(raw: RawRequest, endpoint: EndpointView, head: _Head, task: Task) -> ValidRequest:
     if isinstance(raw, RawEmbedding):
         return _embedding(raw, endpoint, head)
     return _generation(raw, endpoint, head, task)

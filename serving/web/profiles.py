@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..modes import Mode
 from ..tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
+from .settings import ServerSettings
 
 PROFILES: Mapping[str, Profile] = {
     "open": Profile(),
@@ -15,10 +16,12 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
-def profiles_of(default_max_tokens: int | None) -> Mapping[str, Profile]:
-    """``PROFILES`` on a server that has a default for ``max_tokens``."""
+def profiles_of(settings: ServerSettings) -> Mapping[str, Profile]:
+    """``PROFILES`` with the limits of a server."""
+    tokens, size = settings.default_max_tokens, settings.max_reply_bytes
     return {
-        name: dataclasses.replace(profile, default_max_tokens=default_max_tokens) for name, profile in PROFILES.items()
+        name: dataclasses.replace(profile, default_max_tokens=tokens, max_reply_bytes=size)
+        for name, profile in PROFILES.items()
     }
 
 

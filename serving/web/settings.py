@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from ..errors import InvalidField, PackagingError
 from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
+from ..tasks.reply_size import MAX_REPLY_BYTES
 from .perimeter import Perimeter, is_loopback
 
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
@@ -20,7 +21,8 @@ DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one server, its workers included; where it listens is in ``Perimeter``.
 
-    ``max_body_bytes`` bounds a request's body (413 above it).
+    ``max_body_bytes`` bounds a request's body (413 above it),
+    ``max_reply_bytes`` what a reply may have beside generated text (``tasks.reply_size``; a 400 before it runs).
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
     (what rate limits then reserve); None is up to the context length. ``timeout`` (seconds) ends a request that asks
@@ -38,6 +40,7 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_body_bytes: Bytes = 16 * 2**20
+    max_reply_bytes: Bytes = MAX_REPLY_BYTES
     max_queued: CountOrZero = 256
     max_connections: Count = 1000
     retry_after: SecondsOrZero = 1.0

@@ -48,7 +48,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
         open=opened,
         ledger=ledger,
         profile=spec.profile,
-        profiles=profiles_of(spec.settings.default_max_tokens),
+        profiles=profiles_of(spec.settings),
         engine_timeout=spec.settings.engine_timeout,
     )
     follower.adopt()

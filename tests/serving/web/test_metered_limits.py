@@ -20,6 +20,7 @@ from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.endpoints import Routed
 from mlflow_llm.serving.web.invoke import Server
 from mlflow_llm.serving.web.profiles import profiles_of
+from mlflow_llm.serving.web.settings import ServerSettings
 
 BODY = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
 PROMPT = 14 + len("Hi")  # template and text, a byte a token
@@ -126,7 +127,7 @@ def test_a_default_of_max_tokens_is_reserved(place: Place) -> None:
     place.limits.set("tenant", "acme", "otpm", 100)
     assert place.ask(max_tokens=None).json["error"]["message"].endswith("more than the limit ever allows")
     endpoint = next(iter(place.server.endpoints))
-    view = dataclasses.replace(endpoint.view, profile=profiles_of(40)["open"])
+    view = dataclasses.replace(endpoint.view, profile=profiles_of(ServerSettings(default_max_tokens=40))["open"])
     changed = dataclasses.replace(endpoint, view=view)
     place.server.endpoints.replace((Routed(name="assistant", entities={"model-1": changed}),))
     assert used(place.ask(max_tokens=None))[1] == 40

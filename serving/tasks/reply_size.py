@@ -1,0 +1,74 @@
+"""What a request would multiply, bounded before it runs: a small body must not ask for a reply or for work without end.
+
+A reply has more than the tokens that were generated: ``suffix`` and an echoed prompt stand in every choice, each token
+may have 20 alternatives, each input of an embeddings request has a vector. These are added up here, in bytes of JSON.
+"""
+
+from __future__ import annotations
+
+from ..errors import InvalidField
+from ..request import RawCompletion, RawRequest, ValidRequest
+from .endpoint import Profile
+
+MAX_REPLY_BYTES = 32 * 2**20  # of a server's, unless its settings say otherwise
+LOGPROB = 96  # bytes: token, number and bytes of one alternative
+NUMBER = {"float": 20, "base64": 6}  # bytes of one value of a vector
+
+
+def check_size(request: ValidRequest, raw: RawRequest, profile: Profile, dimensions: int) -> None:
+    """Raises ``InvalidField`` naming what multiplies. ``dimensions`` are those of the model's embeddings."""
+    _check_copies(request, profile.max_copied_tokens)
+    if (most := profile.max_reply_bytes) is None:
+        return
+    _check_repeats(request, most)
+    _check_logprobs(request, most, "logprobs" if isinstance(raw, RawCompletion) else "top_logprobs")
+    if request.task == "embeddings" and fixed_size(request, dimensions) > most:
+        size = fixed_size(request, dimensions) // len(request.sequences)
+        allowed = f"at most {most // size} in one request, of {size} bytes a vector"
+        raise InvalidField("input", f"{len(request.sequences)} inputs", allowed)
+
+
+def _check_repeats(request: ValidRequest, most: int) -> None:
+    if _repeated(request) <= most:
+        return
+    suffix, echo, count = len(request.suffix.encode()), _bytes(request.echo), len(request.sequences)
+    allowed = f"at most {most} bytes in a reply, all repeats together"
+    if suffix * count > echo * request.n:
+        raise InvalidField("suffix", f"{suffix} bytes in {count} choices", allowed)
+    raise InvalidField("echo", f"{echo} bytes in {request.n} choices", allowed)
+
+
+def _check_logprobs(request: ValidRequest, most: int, field: str) -> None:
+    sampling = request.sampling
+    if sampling is None or sampling.logprobs is None:
+        return
+    tokens = sampling.max_tokens * len(request.sequences)
+    if sampling.prompt_logprobs is not None:
+        tokens += sum(len(sequence.prompt_token_ids) for sequence in request.sequences)
+    if tokens * (sampling.logprobs + 1) * LOGPROB > most:
+        told = f"{sampling.logprobs} with {tokens} tokens"
+        allowed = f"at most {most // LOGPROB} tokens and alternatives over max_tokens of all choices"
+        raise InvalidField(field, told, allowed)
+
+
+def fixed_size(request: ValidRequest, dimensions: int) -> int:
+    """Bytes that the reply will have whatever is generated: what it repeats of the request, and vectors."""
+    if request.task == "embeddings":
+        return len(request.sequences) * NUMBER[request.encoding_format] * (request.dimensions or dimensions)
+    return _repeated(request)
+
+
+def _repeated(request: ValidRequest) -> int:
+    return len(request.suffix.encode()) * len(request.sequences) + _bytes(request.echo) * request.n
+
+
+def _bytes(texts: tuple[str, ...]) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+def _check_copies(request: ValidRequest, most: int) -> None:
+    """Each choice has its prompt's tokens in the engine."""
+    tokens = request.num_prompt_tokens
+    if request.n > 1 and tokens * request.n > most:
+        allowed = f"an integer in [1, {max(1, most // tokens)}]: prompts have at most {most} tokens over all choices"
+        raise InvalidField("n", request.n, allowed)
