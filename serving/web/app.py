@@ -57,7 +57,7 @@ def make_server(
     return Server(
         settings=settings,
         endpoints=endpoints,
-        gate=Gate(max_queued=settings.max_queued, retry_after=settings.retry_after),
+        gate=Gate(max_queued=settings.max_queued, retry_after=settings.retry_after, workers=settings.workers),
         running=RunningRequests(),
         offload=Offload(settings.offload_bytes),
         salts=CacheSalts(cache_secret),

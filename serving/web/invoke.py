@@ -98,8 +98,9 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
     with ExitStack() as held:
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
-        server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves)
-        held.callback(server.gate.leave, endpoint.engine, reserves=reserves)
+        sharer = incoming.caller if server.keys is not None else None
+        server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
+        held.callback(server.gate.leave, endpoint.engine, reserves=reserves, caller=sharer)
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
         salt = _cache_salt(server, endpoint, incoming.caller, raw)
