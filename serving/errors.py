@@ -81,10 +81,20 @@ class ServingError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without ``__init__``, whose arguments are each class's own: an error crosses processes whole."""
+        return _again, (type(self), self.args), self.__dict__
+
     @property
     def logged(self) -> str:
         """The message for logs and traces, which keep nothing of what a prompt may say."""
         return self.message
+
+
+def _again(kind: type[ServingError], arguments: tuple[Any, ...]) -> ServingError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
 
 
 class RequestError(ServingError):

@@ -86,7 +86,9 @@ class TextStream:
 
 
 class LanguageModel:
-    """A loaded model; use it in a ``with``, or ``close`` it: its engine process ends with its last user.
+    """A loaded model; use it in a ``with``, ``close`` it, or let go of it: its engine process ends with its last user.
+
+    It can be pickled and copied: a copy is a client of its own, which finds the running engine or starts one.
 
     Methods take any request field by its name (``max_tokens=64, temperature=0``) and raise an ``InvalidField`` that
     names field, value and what is allowed; all errors are ``MlflowException`` (``errors``). Threads may share one
@@ -95,6 +97,13 @@ class LanguageModel:
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
         self._session = Session(bundle, settings, defaults)
+
+    @classmethod
+    def over(cls, session: Session) -> LanguageModel:
+        """Another face of a loaded model: closing either closes both."""
+        model = cls.__new__(cls)
+        model._session = session
+        return model
 
     @property
     def adapters(self) -> tuple[str, ...]:

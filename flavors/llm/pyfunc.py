@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...serving.bundle import Bundle
 from ...serving.dialects.fields import unknown_field
@@ -22,6 +22,9 @@ from .frames import requests_of
 from .session import Session
 from .signature import request_fields
 
+if TYPE_CHECKING:
+    from .model import LanguageModel
+
 logger = logging.getLogger(__name__)
 
 CONTENT = ("messages", "prompt", "input")  # of which each row has its own
@@ -33,7 +36,7 @@ class PyfuncModel:
     """Thread-safe: the scoring server's threads and workers are batched together in one engine.
 
     The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that a server that
-    says it is ready is.
+    says it is ready is. It ends with the last object that uses it. Copies, pickled ones too, load again.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
@@ -99,8 +102,27 @@ class PyfuncModel:
         given = model_input.data if isinstance(model_input, Given) else model_input
         return requests_of(given, self.session.bundle.tasks[0])
 
+    def get_raw_model(self) -> LanguageModel:
+        """For ``PyFuncModel.get_raw_model``: the same model as an object for people."""
+        from .model import LanguageModel
+
+        return LanguageModel.over(self.session)
+
     def close(self) -> None:
         self.session.close()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a process that may have loaded no model yet."""
+        from . import enforcement
+
+        enforcement.install()
+        self.__dict__.update(state)
+
+    def __enter__(self) -> PyfuncModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _check_params(params: Any) -> None:

@@ -68,10 +68,12 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> 
             ``dtype="bfloat16"``; also ``default_adapter`` and ``defaults``.
     """
     from .model import LanguageModel
+    from .session import Session
 
     root = _local(model_uri, dst_path)
     bundle, config = configured(root, settings)
-    return LanguageModel(bundle, config.settings, config.defaults)
+    session = Session(bundle, config.settings, config.defaults, uri="" if os.path.isdir(model_uri) else str(model_uri))
+    return LanguageModel.over(session)
 
 
 @public

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from ...serving.bundle import Bundle
 from ...serving.dialects import DIALECTS
@@ -45,10 +49,15 @@ class Session:
         settings: EngineSettings,
         defaults: Mapping[str, Any] | None = None,
         profile: Profile | None = None,
+        *,
+        uri: str = "",
     ) -> None:
+        """``uri`` is where the model can be had again; "" where nobody knows."""
         self.bundle = bundle
         self.settings = settings
-        self._defaults = defaults_of(dict(defaults or {}))
+        self.uri = uri
+        self._given = dict(defaults or {})
+        self._defaults = defaults_of(dict(self._given))
         self._profile = profile or Profile()
         self._dialect = DIALECTS["mlflow"]
         self._salts = CacheSalts(_secret())
@@ -56,6 +65,10 @@ class Session:
         self._engine: Engine | None = None
         self._view: EndpointView | None = None
         self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy loads again: engine, threads and locks are this object's alone."""
+        return _again, (self.bundle, self.settings, self._given, self._profile, self.uri)
 
     def connect(self) -> EndpointView:
         """The endpoint's view, with its engine running. Raises ``PackagingError``, ``EngineDied``, ``ShuttingDown``."""
@@ -73,7 +86,7 @@ class Session:
                     name=NAME,
                     info=engine.info,
                     text=text,
-                    adapters=self.adapter_names,
+                    adapters=partial(_adapter_names, self.bundle, engine),  # which does not hold the session
                     default_adapter=self.bundle.default_adapter,
                     defaults=self._defaults,
                     profile=self._profile,
@@ -90,9 +103,7 @@ class Session:
 
     def adapter_names(self) -> tuple[str, ...]:
         """The saved adapters, and those that were added to the running engine since."""
-        engine = self._engine
-        names = set(self.bundle.adapters) if engine is None else {a.name for a in engine.adapters()}
-        return tuple(sorted(names))
+        return _adapter_names(self.bundle, self._engine)
 
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
         """A request in MLflow's form, checked. Raises ``RequestError`` naming field, value and what is allowed."""
@@ -157,6 +168,32 @@ def _secret() -> bytes:
     """Of this process and, as multiprocessing hands its key down, of its workers: those of one ``mlflow models serve``
     share prefixes, two servers do not."""
     return hashlib.sha256(b"mlflow-llm cache salt" + multiprocessing.current_process().authkey).digest()
+
+
+def _again(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
+    """Of the same files where they are, as on the host that it was loaded on, else of those that ``uri`` names."""
+    if missing := [path for path in (bundle.model_dir, *bundle.adapters.values()) if not os.path.isdir(path)]:
+        bundle = _fetched(bundle, missing[0], uri)
+    return Session(bundle, settings, defaults, profile, uri=uri)
+
+
+def _fetched(bundle: Bundle, missing: str, uri: str) -> Bundle:
+    """Raises ``MlflowException``."""
+    from .resolve import load_bundle
+
+    if not uri:
+        told = f"this copy of a loaded model has no files here: there is no {missing}; load the model where it is used"
+        raise MlflowException(told, error_code=RESOURCE_DOES_NOT_EXIST)
+    found = load_bundle(uri)
+    if found.content_hash != bundle.content_hash:
+        told = f"{uri} is no longer the model that was loaded: its content hash is {found.content_hash[:12]}…"
+        raise MlflowException(f"{told}, expected {bundle.content_hash[:12]}…", error_code=RESOURCE_DOES_NOT_EXIST)
+    return msgspec.structs.replace(found, default_adapter=bundle.default_adapter)
+
+
+def _adapter_names(bundle: Bundle, engine: Engine | None) -> tuple[str, ...]:
+    names = set(bundle.adapters) if engine is None else {a.name for a in engine.adapters()}
+    return tuple(sorted(names))
 
 
 def _start(bundle: Bundle, settings: EngineSettings) -> Engine:

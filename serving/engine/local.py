@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..bundle import Bundle
 from ..errors import ShuttingDown
@@ -18,6 +19,9 @@ from .core import EngineCore
 from .interface import AdapterInfo, EngineInfo, EventStream, Health
 
 logger = logging.getLogger(__name__)
+
+Command = Callable[[EngineCore], None]
+Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
 
 class LocalStream:
@@ -59,16 +63,17 @@ class LocalEngine:
     """Implements ``Engine``. The model is loaded and run on one thread of its own; ``close`` ends it."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
-        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        self._commands: Commands = queue.SimpleQueue()
         self._streams: dict[str, LocalStream] = {}
         self._lock = threading.Lock()
         self._closed = False
         started: Future[EngineInfo] = Future()
         self._thread = threading.Thread(
-            target=self._main, args=(bundle, settings, started), name="mlflow-llm-engine", daemon=True
+            target=_main, args=(bundle, settings, started, self._commands), name="mlflow-llm-engine", daemon=True
         )
         self._thread.start()
         self._info = started.result()
+        weakref.finalize(self, self._commands.put, None).atexit = False  # the thread does not hold us
 
     @property
     def info(self) -> EngineInfo:
@@ -139,26 +144,33 @@ class LocalEngine:
             raise ShuttingDown("the engine is closed")
         return answer.result()
 
-    def _main(self, bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo]) -> None:
-        try:
-            core = EngineCore(bundle, settings)
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(core.info)
-        while True:
-            command = self._next_command(wait=not core.has_work())
-            if command is None:
-                break
-            command(core)
-            _tell(core.step() if core.has_work() else [])
-        _tell(core.close())
 
-    def _next_command(self, *, wait: bool) -> Callable[[EngineCore], None] | None:
-        try:
-            return self._commands.get(block=wait)
-        except queue.Empty:
-            return _nothing
+def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo], commands: Commands) -> None:
+    try:
+        core = EngineCore(bundle, settings)
+    except BaseException as error:
+        started.set_exception(error)
+        return
+    started.set_result(core.info)
+    del started
+    while _follow(core, commands):
+        _tell(core.step() if core.has_work() else [])
+    _tell(core.close())
+
+
+def _follow(core: EngineCore, commands: Commands) -> bool:
+    """Run the next command; False at the end. It is held no longer than it runs, for it may hold the engine."""
+    command = _next_command(commands, wait=not core.has_work())
+    if command is not None:
+        command(core)
+    return command is not None
+
+
+def _next_command(commands: Commands, *, wait: bool) -> Command | None:
+    try:
+        return commands.get(block=wait)
+    except queue.Empty:
+        return _nothing
 
 
 def _nothing(core: EngineCore) -> None:

@@ -83,10 +83,11 @@ class RemoteEngine:
     def _wait(self) -> Wait:
         return ThreadWait()
 
-    def _rest(self) -> None:
+    @staticmethod
+    def _rest() -> None:
         """Threads take turns by themselves."""
 
-    # life
+    # life: the loop's thread must not hold the client, or one that nobody holds would never end
 
     def _open(self) -> None:
         self._pid = os.getpid()
@@ -94,31 +95,23 @@ class RemoteEngine:
         self._lock = threading.Lock()
         self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal, content_hash=self._content_hash)
         self._link = Link(self._wait(), self._make_finder(), self._state, rest=self._rest, **self._options)
-        started = self._queue()
-        self._owner = self._spawn(lambda: self._main(started))
+        started, link = self._queue(), self._link
+        self._owner = self._spawn(lambda: _main(link, started))
         error = started.get()
         if error is not None:
             self._closed = True
             self._join()
             raise error
         _open_clients.add(self)
-
-    def _main(self, started: Any) -> None:
-        link = self._link
-        try:
-            link.open()
-        except BaseException as error:
-            link.close()
-            started.put(error)
-            return
-        started.put(None)
-        link.run()
+        self._finalizer = weakref.finalize(self, _leave, link, self._owner, self._pid)
+        self._finalizer.atexit = False
 
     def _join(self) -> None:
         self._owner.join(JOIN_TIMEOUT)
 
     def forked(self) -> None:
         """In a forked child: the parent's connection, thread and locks are not ours."""
+        self._finalizer.detach()
         self._link.forget()
         self._pid = -1
         self._reopening = threading.Lock()
@@ -156,7 +149,7 @@ class RemoteEngine:
     def submit(self, request: ValidRequest) -> RemoteStream:
         events = EventBuffer(self._queue(), len(request.sequences))
         place = Place(self._link)  # what commands hold, and not the stream: one that nobody holds is to be collected
-        stream = RemoteStream(place, events, len(request.sequences))
+        stream = RemoteStream(place, events, len(request.sequences), owner=self)
 
         def start(state: ClientState) -> None:
             place.wire_id = state.submit(request, events)
@@ -173,6 +166,7 @@ class RemoteEngine:
 
     def hand_over(self, stream: RemoteStream, other: RemoteEngine) -> None:
         """Let ``other``, an engine of the same model, go on with what is left of one of our requests."""
+        stream.owner = other
         place, ours, theirs = stream.place, self._link, other._link
 
         def release(state: ClientState) -> None:
@@ -224,6 +218,7 @@ class RemoteEngine:
             return
         with self._lock:
             self._closed = True
+            self._finalizer.detach()
             self._link.stop()
         self._join()
         _open_clients.discard(self)
@@ -235,13 +230,37 @@ class RemoteEngine:
         self.close()
 
 
+def _main(link: Link, started: Any) -> None:
+    """The loop. ``started`` gets the error in the engine's way, or None."""
+    try:
+        link.open()
+    except BaseException as error:
+        link.close()
+        started.put(error)
+        return
+    started.put(None)
+    link.run()
+
+
+def _leave(link: Link, owner: Any, pid: int) -> None:
+    """Of a client that nobody held any more: its loop ends by itself. Run by the collector, wherever that is: it must
+    not wait."""
+    if pid == os.getpid():
+        _leaving.add(owner)
+        link.stop()
+
+
 _open_clients: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
+_leaving: weakref.WeakSet[Any] = weakref.WeakSet()  # loops of clients that are gone
 
 
 def _close_all() -> None:
     for client in list(_open_clients):
         with contextlib.suppress(Exception):
             client.close()
+    for owner in list(_leaving):
+        with contextlib.suppress(Exception):
+            owner.join(JOIN_TIMEOUT)
 
 
 def _forked() -> None:

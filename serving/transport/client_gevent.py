@@ -68,7 +68,8 @@ class GeventEngine(RemoteEngine):
     def _wait(self) -> GreenWait:
         return GreenWait()
 
-    def _rest(self) -> None:
+    @staticmethod
+    def _rest() -> None:
         gevent.sleep(0)
 
 

@@ -73,10 +73,12 @@ class Place:
 
 
 class RemoteStream:
-    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request."""
+    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request.
 
-    def __init__(self, place: Place, buffer: EventBuffer, num_sequences: int) -> None:
-        self.place, self._buffer, self._left = place, buffer, num_sequences
+    ``owner`` is the client that it runs through, which lives as long as somebody reads."""
+
+    def __init__(self, place: Place, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
+        self.place, self._buffer, self._left, self.owner = place, buffer, num_sequences, owner
         self._pid = os.getpid()
         self._closed = False
 
