@@ -12,6 +12,7 @@ from .lease import Bucket, Reservation
 from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
 from .money import currency_of
 from .settlement import load_windows, save_windows
+from .steady import SteadyClock
 from .store import Store
 from .tables import buckets, ledger, limits
 from .tables import windows as window_table
@@ -43,15 +44,15 @@ _find_limits = sa.select(limits).where(
 
 
 def reserve(
-    connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], now: int
+    connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], clock: SteadyClock
 ) -> Admitted:
     """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
 
     The row goes in first: on PostgreSQL that takes the ledger's row lock, so a window that is being built is either
-    seen whole below or waits for this transaction. ``now`` moves forward to the windows' latest second where another
-    host's clock is ahead, so that windows only ever move on.
+    seen whole below or waits for this transaction. ``clock`` moves up to the windows' latest second where another
+    process is ahead, so that windows only ever move on.
     """
-    connection.execute(_insert, row)
+    connection.execute(_insert, row | {"charged_at": (charged := int(clock.now()))})
     found = connection.execute(
         _find_limits,
         {
@@ -64,13 +65,14 @@ def reserve(
     set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
     states = load_windows(connection, row)
     checked = _pair(set_limits, states, row)
+    for state in states.values():
+        clock.move_up_to(state.latest)
+    now, taken = int(clock.now()), 0
     if states:
-        now = max([now, *(state.latest for state in states.values())])
         _charge(connection, checked, states, _wanted(reservation, row), now)
-    taken = 0
     if reservation.bucket is not None:
-        taken = _take(connection, store, reservation, reservation.bucket, int(str(row["started_ms"])))
-    if now != row["charged_at"] or taken:
+        taken = _take(connection, store, reservation, reservation.bucket, clock)
+    if now != charged or taken:
         own = ledger.c.request_id == reservation.request_id
         connection.execute(sa.update(ledger).where(own).values(charged_at=now, bucket_milli=taken))
     return Admitted(limits=standing(checked, now), within_reserve=reservation.bucket is None or taken > 0)
@@ -118,13 +120,13 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
         connection.execute(insert.on_conflict_do_nothing())
 
 
-def _take(connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, now_ms: int) -> int:
+def _take(connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, clock: SteadyClock) -> int:
     """Thousandths of tokens taken from the reserve's bucket; 0 where it has not enough, and then nothing is taken.
 
-    The bucket refills at ``rate`` and holds ``rate × burst_seconds``: over any T seconds at most
+    A token bucket: it refills at ``rate`` and holds ``rate × burst_seconds``; over any T seconds at most
     ``rate × (T + burst_seconds)`` tokens run within the reserve. A request larger than the bucket needs a full one.
     """
-    subject = f"{reservation.endpoint}\n{reservation.entity}"
+    subject, now_ms = f"{reservation.endpoint}\n{reservation.entity}", int(clock.now() * 1000)
     capacity = bucket.rate * bucket.burst_seconds * 1000
     wanted = reservation.max_output_tokens * 1000 + reservation.input_tokens * bucket.prompt_weight_milli
     of_subject = buckets.c.subject == subject
@@ -133,6 +135,7 @@ def _take(connection: sa.Connection, store: Store, reservation: Reservation, buc
     level, at_ms = connection.execute(
         sa.select(buckets.c.level_milli, buckets.c.at_ms).where(of_subject).with_for_update()
     ).one()
+    clock.move_up_to(at_ms / 1000)
     level = min(capacity, level + max(0, now_ms - at_ms) * bucket.rate)
     taken = wanted if level >= min(wanted, capacity) else 0
     update = sa.update(buckets).where(of_subject)

@@ -15,10 +15,10 @@ import sqlalchemy as sa
 
 from ..journal import Generated, WrittenJournal
 from ..journal import journals as written_journals
+from .state import ENGINES
 from .store import Store
 from .tables import journals, ledger
 
-DIRECTORY = "engines"
 BATCH = 200
 """Rows a transaction: a few milliseconds of the store's write lock."""
 BATCHES = 100
@@ -34,7 +34,7 @@ _add = (
 
 def collect(store: Store, state_dir: Path) -> int:
     """Add what the journals of this host hold and the ledger does not have yet; how many counts."""
-    return sum(_collect(store, journal) for journal in written_journals(state_dir / DIRECTORY))
+    return sum(_collect(store, journal) for journal in written_journals(state_dir / ENGINES))
 
 
 def _collect(store: Store, journal: WrittenJournal) -> int:

@@ -49,6 +49,13 @@ class Reservation(Struct, frozen=True, kw_only=True):
     pays_tokens: bool = True
 
 
+class Began(Struct, frozen=True):
+    """When: the wall clock's label, and a monotonic clock's time that durations are counted from."""
+
+    wall_ms: int
+    monotonic: float
+
+
 class Lease:
     """Use as a context manager: leaving it settles, whatever happened. Thread-safe.
 
@@ -62,10 +69,12 @@ class Lease:
         owner: Owner,
         reservation: Reservation,
         *,
+        began: Began,
         limits: tuple[LimitStatus, ...],
         within_reserve: bool,
     ) -> None:
         self.reservation = reservation
+        self.began = began
         self.limits = limits
         self.within_reserve = within_reserve
         self.prompt_tokens = 0
@@ -142,7 +151,7 @@ class Lease:
             completion=completion,
             finish_reason=finish_reason,
             status=status,
-            ended_ms=self._ledger.now_ms(),
+            ended_ms=self.began.wall_ms + int((self._ledger.monotonic() - self.began.monotonic) * 1000),
         )
 
     def __enter__(self) -> Lease:

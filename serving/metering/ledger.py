@@ -18,11 +18,14 @@ from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from ..progress import MAX_ID
 from . import admission, journals, recovery
 from .admission import Admitted, WindowMissing
-from .lease import Lease, Reservation
+from .lease import Began, Lease, Reservation
 from .money import FREE, Price, cost
 from .owner import Owner
 from .prices import Prices
 from .settlement import Settlement, settle_in
+from .silence import Silence
+from .state import ENGINES, state_of
+from .steady import SteadyClock, since_boot
 from .store import Store
 from .tables import ledger
 
@@ -40,15 +43,26 @@ MAX_TOKENS = 2**40
 class Ledger:
     """``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end.
 
-    ``state_dir`` holds locks, progress and spools of the processes of this host: a directory on a local disk, the
-    same for all workers. ``clock`` is seconds since the epoch.
+    ``state_dir`` holds locks, progress and spools of the processes of this host, of each store in a directory of its
+    own: on a local disk, the same for all workers. ``clock`` is seconds since the epoch, which label rows;
+    ``monotonic`` counts every duration.
     """
 
-    def __init__(self, store: Store, *, state_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        state_dir: str | Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = since_boot,
+    ) -> None:
         self.store = store
         self.prices = Prices(store, clock=clock)
-        self.state_dir = Path(state_dir)
-        self._clock = clock
+        self.state_dir = state_of(store, Path(state_dir))
+        self._clock, self.monotonic = clock, monotonic
+        self._steady = SteadyClock(clock, monotonic)
+        self._recovery = recovery.Recovery(store, self.state_dir, monotonic=monotonic)
+        self._unheld = Silence(UNHELD_SECONDS, monotonic=monotonic)
         self._lock = threading.Lock()
         self._owner: Owner | None = None
         self._open: dict[str, Lease] = {}
@@ -61,7 +75,7 @@ class Ledger:
     @property
     def journal_dir(self) -> Path:
         """Where engines of this host count what they generate; an engine's client tells it."""
-        return (self.state_dir / journals.DIRECTORY).absolute()
+        return (self.state_dir / ENGINES).absolute()
 
     def now_ms(self) -> int:
         return int(self._clock() * 1000)
@@ -77,15 +91,18 @@ class Ledger:
             raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
         owner = self._own()
         started = self._clock()
+        began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
             price = self.prices.at(reservation.entity, started)
         except Unavailable:
             self._close()
             raise
-        row = _row(reservation, owner.name, started, price if reservation.pays_tokens else FREE)
+        row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
         try:
-            admitted = self._reserve(reservation, row, int(started))
-            lease = Lease(self, owner, reservation, limits=admitted.limits, within_reserve=admitted.within_reserve)
+            admitted = self._reserve(reservation, row)
+            lease = Lease(
+                self, owner, reservation, began=began, limits=admitted.limits, within_reserve=admitted.within_reserve
+            )
         except RequestError:
             raise
         except BaseException as error:  # the commit's answer was lost, or a greenlet was killed: the row may be there
@@ -101,9 +118,9 @@ class Ledger:
     def _close(self) -> None:
         self._closed_until = self._spooling_until = time.monotonic() + CLOSED_SECONDS
 
-    def _reserve(self, reservation: Reservation, row: dict[str, object], now: int) -> Admitted:
+    def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:
-            return admission.reserve(connection, reservation, self.store, row=row, now=now)
+            return admission.reserve(connection, reservation, self.store, row=row, clock=self._steady)
 
         while True:
             try:
@@ -196,13 +213,13 @@ class Ledger:
 
     def _close_unheld(self, owner: Owner) -> None:
         """Close rows of this process that no request of it holds: an admission that ended inside its transaction."""
-        for request_id in recovery.open_rows(self.store, owner.name, self.now_ms() - UNHELD_SECONDS * 1000):
-            if request_id not in self._open:
-                settle_in(self.store, recovery.settlement_of(request_id, self.now_ms()))
+        unheld = {name: None for name in recovery.open_rows(self.store, owner.name) if name not in self._open}
+        for request_id in self._unheld.of(unheld):
+            settle_in(self.store, recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
         """Settle what ended processes left open, by what they had counted; how many rows. Safe at any time."""
-        return recovery.recover(self.store, self.state_dir, self.now_ms())
+        return self._recovery.run(self.now_ms())
 
     def start(self, interval: float = 2.0) -> None:
         """Recover now, then keep up every ``interval`` seconds on a daemon thread (under gevent: a greenlet)."""
@@ -250,7 +267,7 @@ def _check(reservation: Reservation) -> None:
             raise InvalidField(name, value, f"an integer from 0 to {MAX_TOKENS}")
 
 
-def _row(reservation: Reservation, owner: str, started: float, price: Price) -> dict[str, object]:
+def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) -> dict[str, object]:
     return {
         "request_id": reservation.request_id,
         "nonce": secrets.token_hex(8),
@@ -274,9 +291,8 @@ def _row(reservation: Reservation, owner: str, started: float, price: Price) -> 
             price, prompt=reservation.input_tokens, cached=0, completion=reservation.max_output_tokens
         ),
         "cost": 0,
-        "charged_at": int(started),
         "bucket_milli": 0,
         "prompt_weight_milli": reservation.bucket.prompt_weight_milli if reservation.bucket else 0,
-        "started_ms": int(started * 1000),
+        "started_ms": started_ms,
         "status": "open",
     }

@@ -34,13 +34,13 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 
 class LimitStatus(Struct, frozen=True, kw_only=True):
-    """How a limit stands right after an admission. ``reset_at`` (epoch seconds) is when it is wholly free again."""
+    """How a limit stands right after an admission. It is wholly free again ``reset_after`` seconds later."""
 
     scope: Scope
     kind: Kind
     allowed: int
     remaining: int
-    reset_at: int | None
+    reset_after: int | None
 
 
 def user_subject(endpoint: str, key_id: str) -> str:
@@ -180,7 +180,11 @@ def standing(found: Iterable[tuple[Limit, WindowState]], now: int) -> tuple[Limi
         if known is None or remaining < known.remaining:
             reset = windows.free_at(state, limit.kind, now, allowed=limit.value, wanted=limit.value)
             strictest[limit.kind] = LimitStatus(
-                scope=limit.scope, kind=limit.kind, allowed=limit.value, remaining=remaining, reset_at=reset
+                scope=limit.scope,
+                kind=limit.kind,
+                allowed=limit.value,
+                remaining=remaining,
+                reset_after=None if reset is None else reset - now,
             )
     return tuple(strictest.values())
 

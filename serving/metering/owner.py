@@ -13,11 +13,11 @@ import os
 import secrets
 import shutil
 import socket
-import time
 import weakref
 from pathlib import Path
 
 from ..progress import ProgressFile
+from .silence import Silence
 from .spool import Spool, spooled
 
 STALE_SECONDS = 60.0
@@ -71,34 +71,38 @@ class DeadOwner:
         os.close(self._lock_fd)
 
 
-def dead_owners(state_dir: Path) -> list[DeadOwner]:
-    """Every owner of this state directory whose process has ended and that nobody else is recovering."""
-    found = []
+def dead_owners(state_dir: Path, unfinished: Silence) -> list[DeadOwner]:
+    """Every owner of this state directory whose process has ended and that nobody else is recovering. Removed is what
+    a process left that ended while it made its directory: ``unfinished`` says for how long it has been so."""
+    found: list[DeadOwner] = []
+    halves: dict[str, None] = {}
     owners_dir = state_dir / "owners"
     for directory in sorted(owners_dir.iterdir()) if owners_dir.is_dir() else ():
-        try:
-            fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            _sweep(directory)
+        owner = dead(directory)
+        if owner is not None and directory.name.startswith("."):
+            owner.release()
+        elif owner is not None:
+            found.append(owner)
             continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            continue
-        if directory.name.startswith("."):
-            os.close(fd)
-            _sweep(directory)
-        else:
-            found.append(DeadOwner(directory, fd))
+        if owner is not None or not (directory / "lock").exists():
+            halves[directory.name] = None
+    for name in unfinished.of(halves):
+        shutil.rmtree(owners_dir / name, ignore_errors=True)
     return found
 
 
-def _sweep(directory: Path) -> None:
-    """Remove what a process left that ended while it made its directory."""
-    with contextlib.suppress(OSError):
-        if time.time() - directory.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(directory, ignore_errors=True)
+def dead(directory: Path) -> DeadOwner | None:
+    """None where its process lives, or somebody else recovers it."""
+    try:
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return DeadOwner(directory, fd)
 
 
 def is_local(state_dir: Path, owner: str) -> bool:

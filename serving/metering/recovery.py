@@ -6,7 +6,7 @@ host that went away with its disk: at most one heartbeat old).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -15,6 +15,7 @@ from ..progress import read_progress
 from .lease import Lease
 from .owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
 from .settlement import Settlement, settle_in
+from .silence import Silence
 from .spool import drain_file, spooled
 from .store import Store
 from .tables import ledger, owners
@@ -47,28 +48,59 @@ def heartbeat(store: Store, owner: str, now_ms: int, open_leases: Iterable[Lease
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 
-def recover(store: Store, state_dir: Path, now_ms: int) -> int:
-    """Rows settled. Interrupted anywhere, it is simply done again: no step changes a row twice."""
-    found = dead_owners(state_dir)
+class Recovery:
+    """Of one store, whose processes on this host have ``state_dir``. One thread at a time calls it.
+
+    A process of this host lives as long as the kernel holds its lock; one of another host (or of a state directory that
+    is gone) as long as its heartbeat changes, by the clock of who looks: nobody's wall clock decides.
+    """
+
+    def __init__(self, store: Store, state_dir: Path, *, monotonic: Callable[[], float]) -> None:
+        self._store, self._state_dir = store, state_dir
+        self._beats = Silence(STALE_SECONDS, monotonic=monotonic)
+        self._unfinished = Silence(STALE_SECONDS, monotonic=monotonic)
+
+    def run(self, now_ms: int) -> int:
+        """Rows settled. Interrupted anywhere, it is simply done again: no step changes a row twice."""
+        settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
+        silent = self._beats.of(heartbeats(self._store, self._state_dir))
+        return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
+
+
+def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: Silence) -> int:
+    """Settle what ended processes of this host left; rows settled."""
+    found = dead_owners(state_dir, unfinished)
     try:
-        settled = sum(_recover_local(store, owner, now_ms) for owner in found)
+        return sum(_recover_owner(store, owner, now_ms) for owner in found)
     finally:
         for owner in found:
             owner.release()
-    return settled + sum(_recover_rows(store, name, now_ms) for name in _silent_owners(store, state_dir, now_ms))
 
 
-def _recover_local(store: Store, owner: DeadOwner, now_ms: int) -> int:
+def heartbeats(store: Store, state_dir: Path) -> dict[str, int | None]:
+    """The last heartbeat of every owner without a directory here; None of one that has open rows and never had one."""
+    with_rows = sa.select(ledger.c.owner).where(ledger.c.status == "open").distinct()
+
+    def work(connection: sa.Connection) -> dict[str, int | None]:
+        found: dict[str, int | None] = dict.fromkeys(connection.execute(with_rows).scalars())
+        for name, beat in connection.execute(sa.select(owners.c.owner, owners.c.heartbeat_ms)):
+            found[name] = beat
+        return found
+
+    return {name: beat for name, beat in store.read(work).items() if not is_local(state_dir, name)}
+
+
+def _recover_owner(store: Store, owner: DeadOwner, now_ms: int) -> int:
     settled = sum(drain_file(path, lambda s: settle_in(store, s)) for path in spooled(owner.directory))
     for seen in read_progress(owner.directory / "progress"):
         settlement = settlement_of(seen.request_id, now_ms, seen.prompt, seen.cached, seen.completion)
         settled += settle_in(store, settlement)
-    settled += _recover_rows(store, owner.name, now_ms)
+    settled += recover_rows(store, owner.name, now_ms)
     owner.remove()
     return settled
 
 
-def _recover_rows(store: Store, owner: str, now_ms: int) -> int:
+def recover_rows(store: Store, owner: str, now_ms: int) -> int:
     """Settle the open rows of ``owner`` by their checkpoint, then forget it."""
     query = sa.select(ledger.c.request_id, *(ledger.c[name] for name in _COUNTS))
     query = query.where(ledger.c.owner == owner, ledger.c.status == "open")
@@ -92,24 +124,7 @@ def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0
     )
 
 
-def open_rows(store: Store, owner: str, before_ms: int) -> list[str]:
-    """Request ids of the rows that ``owner`` opened before ``before_ms`` and that are still open."""
+def open_rows(store: Store, owner: str) -> list[str]:
+    """Request ids of the rows of ``owner`` that are open."""
     query = sa.select(ledger.c.request_id).where(ledger.c.owner == owner, ledger.c.status == "open")
-    query = query.where(ledger.c.started_ms < before_ms)
     return store.read(lambda connection: list(connection.execute(query).scalars()))
-
-
-def _silent_owners(store: Store, state_dir: Path, now_ms: int) -> list[str]:
-    """Owners of other hosts (or of a lost state directory) without a heartbeat for ``STALE_SECONDS``."""
-    stale_ms = now_ms - int(STALE_SECONDS * 1000)
-    silent = sa.select(owners.c.owner).where(owners.c.heartbeat_ms < stale_ms)
-    never_seen = (
-        sa.select(ledger.c.owner)
-        .where(ledger.c.status == "open", ledger.c.started_ms < stale_ms)
-        .where(ledger.c.owner.not_in(sa.select(owners.c.owner)))
-        .distinct()
-    )
-    names = store.read(
-        lambda connection: [*connection.execute(silent).scalars(), *connection.execute(never_seen).scalars()]
-    )
-    return [name for name in names if not is_local(state_dir, name)]

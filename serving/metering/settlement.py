@@ -98,7 +98,7 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
         "cached_tokens": settlement.cached,
         "completion_tokens": settlement.completion,
         "cost": money,
-        "ended_ms": settlement.ended_ms,
+        "ended_ms": max(settlement.ended_ms, found["started_ms"]),  # recovered: the clock may have been set meanwhile
         "finish_reason": settlement.finish_reason,
         "status": settlement.status,
         "bucket_milli": used_milli if found["bucket_milli"] else 0,

@@ -74,15 +74,24 @@ def spooled(directory: Path) -> list[Path]:
 
 def drain_file(path: Path, apply: Callable[[Settlement], object]) -> int:
     """Apply every whole line of ``path`` and unlink it."""
-    lines = path.read_bytes().split(b"\n")
-    settlements = []
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
-            settlements.append(_decode(line))
+    settlements = _read(path)
     for settlement in settlements:
         apply(settlement)
     path.unlink(missing_ok=True)
     return len(settlements)
+
+
+def spooled_ids(directory: Path) -> set[str]:
+    """Request ids of what an owner's directory has spooled."""
+    return {settlement.request_id for path in spooled(directory) for settlement in _read(path)}
+
+
+def _read(path: Path) -> list[Settlement]:
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(_decode(line))
+    return found
 
 
 def _number(path: Path) -> int:

@@ -10,6 +10,15 @@ import sqlalchemy as sa
 
 metadata = sa.MetaData()
 
+identity = sa.Table(  # one row
+    "identity",
+    metadata,
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("store_id", sa.String(36), nullable=False),
+    sa.Column("place", sa.Text, nullable=False),
+    sa.Column("former_id", sa.String(36)),
+)
+
 tenants = sa.Table(
     "tenants",
     metadata,

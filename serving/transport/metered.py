@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class MeteredRequests:
     def _journal(self, root: str) -> Journal | None:
         if root not in self._journals:
             try:
-                self._journals[root] = Journal(Path(root), self._generation)
+                # a store of two directories (two hosts, two users) reads a journal of this engine in each
+                self._journals[root] = Journal(Path(root), f"{self._generation}.{secrets.token_hex(4)}")
             except OSError:
                 logger.exception("no journal can be kept in %s", root)
                 self._journals[root] = None

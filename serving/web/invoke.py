@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -176,7 +175,7 @@ def _start(
         target = Target(endpoint=endpoint.name, entity=endpoint.entity)
         admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
         valid = admission.request
-        exchange.headers |= ratelimit.headers(admission.limits, time.time())
+        exchange.headers |= ratelimit.headers(admission.limits)
     pull: Pull[Piece] = Pull(_run(endpoint, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.running.holding(pull))

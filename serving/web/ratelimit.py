@@ -23,8 +23,8 @@ NOUNS = {
 }
 
 
-def headers(limits: Iterable[LimitStatus], now: float) -> dict[str, str]:
-    """Limit, what remains of it, and seconds until it is wholly free. ``now`` is seconds since the epoch.
+def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
+    """Limit, what remains of it, and seconds until it is wholly free.
 
     Of several limits on the same thing the one with the least left is told. A budget is in micro-units.
     """
@@ -35,8 +35,7 @@ def headers(limits: Iterable[LimitStatus], now: float) -> dict[str, str]:
                 strictest[noun] = status
     found: dict[str, str] = {}
     for noun, status in strictest.items():
-        reset = None if status.reset_at is None else status.reset_at - now
-        found |= _of(noun, status.allowed, status.remaining, reset)
+        found |= _of(noun, status.allowed, status.remaining, status.reset_after)
     return found
 
 

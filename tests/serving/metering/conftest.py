@@ -54,6 +54,6 @@ def store(store_url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def ledger(store: Store, tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
-    opened = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    opened = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     yield opened
     opened.close()

@@ -36,7 +36,7 @@ def die(ledger: Ledger) -> None:
 @pytest.fixture
 def successor(store, tmp_path, clock):
     """Another process's ledger over the same store and state."""
-    opened = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    opened = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     yield opened
     opened.close()
 
@@ -44,7 +44,7 @@ def successor(store, tmp_path, clock):
 def test_a_dead_processs_rows_are_settled_by_what_it_counted(store, tmp_path, clock, reserve_of, successor):
     """Open rows of a process that ended are closed with the tokens counted until then, and credited."""
     Limits(store).set("tenant", "acme", "in_flight", 3)
-    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     ran, waiting = dead.reserve(reserve_of("ran")), dead.reserve(reserve_of("waiting"))
     ran.count(5)
     alive = successor.reserve(reserve_of("alive"))
@@ -62,20 +62,25 @@ def test_a_dead_processs_rows_are_settled_by_what_it_counted(store, tmp_path, cl
 
 
 def test_another_hosts_rows_wait_for_its_heartbeat(store, tmp_path, clock, reserve_of, successor):
-    """Without the owner's directory a row is settled by its checkpoint once the heartbeat is a minute old."""
-    elsewhere = Ledger(store, state_dir=tmp_path / "other-host", clock=clock)
+    """Without the owner's directory a row is settled by its checkpoint once no heartbeat was seen for a minute."""
+    elsewhere = Ledger(store, state_dir=tmp_path / "other-host", clock=clock, monotonic=clock)
     lease = elsewhere.reserve(reserve_of("r1"))
     lease.count(4)
     elsewhere.maintain()
     lease.count(3)
+    assert successor.recover() == 0
+    clock.now += 59
+    elsewhere.maintain()
+    assert successor.recover() == 0
+    lease.count(2)
     clock.now += 59
     assert successor.recover() == 0
     clock.now += 2
     assert successor.recover() == 1
-    assert rows_of(store)["r1"].completion_tokens == 4
+    assert rows_of(store)["r1"].completion_tokens == 7
     lease.settle(finish_reason="stop")  # the host was only cut off: its own numbers are exact
     row = rows_of(store)["r1"]
-    assert (row.completion_tokens, row.status) == (7, "ok")
+    assert (row.completion_tokens, row.status) == (9, "ok")
     lease.settle()
     elsewhere.close()
     check_integrity(store)
@@ -83,7 +88,7 @@ def test_another_hosts_rows_wait_for_its_heartbeat(store, tmp_path, clock, reser
 
 def test_a_checkpoint_newer_than_the_progress_file_counts(store, tmp_path, clock, reserve_of, successor):
     """A power cut may leave old pages of the progress file: counts only grow, so the larger are the right ones."""
-    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     lease = dead.reserve(reserve_of("r1"))
     lease.count(6)
     dead.maintain()
@@ -129,7 +134,7 @@ def test_with_the_store_away_nothing_is_admitted_and_nothing_lost(store, ledger,
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
 def test_a_spool_outlives_its_process(store, tmp_path, clock, reserve_of, locked, successor):
     """The exact settlement in a dead process's spool comes before what its progress file says."""
-    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock)
+    dead = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
     lease = dead.reserve(reserve_of("r1"))
     locked.execute("BEGIN EXCLUSIVE")
     lease.settle(completion=9, finish_reason="length")
@@ -204,6 +209,7 @@ def test_a_row_that_nothing_holds_is_closed(store, ledger, reserve_of, clock):
     """An admission that ended inside its transaction: its row is closed after a while, and may still become exact."""
     kept, lost = ledger.reserve(reserve_of("kept")), ledger.reserve(reserve_of("lost"))
     del ledger._open["lost"]
+    ledger.maintain()
     clock.now += 29
     ledger.maintain()
     assert rows_of(store)["lost"].status == "open"
@@ -224,8 +230,8 @@ def test_a_forked_child_has_an_owner_of_its_own(store, ledger, reserve_of):
 import os, sys
 from mlflow_llm.serving.metering import Ledger, Store
 from conftest import reservation
-ledger = Ledger(Store({store.engine.url.render_as_string(hide_password=False)!r}), state_dir={str(ledger.state_dir)!r},
-                clock=lambda: {ledger.now_ms() / 1000})
+ledger = Ledger(Store({store.engine.url.render_as_string(hide_password=False)!r}),
+                state_dir={str(ledger.state_dir.parent)!r}, clock=lambda: {ledger.now_ms() / 1000})
 ledger.reserve(reservation("before"))
 child = os.fork()
 if child == 0:
@@ -282,7 +288,7 @@ def test_processes_killed_at_random_leave_exact_sums(store_url, store, tmp_path,
     last.close()
     _compare(rows_of(store), tmp_path)
     check_integrity(store)
-    assert not list((tmp_path / "state" / "owners").iterdir())
+    assert not list((last.state_dir / "owners").iterdir())
 
 
 def _compare(rows, truths: Path) -> None:

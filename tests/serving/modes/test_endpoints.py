@@ -34,7 +34,11 @@ def store(store_url):
 
 @pytest.fixture
 def endpoints(store):
-    return Endpoints(store, locate=lambda entities: tuple(map(source_of, entities)), clock=lambda: 1_800_000_000.0)
+    return Endpoints(
+        store,
+        locate=lambda entities: tuple(map(source_of, entities)),
+        clock=lambda: 1_800_000_000.0,
+    )
 
 
 def source_of(entity):
@@ -297,7 +301,7 @@ def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
     rates = [{"calls": 2, "renewal_period": "minute"}, {"calls": 1, "key": "user", "renewal_period": "minute"}]
     answer = PutResponse.from_dict(endpoints.put_rate_limits("chat", {"rate_limits": rates}))
     assert [(rate.key.value, rate.calls) for rate in answer.rate_limits] == [("endpoint", 2), ("user", 1)]
-    ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: 1_800_000_000.0)
+    ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: 1_800_000_000.0, monotonic=lambda: 0.0)
 
     def call(request_id, key_id):
         fields = {"tenant": "t", "endpoint": "chat", "entity": "e", "mode": "m", "task": "chat"}

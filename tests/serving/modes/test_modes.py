@@ -33,7 +33,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def ledger(store, tmp_path):
-    opened = Ledger(store, state_dir=tmp_path / "state", clock=lambda: 1_800_000_000.0)
+    opened = Ledger(store, state_dir=tmp_path / "state", clock=lambda: 1_800_000_000.0, monotonic=lambda: 0.0)
     yield opened
     opened.close()
 

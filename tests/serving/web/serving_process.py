@@ -57,10 +57,11 @@ def running(
     addresses: tuple[str, ...] = (),
     key_file: str | None = None,
     more: tuple[EndpointSpec, ...] = (),
+    runtime_dir: str | None = None,
     **settings: object,
 ) -> Iterator[Running]:
     """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, or says ``until``, and end
-    it with all its processes."""
+    it with all its processes. ``runtime_dir`` is where it shares engines with other servers."""
     port = free_port()
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
@@ -79,7 +80,7 @@ def running(
                 *more,
             ),
             settings=ServerSettings(port=port, **({"workers": 1} | settings)),
-            runtime_dir=runtime,
+            runtime_dir=runtime_dir or runtime,
         )
         path, log = Path(runtime, "serve.json"), Path(runtime, "log")
         path.write_bytes(msgspec.json.encode(spec))

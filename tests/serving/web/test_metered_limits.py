@@ -15,7 +15,6 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.modes import PayPerToken
-from mlflow_llm.serving.web import invoke
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.endpoints import Routed
 from mlflow_llm.serving.web.invoke import Server
@@ -54,16 +53,13 @@ def new_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(
-    make: Callable[..., Server], new_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(make: Callable[..., Server], new_store: Path, tmp_path: Path) -> Iterator[Place]:
     shutil.copy(new_store, tmp_path / "ledger.db")
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     clock = [float(NOW)]
-    ledger = Ledger(store, state_dir=tmp_path, clock=lambda: clock[0])
+    ledger = Ledger(store, state_dir=tmp_path, clock=lambda: clock[0], monotonic=lambda: clock[0])
     keys = Keys(store)
     server = make(keys=keys, mode=PayPerToken(ledger))
-    monkeypatch.setattr(invoke.time, "time", lambda: clock[0])
     ledger.prices.set("*", Price(input=1_000_000, output=10_000_000), effective=NOW)
     yield Place(server, store, keys, clock)
     check_integrity(store)

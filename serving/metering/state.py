@@ -1,0 +1,92 @@
+"""Where the processes of one store keep what must outlive them: a directory named by the store's identity.
+
+::
+
+    <state>/<store id>/owners/    a directory a process: lock, progress, spool (``owner``)
+    <state>/<store id>/engines/   a journal a process and engine (``serving.journal``)
+
+``<state>`` is the user's own, and so of all stores that servers of this user have: staging beside production.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from ..journal import WrittenJournal, journals
+from ..progress import read_progress
+from .identity import Identity, identify
+from .owner import DeadOwner, dead
+from .spool import spooled_ids
+from .store import Store
+from .tables import journals as positions
+from .tables import ledger, owners
+
+log = logging.getLogger(__name__)
+
+OWNERS = "owners"
+ENGINES = "engines"
+
+
+def state_of(store: Store, root: Path) -> Path:
+    """The directory of ``store`` under ``root``, with what an earlier release left of it in ``root`` itself."""
+    found = identify(store)
+    directory = root / found.store_id
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if found.is_new and (left := former(root, found)) is not None:
+        log.warning(
+            "this database is a copy: from here on it is another store than the one it was copied from. Should it have "
+            "been moved, 'mlflow-llm usage settle --moved' takes over what is left in %s",
+            left,
+        )
+    _take_unnamed(store, root, directory)
+    return directory
+
+
+def former(root: Path, found: Identity) -> Path | None:
+    """What is left on this host by processes of the store that this one was copied from."""
+    if found.former_id is None:
+        return None
+    directory = root / found.former_id
+    has_any = any(any(part.iterdir()) for name in (OWNERS, ENGINES) if (part := directory / name).is_dir())
+    return directory if has_any else None
+
+
+def _take_unnamed(store: Store, root: Path, directory: Path) -> None:
+    """Earlier releases kept the files of all stores together: those that have ended and that this store knows."""
+    for found in sorted((root / OWNERS).iterdir()) if (root / OWNERS).is_dir() else ():
+        owner = None if found.name.startswith(".") else dead(found)
+        if owner is not None:
+            if _knows_owner(store, owner):
+                _move(found, directory / OWNERS)
+            owner.release()
+    for journal in journals(root / ENGINES):
+        if journal.is_final() and _knows_journal(store, journal):
+            _move(journal.directory, directory / ENGINES)
+
+
+def _move(found: Path, to: Path) -> None:
+    to.mkdir(exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileNotFoundError):  # another worker has just done it
+        found.rename(to / found.name)
+
+
+def _knows_owner(store: Store, owner: DeadOwner) -> bool:
+    ids = {seen.request_id for seen in read_progress(owner.directory / "progress")} | spooled_ids(owner.directory)
+    known = sa.select(owners.c.owner).where(owners.c.owner == owner.name)
+    return store.read(lambda c: c.execute(known).first()) is not None or _knows_one(store, ids)
+
+
+def _knows_journal(store: Store, journal: WrittenJournal) -> bool:
+    counted, _ = journal.ended(0, 1000)
+    known = sa.select(positions.c.journal).where(positions.c.journal == journal.name)
+    ids = {one.request_id for one in (*counted, *journal.running())}
+    return store.read(lambda c: c.execute(known).first()) is not None or _knows_one(store, ids)
+
+
+def _knows_one(store: Store, request_ids: set[str]) -> bool:
+    known = sa.select(ledger.c.request_id).where(ledger.c.request_id.in_(sorted(request_ids)[:500])).limit(1)
+    return store.read(lambda c: c.execute(known).first()) is not None
