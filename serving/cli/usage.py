@@ -10,9 +10,10 @@ import msgspec
 from ..metering.export import csv_lines, write_parquet
 from ..metering.money import units
 from ..metering.retention import fold
+from ..metering.settling import WATCH_SECONDS, settle_ended
 from ..metering.usage import Usage, UsageFilter, UsageSum
 from ..metering.usage_filter import filter_of, groups_of
-from ..web.settings import DATABASE_VARIABLE
+from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from .store import DATABASE, database, opened, table
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -38,7 +39,7 @@ def usage(context: click.Context, /, database: str | None, by: str, as_json: boo
     Requests, tokens and cost by day, tenant and model, or by what --by says.
     """
     if context.invoked_subcommand is not None:
-        context.default_map = {"fold": {"database": database}} if database else None
+        context.default_map = {name: {"database": database} for name in ("fold", "settle")} if database else None
         return
     if database is None:  # required here alone: "usage fold --help" needs none
         raise click.UsageError("Missing option '--database'.")
@@ -95,3 +96,31 @@ def fold_(database: str, days: int) -> None:
     """
     with opened(database) as store:
         click.echo(f"folded {fold(store, days)} requests")
+
+
+@usage.command("settle")
+@database
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False),
+    help="Where the servers keep their state (MLFLOW_LLM_STATE, else in the user's state directory).",
+)
+@click.option(
+    "--moved",
+    is_flag=True,
+    help="The database was moved here and its original is gone: settle what was left there, too.",
+)
+def settle_(database: str, state: str | None, moved: bool) -> None:
+    """Close what ended processes left open.
+
+    A request that ran when its server was killed is closed with what it had counted, as the next start of a server
+    would do; requests of processes that live are left alone.
+    """
+
+    def watching(count: int) -> None:
+        click.echo(f"watching {count} processes of other hosts for {WATCH_SECONDS:.0f} s", err=True)
+
+    with opened(database) as store:
+        root = ledger_dir(ServerSettings(state_dir=state))
+        done = settle_ended(store, root, moved=moved, watching=watching)
+    click.echo(f"settled {done.rows} requests; {done.living} are open in processes that live")

@@ -91,6 +91,17 @@ def dead_owners(state_dir: Path, unfinished: Silence) -> list[DeadOwner]:
     return found
 
 
+def living_owners(state_dir: Path) -> list[str]:
+    """Names of the owners of this state directory whose process lives (or that somebody recovers just now)."""
+    owners_dir, living = state_dir / "owners", []
+    for directory in sorted(owners_dir.iterdir()) if owners_dir.is_dir() else ():
+        if (owner := dead(directory)) is not None:
+            owner.release()
+        elif (directory / "lock").exists():
+            living.append(directory.name)
+    return living
+
+
 def dead(directory: Path) -> DeadOwner | None:
     """None where its process lives, or somebody else recovers it."""
     try:

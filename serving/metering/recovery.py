@@ -77,12 +77,21 @@ def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: Silenc
             owner.release()
 
 
+def open_owners(store: Store, state_dir: Path) -> list[str]:
+    """Owners without a directory here that have open rows."""
+    return [name for name in store.read(_open_owners) if not is_local(state_dir, name)]
+
+
+def _open_owners(connection: sa.Connection) -> list[str]:
+    query = sa.select(ledger.c.owner).where(ledger.c.status == "open").distinct()
+    return list(connection.execute(query).scalars())
+
+
 def heartbeats(store: Store, state_dir: Path) -> dict[str, int | None]:
     """The last heartbeat of every owner without a directory here; None of one that has open rows and never had one."""
-    with_rows = sa.select(ledger.c.owner).where(ledger.c.status == "open").distinct()
 
     def work(connection: sa.Connection) -> dict[str, int | None]:
-        found: dict[str, int | None] = dict.fromkeys(connection.execute(with_rows).scalars())
+        found: dict[str, int | None] = dict.fromkeys(_open_owners(connection))
         for name, beat in connection.execute(sa.select(owners.c.owner, owners.c.heartbeat_ms)):
             found[name] = beat
         return found

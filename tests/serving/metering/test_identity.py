@@ -13,10 +13,12 @@ import pytest
 import sqlalchemy as sa
 from test_ledger_crashes import die, rows_of
 
+from mlflow_llm.serving.errors import AlreadyExists
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.journal import Journal
 from mlflow_llm.serving.metering import Ledger, Store
 from mlflow_llm.serving.metering.identity import identify
+from mlflow_llm.serving.metering.settling import settle_ended
 from mlflow_llm.serving.request import Sequence, ValidRequest
 from mlflow_llm.serving.transport.metered import MeteredRequests
 
@@ -74,6 +76,7 @@ def half_done(ledger: Ledger, reserve_of, name: str) -> None:
         journal.count(entry, tokens)
     journal.close()
     die(ledger)
+    ledger._owner = None
 
 
 def request_of(request_id: str) -> ValidRequest:
@@ -125,6 +128,49 @@ def test_a_copy_is_another_store(store_url, other_url, tmp_path, opened, reserve
     successor = opened(store_url, root)
     successor.maintain()
     assert counts(successor.store) == exact("late") | {"running": (3, 0, "recovered")}
+
+
+def test_a_moved_store_takes_over_what_is_left(store_url, other_url, tmp_path, opened, reserve_of):
+    """Through a copy, its original gone: on request, and not while a process of the original lives."""
+    root = tmp_path / "state"
+    first, second = opened(store_url, root), opened(store_url, root)
+    first.maintain()
+    running = second.reserve(reserve_of("running"))
+    half_done(first, reserve_of, "late")
+    copy(store_url, other_url)
+    moved = opened(other_url, root)
+    with pytest.raises(AlreadyExists, match="in use"):
+        settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
+    assert {status for _, _, status in counts(moved.store).values()} == {"open"}
+    running.settle(completion=2)
+    second.close()
+    settled = settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
+    assert counts(moved.store) == exact("late") | {"running": (0, 0, "recovered")}
+    assert (settled.rows, settled.living) == (3, 0)
+
+
+def test_settling_without_a_server(store_url, tmp_path, opened, reserve_of):
+    """What ended processes left is closed exactly; what living ones have open is left, here and elsewhere."""
+    root = tmp_path / "state"
+    here, there, gone = opened(store_url, root), opened(store_url, tmp_path / "b"), opened(store_url, tmp_path / "c")
+    leases = []
+    for number, ledger in enumerate((here, there, gone)):
+        leases.append(ledger.reserve(reserve_of(f"r{number}")))
+        leases[-1].count(2)
+        ledger.maintain()
+    half_done(opened(store_url, root), reserve_of, "dead")
+    watched = []
+
+    def wait(seconds: float) -> None:
+        there.maintain()
+
+    settled = settle_ended(here.store, root, watching=watched.append, wait=wait)
+    assert (settled.rows, settled.living, watched) == (3, 2, [2])
+    kept = {"r0": (2, 0, "open"), "r1": (2, 0, "open"), "r2": (2, 0, "recovered")}
+    assert counts(here.store) == exact("dead") | kept
+    for lease in leases:
+        lease.settle()
+    assert {status for _, _, status in counts(here.store).values()} == {"ok", "recovered"}
 
 
 def test_a_moved_file_is_the_same_store(tmp_path, opened):

@@ -163,3 +163,18 @@ def test_the_bill(run, store, ledger, reserve_of, tmp_path):
     assert json.loads(run("usage", "--by", "tenant", "--tenant", "t1", "--json"))[0]["completion_tokens"] == 1
     assert run("usage", "--end", "2020-01-01", "--by", "day").splitlines()[1].split()[:2] == ["total", "0"]
     assert run("usage", "fold", "32") == "folded 0 requests\n"
+
+
+def test_settle(run, ledger, reserve_of, tmp_path):
+    """What a killed process left is closed without a server, with what it had counted."""
+    from test_ledger_crashes import die, rows_of
+
+    lease = ledger.reserve(reserve_of("r1"))
+    lease.count(4)
+    ledger.state_dir.parent.rename(tmp_path / "ledger")
+    words = ("usage", "settle", "--state", str(tmp_path))
+    assert run(*words) == "settled 0 requests; 1 are open in processes that live\n"
+    die(ledger)
+    assert run(*words) == "settled 1 requests; 0 are open in processes that live\n"
+    assert rows_of(ledger.store)["r1"].completion_tokens == 4
+    ledger._owner = None
