@@ -36,8 +36,9 @@ class Parts(Struct, frozen=True, kw_only=True):
     trust_remote_code: bool = False
 
 
-def write_bundle(root: Path, parts: Parts) -> Manifest:
-    """Write model, tokenizer, adapters, templates and the manifest under ``root``.
+def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
+    """Write model, tokenizer, adapters, templates and the manifest under ``root``; the manifest, and where the model's
+    own files are: there, or those of its base.
 
     Raises ``PackagingError`` for anything that would fail when it is served.
     """
@@ -46,7 +47,7 @@ def write_bundle(root: Path, parts: Parts) -> Manifest:
     return _write_whole(root, parts) if parts.base is None else _write_over_base(root, parts)
 
 
-def _write_whole(root: Path, parts: Parts) -> Manifest:
+def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     model_dir = root / "model"
     placed = place_model(parts.model, model_dir, link=parts.link, revision=parts.revision)
     source = placed.tokenizer if parts.tokenizer is None else parts.tokenizer
@@ -66,10 +67,11 @@ def _write_whole(root: Path, parts: Parts) -> Manifest:
     chat_templates.write(found, root)
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
     check_adapters(names, root, skeleton)
-    return _finish(root, parts, tasks, names, embedding=embedding_spec(tasks, model_dir, parts.embedding))
+    spec = embedding_spec(tasks, model_dir, parts.embedding)
+    return _finish(root, parts, tasks, names, embedding=spec), model_dir
 
 
-def _write_over_base(root: Path, parts: Parts) -> Manifest:
+def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """An adapter alone: no weights of the base, which is named by URI and content hash."""
     if not parts.adapters:
         raise PackagingError("base: it needs adapters= to put over it")
@@ -88,7 +90,8 @@ def _write_over_base(root: Path, parts: Parts) -> Manifest:
         found = chat_templates.collect(parts.chat_template, tokenizer)
         chat_templates.check(found, tokenizer)
         chat_templates.write(found, root)
-    return _finish(root, parts, _tasks_over(base, parts, root), [*names, *base.adapters], base=reference)
+    tasks = _tasks_over(base, parts, root)
+    return _finish(root, parts, tasks, [*names, *base.adapters], base=reference), Path(base.model_dir)
 
 
 def _tasks_over(base: Bundle, parts: Parts, root: Path) -> Any:

@@ -1,8 +1,9 @@
 """The settings saved with a model, in MLflow's ``model_config``.
 
 MLflow lets a caller override only keys that were saved, so every tunable is saved with its value: each field of
-``EngineSettings``, ``default_adapter`` (the adapter of requests that name none) and ``defaults`` (request fields used
-where a request says nothing).
+``EngineSettings``, ``default_adapter`` (the adapter of requests that name none), ``defaults`` (request fields used
+where a request says nothing) and ``generation_config`` (those that the model's own ``generation_config.json`` has, used
+where ``defaults`` say nothing either).
 """
 
 from __future__ import annotations
@@ -14,24 +15,29 @@ import msgspec
 import yaml  # type: ignore[import-untyped]
 from msgspec import Struct
 
-from ...serving.dialects import REFUSED_FIELDS
+from ...serving.dialects.defaults import NO_DEFAULT, check_defaults, request_defaults
+from ...serving.dialects.fields import nearest
 from ...serving.errors import InvalidField, PackagingError, shown
 from ...serving.settings import EngineSettings
+from .generation_config import of_caller
 from .signature import request_fields
-
-CONTENT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options")
-NOT_DEFAULTS = frozenset([*CONTENT, *REFUSED_FIELDS])
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
     settings: EngineSettings = EngineSettings()
     default_adapter: str | None = None
     defaults: dict[str, Any] = {}
+    generation_config: dict[str, Any] = {}
+
+    @property
+    def request_defaults(self) -> dict[str, Any]:
+        """Of a request that says nothing. Null in ``defaults`` takes one of the model's own away."""
+        return request_defaults(self.generation_config, self.defaults)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat, as MLflow stores it: every key is present, so every key may be overridden."""
         own = {"default_adapter": self.default_adapter, "defaults": dict(self.defaults)}
-        return msgspec.to_builtins(self.settings) | own
+        return msgspec.to_builtins(self.settings) | own | {"generation_config": dict(self.generation_config)}
 
 
 def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
@@ -44,16 +50,31 @@ def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
         merged |= _as_dict(layer)
     default_adapter = merged.pop("default_adapter", None)
     defaults = merged.pop("defaults", None) or {}
+    own = merged.pop("generation_config", None)
     if default_adapter is not None and not isinstance(default_adapter, str):
         raise PackagingError(f"default_adapter: {shown(default_adapter)} is not allowed; expected a name")
-    return ModelConfig(settings=_settings(merged), default_adapter=default_adapter, defaults=_defaults(defaults))
+    return ModelConfig(
+        settings=_settings(merged),
+        default_adapter=default_adapter,
+        defaults=_defaults(defaults),
+        generation_config={} if own is None else of_caller(own),
+    )
+
+
+def says(layer: dict[str, Any] | str | Path | None, key: str) -> bool:
+    """Whether a layer has a value of its own for ``key``."""
+    return _as_dict(layer).get(key) is not None
 
 
 def _settings(values: dict[str, Any]) -> EngineSettings:
     known = EngineSettings.__struct_fields__
     if unknown := sorted(values.keys() - set(known)):
-        allowed = ", ".join([*known, "default_adapter", "defaults"])
-        raise PackagingError(f"model_config: {unknown[0]!r} is not a setting; expected one of {allowed}")
+        allowed = [*known, "default_adapter", "defaults", "generation_config"]
+        near = nearest(str(unknown[0]), allowed)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise PackagingError(
+            f"model_config: {unknown[0]!r} is not a setting; {hint}expected one of {', '.join(allowed)}"
+        )
     try:
         return EngineSettings.read(values)
     except InvalidField as error:
@@ -63,11 +84,15 @@ def _settings(values: dict[str, Any]) -> EngineSettings:
 def _defaults(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise PackagingError(f"defaults: {shown(values)} is not allowed; expected a dict of request fields")
-    allowed = set(request_fields()) - NOT_DEFAULTS
+    allowed = set(request_fields()) - set(NO_DEFAULT)
     if unknown := sorted(str(key) for key in values if key not in allowed):
         raise PackagingError(
             f"defaults: {unknown[0]!r} cannot have a default; expected request fields such as max_tokens, temperature"
         )
+    try:
+        check_defaults(values)
+    except InvalidField as error:
+        raise PackagingError(error.message) from None
     return values
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -17,6 +17,7 @@ from . import templates
 from .base import fetch, resolve_base
 from .failures import FLAVOR_NAME, public
 from .manifest import Manifest, Verify
+from .options import LoadOptions
 
 if TYPE_CHECKING:
     from .model import LanguageModel
@@ -58,22 +59,22 @@ def load_bundle_from(root: Path, verify: Verify | None = None, *, weights: bool 
 
 
 @public
-def load_model(model_uri: str, dst_path: str | None = None, **settings: Any) -> LanguageModel:
+def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]) -> LanguageModel:
     """The model as an object for people: ``.chat``, ``.complete``, ``.embed``.
 
     Args:
         model_uri: a local directory, or any URI that MLflow can download.
         dst_path: an existing local directory to download to; None lets MLflow choose.
         settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
-            ``dtype="bfloat16"``; also ``default_adapter`` and ``defaults``.
+            ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
     """
     from .model import LanguageModel
     from .session import Session
 
     root = _local(model_uri, dst_path)
-    bundle, config = configured(root, settings)
-    session = Session(bundle, config.settings, config.defaults, uri="" if os.path.isdir(model_uri) else str(model_uri))
-    return LanguageModel.over(session)
+    bundle, config = configured(root, dict(settings))
+    uri = "" if os.path.isdir(model_uri) else str(model_uri)
+    return LanguageModel.over(Session(bundle, config.settings, config.request_defaults, uri=uri))
 
 
 @public
@@ -85,7 +86,7 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
-    return PyfuncModel(bundle, config.settings, config.defaults)
+    return PyfuncModel(bundle, config.settings, config.request_defaults)
 
 
 def configured(

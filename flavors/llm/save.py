@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+import msgspec
 from mlflow import pyfunc
 from mlflow.models import Model, ModelSignature
 from mlflow.models.model import MLMODEL_FILE_NAME, ModelInfo
@@ -15,14 +17,18 @@ from mlflow.tracking._model_registry import DEFAULT_AWAIT_MAX_SLEEP_SECONDS
 from mlflow.utils.file_utils import get_total_file_size
 from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, shown
+from . import generation_config as generation_configs
 from . import model_config as configs
 from .bundle_writer import Parts, write_bundle
 from .failures import FLAVOR_NAME, LOADER_MODULE, public
 from .manifest import FORMAT_VERSION, Manifest
+from .options import EngineOptions
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, write_environment
 from .signature import default_example, lossless_signature
 from .templates import Templates
+
+logger = logging.getLogger(__name__)
 
 
 @public
@@ -36,6 +42,7 @@ def save_model(
     base: str | None = None,
     default_adapter: str | None = None,
     defaults: dict[str, Any] | None = None,
+    generation_config: Any = None,
     embedding: Any = None,
     revision: str | None = None,
     mlflow_model: Model | None = None,
@@ -49,7 +56,7 @@ def save_model(
     model_config: dict[str, Any] | str | None = None,
     link_files: bool = False,
     validate_serving_input: bool = True,
-    **settings: Any,
+    **settings: Unpack[EngineOptions],
 ) -> None:
     """Save a language model to the local directory ``path`` as an MLflow model.
 
@@ -65,6 +72,8 @@ def save_model(
         base: URI of a registered model (``models:/assistant/3``), for ``adapters`` alone over it, with ``model=None``.
         default_adapter: the adapter of requests that name none; None: the base answers them.
         defaults: request fields used where a request says nothing, such as ``{"max_tokens": 256}``.
+        generation_config: the model's own sampling defaults, under ``defaults``: a dict or a
+            ``transformers.GenerationConfig``; ``{}`` for none. None: what the model's ``generation_config.json`` says.
         embedding: pooling and prompts (``serving.bundle.EmbeddingSpec`` or some of its fields). None: the model's own.
         revision: branch, tag or commit of a hub id.
         mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
@@ -82,7 +91,8 @@ def save_model(
     Raises:
         MlflowException: something given is not allowed or would fail when served; the message says what.
     """
-    config = configs.parse(model_config, settings, _given(default_adapter=default_adapter, defaults=defaults))
+    own = _given(default_adapter=default_adapter, defaults=defaults, generation_config=generation_config)
+    config = configs.parse(model_config, dict(settings), own)
     parts = Parts(
         model=model,
         base=base,
@@ -100,7 +110,11 @@ def save_model(
     existed = root.exists()
     _prepare(root)
     try:
-        manifest = write_bundle(root, parts)
+        manifest, model_dir = write_bundle(root, parts)
+        found, without_effect = generation_configs.read(model_dir)
+        if not configs.says(model_config, "generation_config") and generation_config is None:
+            config = msgspec.structs.replace(config, generation_config=found)
+            _tell(without_effect)
         write_environment(
             root,
             pip_requirements=pip_requirements,
@@ -109,7 +123,7 @@ def save_model(
         )
         mlflow_model = mlflow_model if mlflow_model is not None else Model()
         _describe(mlflow_model, manifest, config, signature, metadata)
-        _write_mlmodel(root, mlflow_model, manifest, config, code_paths)
+        _write_mlmodel(root, mlflow_model, manifest, config, code_paths, without_effect)
         example = _example(input_example, manifest, run_at_log_time=mlflow_model.model_id and validate_serving_input)
         _save_example(mlflow_model, example, str(root))
         mlflow_model.model_size_bytes = get_total_file_size(root)
@@ -125,10 +139,26 @@ def log_model(
     name: str | None = None,
     tokenizer: Any = None,
     adapters: dict[str, Any] | None = None,
+    chat_template: Templates = None,
+    task: str | list[str] | None = None,
     *,
+    base: str | None = None,
+    default_adapter: str | None = None,
+    defaults: dict[str, Any] | None = None,
+    generation_config: Any = None,
+    embedding: Any = None,
+    revision: str | None = None,
+    signature: ModelSignature | None = None,
+    input_example: Any = None,
+    metadata: dict[str, Any] | None = None,
+    pip_requirements: Requirements = None,
+    extra_pip_requirements: Requirements = None,
+    conda_env: Any = None,
+    code_paths: list[str] | None = None,
+    model_config: dict[str, Any] | str | None = None,
+    link_files: bool = True,
     registered_model_name: str | None = None,
     await_registration_for: int | None = DEFAULT_AWAIT_MAX_SLEEP_SECONDS,
-    input_example: Any = None,
     prompts: list[Any] | None = None,
     params: dict[str, Any] | None = None,
     tags: dict[str, Any] | None = None,
@@ -136,15 +166,14 @@ def log_model(
     step: int = 0,
     model_id: str | None = None,
     run_id: str | None = None,
-    metadata: dict[str, Any] | None = None,
     resources: Any = None,
     auth_policy: Any = None,
-    **kwargs: Any,
+    **settings: Unpack[EngineOptions],
 ) -> ModelInfo:
     """Log a language model to MLflow, and register it where ``registered_model_name`` is given.
 
-    ``model``, ``tokenizer``, ``adapters``, ``input_example``, ``metadata`` and ``kwargs`` are those of ``save_model``;
-    the others are those of ``mlflow.models.Model.log``.
+    ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``, all others of ``save_model``;
+    ``link_files`` is on: the files are uploaded from a temporary directory that is removed at once.
 
     Raises:
         MlflowException: something given is not allowed or would fail when served; the message says what.
@@ -168,11 +197,24 @@ def log_model(
         model=model,
         tokenizer=tokenizer,
         adapters=adapters,
+        chat_template=chat_template,
+        task=task,
+        base=base,
+        default_adapter=default_adapter,
+        defaults=defaults,
+        generation_config=generation_config,
+        embedding=embedding,
+        revision=revision,
+        signature=signature,
         input_example=input_example,
+        pip_requirements=pip_requirements,
+        extra_pip_requirements=extra_pip_requirements,
+        conda_env=conda_env,
+        code_paths=code_paths,
+        model_config=model_config,
+        link_files=link_files,
         validate_serving_input=input_example is not None and input_example is not False,
-        # the files are uploaded from a temporary directory that is removed at once
-        link_files=kwargs.pop("link_files", True),
-        **kwargs,
+        **settings,
     )
 
 
@@ -203,7 +245,12 @@ def _describe(
 
 
 def _write_mlmodel(
-    root: Path, mlflow_model: Model, manifest: Manifest, config: configs.ModelConfig, code_paths: list[str] | None
+    root: Path,
+    mlflow_model: Model,
+    manifest: Manifest,
+    config: configs.ModelConfig,
+    code_paths: list[str] | None,
+    without_effect: dict[str, Any],
 ) -> None:
     code = _validate_and_copy_code_paths(code_paths, str(root))
     pyfunc.add_to_model(
@@ -225,8 +272,16 @@ def _write_mlmodel(
         tasks=list(manifest.tasks),
         adapters=manifest.adapters,
         base=manifest.base.uri if manifest.base is not None else None,
+        request_defaults=config.request_defaults,
+        generation_config_without_effect=without_effect,
         code=code,
     )
+
+
+def _tell(without_effect: dict[str, Any]) -> None:
+    if without_effect:
+        told = ", ".join(f"{name}={shown(value)}" for name, value in without_effect.items())
+        logger.warning("generation_config.json: kept in the model, without effect here: %s", told)
 
 
 def _example(given: Any, manifest: Manifest, *, run_at_log_time: Any) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import click
 import msgspec
 from click.core import ParameterSource
 
+from ..dialects.defaults import check_defaults, request_defaults
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
 from ..web.listening import try_address
@@ -98,6 +100,14 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 )
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
 @click.option(
+    "-D",
+    "--default",
+    "defaults",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="A request field for requests that lack it, over the model's own; null takes one away. Repeatable.",
+)
+@click.option(
     "--engine",
     "engines",
     multiple=True,
@@ -134,6 +144,7 @@ def serve(
     spec_file: str | None,
     profile: ProfileName,
     config: tuple[str, ...],
+    defaults: tuple[str, ...],
     engines: tuple[str, ...],
     engine_key_file: str | None,
     **server: Any,
@@ -150,7 +161,9 @@ def serve(
         _check_place(settings)
         named = {} if server["database"] and not models else _named(models, name)
         addresses = engine_addresses(engines, tuple(named), engine_key_file)
-        overrides = engine_overrides(config)
+        overrides, fields = engine_overrides(config), request_fields(defaults)
+        if fields and not named:
+            raise click.UsageError("-D goes with -m: an endpoint in the store has its own defaults")
         _check_settings(overrides, named, addresses)
         say({"stage": "reading", "models": len(named)})
         spec = ServeSpec(
@@ -158,7 +171,7 @@ def serve(
                 msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
                 if engine_key_file is not None and one.name in addresses
                 else one
-                for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses))
+                for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses), defaults=fields)
             ),
             settings=settings,
             engine=overrides,
@@ -282,11 +295,31 @@ def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def request_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """``FIELD=VALUE`` pairs as defaults of requests; a value is JSON where it reads as such, else text. Raises
+    ``UsageError``, ``InvalidField``."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise click.UsageError(f"-D {pair}: expected FIELD=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    check_defaults(found, "-D")
+    return found
+
+
 def endpoint_specs(
-    models: dict[str, str], overrides: dict[str, Any], profile: ProfileName = "open", elsewhere: tuple[str, ...] = ()
+    models: dict[str, str],
+    overrides: dict[str, Any],
+    profile: ProfileName = "open",
+    elsewhere: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[EndpointSpec, ...]:
-    """Resolve ``{name: URI}``; saved engine settings hold unless overridden. Of the names in ``elsewhere`` the engines
-    are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
+    """Resolve ``{name: URI}``; saved engine settings and request defaults hold unless overridden. Of the names in
+    ``elsewhere`` the engines are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
     from ..web.entry import resolve
 
     if not models:
@@ -304,7 +337,7 @@ def endpoint_specs(
                 entity=uri,
                 bundle=found.bundle,
                 engine=settings,
-                defaults=found.defaults,
+                defaults=request_defaults(found.defaults, defaults or {}),
                 profile=profile,
                 created=int(time.time()),
             )

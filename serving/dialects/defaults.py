@@ -4,17 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
+from ..errors import InvalidField
 from ..request import RawRequest, Task
 from .decode import decode
-from .tables import MLFLOW
+from .fields import unknown_field
+from .tables import FIELDS, MLFLOW, REFUSED_FIELDS
 
 _CONTENT: Mapping[Task, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": ""}]},
     "completions": {"prompt": ""},
     "embeddings": {"input": ""},
 }
+
+
+def request_defaults(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """One set of defaults from several; a later one wins, and a null in it takes an earlier one away."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged |= layer
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+NO_DEFAULT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options", *REFUSED_FIELDS)
+
+
+def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
+    """Raises ``InvalidField`` for what is no request field, cannot have a default, or is a value that no task takes."""
+    known = [name for name in dict.fromkeys(chain(*FIELDS.values())) if name not in NO_DEFAULT]
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_field(name, value, known, f"{parent}.")
+    for task in MLFLOW:
+        try:
+            defaults_of(values)(task)  # type: ignore[arg-type]
+        except InvalidField as error:
+            error.rename(f"{parent}.{error.param}")
+            raise
 
 
 def defaults_of(values: Mapping[str, Any]) -> Callable[[Task], RawRequest | None]:

@@ -17,14 +17,17 @@ from ..readers import Reader, or_null
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
     """One request field. ``target`` is the attribute of the raw request (``sampling.top_k`` for sampling's own);
-    None is a field that is checked and then means nothing to this server, ``note`` says why."""
+    None is a field that is checked and then means nothing to this server, ``note`` says why. ``default`` holds on every
+    endpoint; what models and endpoints set themselves (``default_words``) is told in words: a client generated from the
+    schema would send it."""
 
     name: str
     read: Reader[Any]
     target: str | None
     description: str = ""
     note: str = ""
-    default: bool | None = None
+    default: bool | float | str | None = None
+    default_words: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,8 @@ class Table:
         for name, known in sorted(self.fields.items(), key=lambda entry: entry[0] != self.required):
             schema = dict(known.read.schema) if name == self.required else or_null(known.read.schema)
             note = f"({known.note})" if known.note else ""
-            properties[name] = schema | {"description": " ".join(filter(None, (known.description, note)))}
+            words = f"(default: {known.default_words})" if known.default_words else ""
+            properties[name] = schema | {"description": " ".join(filter(None, (known.description, words, note)))}
             if known.default is not None:
                 properties[name]["default"] = known.default
         for name, read in self.refused.items():

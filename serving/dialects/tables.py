@@ -51,9 +51,19 @@ def _field(
     description: str = "",
     note: str = "",
     *,
-    default: bool | None = None,
+    default: bool | float | str | None = None,
+    or_own: str = "",
 ) -> Field:
-    return Field(name=name, read=read, target=target, description=description, note=note, default=default)
+    """``or_own`` is the default where neither the model (``generation_config.json``) nor the endpoint has one."""
+    return Field(
+        name=name,
+        read=read,
+        target=target,
+        description=description,
+        note=note,
+        default=default,
+        default_words=f"{or_own}, or the model's own" if or_own else "",
+    )
 
 
 def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
@@ -79,39 +89,44 @@ STREAM = (
 )
 
 SAMPLING = (
-    _field("max_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "tokens to generate at most"),
-    _field("temperature", number(0, 2), "sampling.temperature", "0 is deterministic"),
-    _field("top_p", number(0, 1, above=True), "sampling.top_p", "nucleus"),
-    _field("n", integer(1, MAX_CHOICES), "sampling.n", "independent choices"),
+    _field(
+        "max_tokens",
+        integer(1, MAX_TOKENS),
+        "sampling.max_tokens",
+        "tokens to generate at most",
+        or_own="what the context leaves",
+    ),
+    _field("temperature", number(0, 2), "sampling.temperature", "0 is deterministic", or_own="1"),
+    _field("top_p", number(0, 1, above=True), "sampling.top_p", "nucleus", or_own="1"),
+    _field("n", integer(1, MAX_CHOICES), "sampling.n", "independent choices", default=1),
     _field("stop", stop_strings, "sampling.stop", "strings that end the text; not part of it"),
     _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "same seed, same text"),
-    _field("presence_penalty", number(-2, 2), "sampling.presence_penalty"),
-    _field("frequency_penalty", number(-2, 2), "sampling.frequency_penalty"),
+    _field("presence_penalty", number(-2, 2), "sampling.presence_penalty", default=0),
+    _field("frequency_penalty", number(-2, 2), "sampling.frequency_penalty", default=0),
     _field("logit_bias", logit_bias, "sampling.logit_bias", "token id to a bias in [-100, 100]"),
 )
 
-TOP_K = (_field("top_k", integer(1, MAX_TOKENS), "sampling.top_k", "the k most probable tokens"),)
+TOP_K = (_field("top_k", integer(1, MAX_TOKENS), "sampling.top_k", "the k most probable tokens", or_own="all"),)
 _TOP_K_OR_OFF = integer(-1, MAX_TOKENS)
 
 
 @reader(**_TOP_K_OR_OFF.schema)
-def _top_k_or_off(value: Any, path: str) -> int | None:
-    """-1 and 0 mean no limit to vLLM's clients."""
-    found = _TOP_K_OR_OFF(value, path)
-    return found if found > 0 else None
+def _top_k_or_off(value: Any, path: str) -> int:
+    """-1 and 0 mean no limit to vLLM's clients, also where the model's own default is one."""
+    return max(0, _TOP_K_OR_OFF(value, path))
 
 
 EXTENSIONS = (
-    _field("top_k", _top_k_or_off, "sampling.top_k", "the k most probable tokens; -1 or 0: all"),
-    _field("min_p", number(0, 1), "sampling.min_p", "least probability relative to the best token"),
-    _field("typical_p", number(0, 1, above=True), "sampling.typical_p", "locally typical sampling"),
-    _field("repetition_penalty", number(0, 2, above=True), "sampling.repetition_penalty", "1 is none"),
-    _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "tokens before an end is allowed"),
+    _field("top_k", _top_k_or_off, "sampling.top_k", "the k most probable tokens; -1 or 0: all", or_own="all"),
+    _field("min_p", number(0, 1), "sampling.min_p", "least probability relative to the best token", or_own="0"),
+    _field("typical_p", number(0, 1, above=True), "sampling.typical_p", "locally typical sampling", or_own="1"),
+    _field("repetition_penalty", number(0, 2, above=True), "sampling.repetition_penalty", "1 is none", or_own="1"),
+    _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "tokens before an end is allowed", or_own="0"),
     _field(
         "stop_token_ids", list_of(TOKEN, "a list of token ids"), "sampling.stop_token_ids", "tokens that end the text"
     ),
-    _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token"),
-    _field("include_stop_str_in_output", boolean, "sampling.include_stop_str_in_output"),
+    _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token", default=False),
+    _field("include_stop_str_in_output", boolean, "sampling.include_stop_str_in_output", default=False),
     _field("skip_special_tokens", boolean, "sampling.skip_special_tokens", default=True),
     _field("timeout", number(0, 86400, above=True), "sampling.timeout", "seconds this request may take"),
 )
@@ -121,7 +136,8 @@ ERROR_BEHAVIOR = (
         "error_behavior",
         one_of("error", "truncate"),
         "sampling.error_behavior",
-        "truncate: cut an over-long prompt or an over-long run instead of failing (pay-per-token endpoints)",
+        "truncate: cut an over-long prompt or an over-long run instead of failing (pay-per-token endpoints); "
+        "default error",
     ),
 )
 
@@ -129,7 +145,7 @@ NO_FORMATS = "structured output is not supported yet"
 NO_TOOLS = "tool calls are not supported yet"
 CHAT = (
     _field("messages", read_messages, "messages", "a non-empty list of messages"),
-    _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens"),
+    _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens", default=False),
     _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives a token; needs logprobs"),
     _field("response_format", one_of({"type": "text"}, why=NO_FORMATS), None, note="text is what is produced"),
     _field(
@@ -150,7 +166,7 @@ MAX_COMPLETION_TOKENS = (
 COMPLETIONS = (
     _field("prompt", texts_or_tokens, "prompts", "a string, token ids, or a list of either"),
     _field("suffix", string, "suffix", "appended to the end of each completion"),
-    _field("echo", boolean, "echo", "return the prompt together with the completion"),
+    _field("echo", boolean, "echo", "return the prompt together with the completion", default=False),
     _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives for each token"),
     _field("best_of", integer(1, MAX_CHOICES), "best_of", "must equal n: no ranking of hidden choices"),
 )
@@ -159,7 +175,7 @@ USE_RAW_PROMPT = (_field("use_raw_prompt", boolean, "use_raw_prompt", "false: th
 EMBEDDINGS = (
     _field("input", texts_or_tokens, "inputs", "a string, token ids, or a list of either"),
     _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "keep the first values and renormalise"),
-    _field("encoding_format", one_of("float", "base64"), "encoding_format"),
+    _field("encoding_format", one_of("float", "base64"), "encoding_format", default="float"),
 )
 INSTRUCTION = (_field("instruction", string, "instruction", "put before each input, as the model's card says"),)
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import InvalidField
-from ..readers import Entry, any_of, boolean, integer, list_of, one_of, reader, record, string, text
+from ..readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from .endpoint_config import EndpointConfig, Route, ServedEntity
 from .provisioned import check_throughput
@@ -75,6 +75,7 @@ _ENTITY = {
     "workload_type": Entry(one_of("CPU")),
     "environment_vars": Entry(_nothing),
     "engine_settings": Entry(_engine_settings, "Settings that replace those saved with the model"),
+    "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
 }
 # what older clients call the same
 OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
@@ -174,6 +175,7 @@ def _entity(item: dict[str, Any], field: str) -> ServedEntity:
         max_provisioned_throughput=maximum,
         scale_to_zero_enabled=item.get("scale_to_zero_enabled", False),
         engine_settings=item.get("engine_settings", {}),
+        defaults=item.get("defaults", {}),
     )
 
 

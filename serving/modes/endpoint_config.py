@@ -15,7 +15,8 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
     """A registry model and version (or ``@alias``), or a URI or directory, which has no version.
 
     With ``max_provisioned_throughput`` it is provisioned, tokens/s. ``engine_settings`` replace those saved with the
-    model. ``source`` is the model that was found; it is stored, and never shown.
+    model, ``defaults`` (request fields) stand over its own. ``source`` is the model that was found; it is stored, and
+    of it only the request defaults that hold are shown.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False
     engine_settings: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     source: Source | None = None
 
     @property
@@ -72,6 +74,7 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
             for key, value in msgspec.to_builtins(entity).items()
             if value not in (None, {}) and key != "source"
         }
+        | ({"request_defaults": entity.source.defaults} if entity.source is not None and entity.source.defaults else {})
         for entity in config.served_entities
     ]
     models = [

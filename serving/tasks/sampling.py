@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ContextTooLong, InvalidField
-from ..request import RawChat, RawCompletion, Sampling
+from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling, Sampling
 from .endpoint import EndpointView
 
 MASK = 2**64 - 1
@@ -14,7 +14,8 @@ def resolve(
 ) -> Sampling:
     """``longest_prompt`` in tokens. Raises ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
     asked, profile = raw.sampling, endpoint.profile
-    max_tokens = _max_tokens(raw, endpoint, longest_prompt)
+    own = _own_defaults(raw, endpoint)
+    max_tokens = _max_tokens(raw, endpoint, longest_prompt, own.max_tokens or profile.default_max_tokens)
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
         raise InvalidField("min_tokens", asked.min_tokens, f"at most max_tokens, {max_tokens}")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -22,7 +23,7 @@ def resolve(
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
     return Sampling(
         max_tokens=max_tokens,
-        min_tokens=asked.min_tokens or 0,
+        min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
         temperature=_or(asked.temperature, profile.default_temperature),
         top_p=_or(asked.top_p, profile.default_top_p),
         top_k=0 if top_k >= endpoint.info.vocab_size else top_k,
@@ -57,11 +58,17 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int) -> int:
+def _own_defaults(raw: RawChat | RawCompletion, endpoint: EndpointView) -> RawSampling:
+    """What the model's own defaults say of sampling."""
+    found = endpoint.defaults("chat" if isinstance(raw, RawChat) else "completions")
+    return RawSampling() if found is None or isinstance(found, RawEmbedding) else found.sampling
+
+
+def _max_tokens(raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int, default: int | None) -> int:
     room = endpoint.context - longest_prompt
     asked = raw.sampling.max_tokens
     if asked is None:
-        return min(room, endpoint.profile.default_max_tokens or room)
+        return min(room, default or room)
     if asked <= room:
         return asked
     if raw.sampling.error_behavior == "truncate":

@@ -74,17 +74,36 @@ def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
 
 def _fields(schema: Schema, path: str) -> Iterator[tuple[str, ...]]:
     """Each property, and those of the objects and lists within, by their paths. Of several shapes that an object may
-    have, all properties once; what one of them does without need not be given."""
-    shapes = [shape for shape in (schema, *schema.get("anyOf", ())) if "properties" in shape]
-    required = set.intersection(*(set(shape.get("required", ())) for shape in shapes)) if shapes else set()
-    properties = {name: inner for shape in shapes for name, inner in shape["properties"].items()}
-    for name, inner in properties.items():
+    have, all properties once, with what any of them takes; what one of them does without need not be given."""
+    shapes = list(_shapes(schema))
+    objects = [shape for shape in shapes if "properties" in shape]
+    required = set.intersection(*(set(shape.get("required", ())) for shape in objects)) if objects else set()
+    for name in dict.fromkeys(name for shape in objects for name in shape["properties"]):
+        inner = _joined([shape["properties"][name] for shape in objects if name in shape["properties"]])
         where = f"{path}.{name}" if path else name
         yield _field(where, name in required, inner)
         yield from _fields(inner, where)
-    for shape in (schema, *schema.get("anyOf", ())):
-        if "items" in shape:
-            yield from _fields(shape["items"], f"{path}[]")
+    items = [shape["items"] for shape in shapes if "items" in shape]
+    if items:
+        yield from _fields(_joined(items), f"{path}[]")
+
+
+def _shapes(schema: Schema) -> Iterator[Schema]:
+    """``schema`` without its alternatives, and they without theirs."""
+    yield schema
+    for option in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from _shapes(option)
+
+
+def _joined(schemas: list[Schema]) -> Schema:
+    """One schema for what a field takes in any of several shapes."""
+    different = [schema for place, schema in enumerate(schemas) if schema not in schemas[:place]]
+    if len(different) == 1:
+        return different[0]
+    if all("enum" in schema for schema in different):
+        return {**different[0], "enum": list(dict.fromkeys(one for schema in different for one in schema["enum"]))}
+    told = {key: schema[key] for schema in reversed(different) for key in ("description", "default") if key in schema}
+    return {**told, "anyOf": different}
 
 
 def _field(name: str, required: bool, schema: Schema) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from .. import child
 from ..bundle import Bundle
+from ..dialects.defaults import request_defaults
 from ..errors import InvalidField, NotFound, PackagingError
 from ..settings import EngineSettings
 
@@ -31,9 +32,10 @@ class Resolved(Struct, frozen=True, kw_only=True):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Request fields for requests that lack them."""
-        saved: Any = self.config.get("defaults")
-        return dict(saved or {})
+        """Request fields for requests that lack them: of the model's ``generation_config.json``, under those that it
+        was logged with."""
+        layers: list[Any] = [self.config.get(name) or {} for name in ("generation_config", "defaults")]
+        return request_defaults(*layers)
 
     def settings(self, overrides: dict[str, Any]) -> EngineSettings:
         """The saved engine settings under ``overrides``. Raises ``PackagingError``.
@@ -97,7 +99,7 @@ def main(words: list[str]) -> int:
             fixed = _fixed(word)
             root = llm.resolve._local(fixed, weights=weights)
             bundle, config = configured(root, weights=weights)
-            _check_defaults(config.defaults, bundle)
+            _check_defaults(config.request_defaults, bundle)
             found.append(Resolved(bundle=bundle, config=config.to_dict(), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
         missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ..dialects.defaults import check_defaults, request_defaults
 from ..errors import InvalidField, PackagingError
 from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
 from ..modes.source import Source
@@ -23,6 +24,7 @@ def locate(
     the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
     """
     for place, entity in enumerate(entities):
+        check_defaults(entity.defaults, f"served_entities[{place}].defaults")
         if entity.provisioned and not metered:
             field, given = entity.reserve
             raise InvalidField(
@@ -36,8 +38,13 @@ def locate(
             "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
         ) from None
     return tuple(
-        Source(uri=model.uri, bundle=model.bundle, engine=engine, defaults=model.defaults)
-        for model, engine in zip(found, settings, strict=True)
+        Source(
+            uri=model.uri,
+            bundle=model.bundle,
+            engine=engine,
+            defaults=request_defaults(model.defaults, entity.defaults),
+        )
+        for model, engine, entity in zip(found, settings, entities, strict=True)
     )
 
 

@@ -149,7 +149,7 @@ def test_every_setting_is_saved(tmp_path, llama_dir):
         defaults={"max_tokens": 32},
     )
     saved = Model.load(str(tmp_path / "m")).flavors["python_function"]["config"]
-    assert set(saved) == {*EngineSettings.__struct_fields__, "default_adapter", "defaults"}
+    assert set(saved) == {*EngineSettings.__struct_fields__, "default_adapter", "defaults", "generation_config"}
     assert (saved["dtype"], saved["max_num_seqs"], saved["idle_timeout"]) == ("bfloat16", 8, 3.0)
     config = model_config.parse(saved, {"max_num_seqs": 2, "default_adapter": "x"})
     assert config.settings == EngineSettings(dtype="bfloat16", max_num_seqs=2)
@@ -166,7 +166,10 @@ def test_settings_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"model_config": {"dtipe": "float32"}}, "model_config: 'dtipe' is not a setting; expected one of dtype, "),
+        (
+            {"model_config": {"dtipe": "float32"}},
+            "model_config: 'dtipe' is not a setting; did you mean 'dtype'? expected one of dtype, ",
+        ),
         ({"max_seqs": 3}, "model_config: 'max_seqs' is not a setting"),
         ({"dtype": "fp8"}, "dtype: 'fp8' is not allowed; expected one of 'auto', "),
         ({"max_num_seqs": "many"}, "max_num_seqs: 'many' is not allowed; expected an integer from 1"),

@@ -6,12 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.cli.serve import request_fields
 from mlflow_llm.serving.dialects.defaults import defaults_of
-from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.errors import InvalidField, PackagingError
+from mlflow_llm.serving.modes.config_body import config_body
+from mlflow_llm.serving.modes.endpoint_config import config_to_wire
+from mlflow_llm.serving.web import registry
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.endpoints import Routed
 from mlflow_llm.serving.web.entry import Resolved, _check_defaults
@@ -63,6 +68,45 @@ def test_fields_that_a_task_lacks_are_left_out(client: FlaskClient) -> None:
     read = defaults_of({"encoding_format": "base64", "max_tokens": 1})("embeddings")
     assert read is not None
     assert read.encoding_format == "base64"  # type: ignore[union-attr]
+
+
+def test_default_lengths_give_way(client: FlaskClient, make: Callable[..., Server]) -> None:
+    """To the room in the context, and to what a request says: they never refuse one."""
+    server = make()
+    (endpoint,) = server.endpoints.entities()
+    long = dataclasses.replace(endpoint.view, defaults=defaults_of({"max_tokens": 10**6, "min_tokens": 10}))
+    changed = dataclasses.replace(endpoint, view=long)
+    server.endpoints.replace((Routed(name="assistant", entities={endpoint.entity: changed}),))
+    asked = create_app(server).test_client()
+    assert asked.post("/v1/chat/completions", json=CHAT).status_code == 200
+    reply = asked.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3})
+    assert (reply.status_code, reply.json["usage"]["completion_tokens"]) == (200, 3)
+
+
+def test_defaults_of_an_endpoint(monkeypatch: pytest.MonkeyPatch, instant_bundle: Bundle) -> None:
+    """Stand over the model's own and are shown with what holds; one that is none is refused by its place."""
+    saved = {"generation_config": {"temperature": 0.6, "top_k": 20}, "defaults": {"max_tokens": 7, "stop": "x"}}
+    monkeypatch.setattr(registry, "resolve", lambda uris: (Resolved(bundle=instant_bundle, config=saved),))
+    given = {"temperature": 0.1, "top_k": None}
+    body = {"served_entities": [{"entity_name": "m", "entity_version": 1, "defaults": given}]}
+    config = config_body(body, "")
+    (source,) = registry.locate(config.served_entities, {})
+    expected = {"temperature": 0.1, "max_tokens": 7, "stop": "x"}
+    assert source.defaults == expected
+    entity = msgspec.structs.replace(config.served_entities[0], source=source)
+    (shown,) = config_to_wire(msgspec.structs.replace(config, served_entities=(entity,)))["served_entities"]
+    assert (shown["defaults"], shown["request_defaults"]) == (given, expected)
+    for wrong, told in (({"temprature": 1}, "did you mean 'temperature'"), ({"top_p": 7}, "7 is not allowed")):
+        body["served_entities"][0]["defaults"] = wrong
+        with pytest.raises(InvalidField, match=rf"^served_entities\[0\]\.defaults\.\w+: .*{told}"):
+            registry.locate(config_body(body, "").served_entities, {})
+
+
+def test_defaults_of_the_command_line() -> None:
+    """``-D FIELD=VALUE`` is JSON where it reads as such; what is no default is refused by name."""
+    assert request_fields(("temperature=0", "stop=x", "top_k=null")) == {"temperature": 0, "stop": "x", "top_k": None}
+    with pytest.raises(InvalidField, match=r"^-D\.max_token: .*did you mean 'max_tokens'"):
+        request_fields(("max_token=1",))
 
 
 def test_defaults_that_a_task_does_not_take(instant_bundle: Bundle) -> None:

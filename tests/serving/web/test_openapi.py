@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 
@@ -52,3 +53,18 @@ def test_headers_keep_to_the_document(client: FlaskClient) -> None:
     refused = client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * (most + 1)})
     assert (refused.status_code, refused.json["error"]["param"]) == (400, "X-Sticky-Key")
     assert f"at most {most}" in refused.json["error"]["message"]
+
+
+def test_the_page_tells_what_a_field_takes(client: FlaskClient) -> None:
+    """All that any shape of a message takes, once; defaults, and whose they are where models have their own."""
+    page = html.unescape(client.get("/docs").text)
+    (row, *_) = re.findall(r"<tr><td><code>messages\[\]\.role</code>.*?</tr>", page)
+    assert all(f'"{role}"' in row for role in ("system", "developer", "user", "assistant", "tool"))
+    (row, *_) = re.findall(r"<tr><td><code>messages\[\]\.content</code>.*?</tr>", page)
+    assert "string | array of object | null" in row
+    (row, *_) = re.findall(r"<tr><td><code>temperature</code>.*?</tr>", page)
+    assert "(default: 1, or the model's own)" in row
+    (row, *_) = re.findall(r"<tr><td><code>n</code>.*?</tr>", page)
+    assert "default 1" in row
+    (row, *_) = re.findall(r"<tr><td><code>served_entities\[\]\.defaults</code>.*?</tr>", page)
+    assert "over the model's own" in row

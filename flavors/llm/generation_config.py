@@ -1,0 +1,141 @@
+"""The sampling defaults in a model's ``generation_config.json``, as request fields.
+
+As with vLLM, values that the file states become the model's defaults; what transformers would assume where the file is
+silent does not. ``do_sample: false`` is greedy decoding. Settings that have no counterpart here stay in the packaged
+file and are told by name when the model is logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...serving.dialects.defaults import defaults_of
+from ...serving.dialects.fields import nearest
+from ...serving.errors import InvalidField, PackagingError, shown
+
+FILE = "generation_config.json"
+# transformers' name → the request field of the same meaning
+FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+OWN = frozenset(FIELDS.values())
+# Read elsewhere (ids of tokens), of another program, or said of the file itself.
+SILENT = frozenset(
+    [
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "transformers_version",
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "return_legacy_cache",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "do_sample",
+        "disable_compile",
+        "compile_config",
+        "prefill_chunk_size",
+        "chat_format",
+        "trust_remote_code",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "low_memory",
+    ]
+)
+# What asks for nothing: the value at which a setting without counterpart is off.
+OFF: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "min_length": (0,),
+    "max_length": (20,),  # what transformers writes for none
+    "early_stopping": (False,),
+    "token_healing": (False,),
+    "guidance_scale": (1.0,),
+}
+
+
+def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(defaults, rest)`` of the file in ``model_dir``: request fields, and the settings that have no effect here.
+
+    Raises ``PackagingError`` where it is no JSON object.
+    """
+    file = model_dir / FILE
+    if not file.is_file():
+        return {}, {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise PackagingError(f"model: {FILE} is not valid JSON") from None
+    if not isinstance(values, dict):
+        raise PackagingError(f"model: {FILE} is no JSON object")
+    return _sorted(values)
+
+
+def of_caller(values: Any) -> dict[str, Any]:
+    """The defaults that ``values`` are: a dict or ``transformers.GenerationConfig``, by transformers' names or by those
+    of the request fields. Raises ``PackagingError`` for one that is neither or that has no effect here."""
+    values = values.to_diff_dict() if hasattr(values, "to_diff_dict") else values
+    if not isinstance(values, Mapping):
+        raise PackagingError(f"generation_config: {shown(values)} is not allowed; expected a dict of sampling defaults")
+    found, rest = _sorted(dict(values))
+    for name, value in rest.items():
+        known = (*FIELDS, "do_sample")
+        near = nearest(str(name), known)
+        hint = f"did you mean {near!r}?" if near else "known are " + ", ".join(known)
+        raise PackagingError(f"generation_config: {name}: {shown(value)} has no effect here; {hint}")
+    return found
+
+
+def _sorted(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    found: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in values.items():
+        field = FIELDS.get(name, name if name in OWN else None)
+        if value is None or str(name).startswith("_"):
+            continue
+        if field is None:
+            if name not in SILENT and not _is_off(value, OFF.get(name, ())):
+                rest[name] = value
+        elif _is_allowed(field, value):
+            found[field] = value
+        else:
+            rest[name] = value
+    if values.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found, rest
+
+
+def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
+    return value in off or value in ([], {}, "")
+
+
+def _is_allowed(field: str, value: Any) -> bool:
+    try:
+        defaults_of({field: value})("completions")
+    except InvalidField:
+        return False
+    return True

@@ -1,0 +1,38 @@
+"""The keyword arguments of ``save_model``, ``log_model`` and ``load_model`` that are engine settings, with their types.
+
+Written out for type checkers and editors; a test holds them to ``serving.settings.EngineSettings``, which says what
+each means and checks its value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypedDict
+
+
+class EngineOptions(TypedDict, total=False):
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    quantization: Literal["none", "int8"]
+    kernels: Literal["auto", "torch"]
+    compile: bool
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queued_requests: int
+    kv_cache_memory: int | None
+    prefix_caching: bool
+    max_adapters: int
+    threads: int | None
+    trust_remote_code: bool
+    idle_timeout: float
+    stall_timeout: float
+    start_timeout: float
+    in_process: bool
+
+
+class LoadOptions(EngineOptions, total=False):
+    """``defaults`` and ``generation_config`` replace the saved ones; ``{}`` is none."""
+
+    default_adapter: str | None
+    defaults: dict[str, Any]
+    generation_config: Any
