@@ -9,6 +9,7 @@ import click
 from mlflow_llm import __version__
 
 from ..errors import PackagingError, ServingError
+from .audit import audit
 from .bench import bench
 from .chat import chat
 from .doctor import doctor
@@ -27,7 +28,7 @@ def cli() -> None:
     """Serve language models logged with MLflow."""
 
 
-for command in (serve, engine, engine_key, keys, limits, prices, usage, endpoints, chat, bench, doctor):
+for command in (serve, engine, engine_key, keys, limits, prices, usage, audit, endpoints, chat, bench, doctor):
     cli.add_command(command)
 
 

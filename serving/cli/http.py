@@ -6,12 +6,15 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
+from .secret import key_options
+
+URL_VARIABLE = "MLFLOW_LLM_URL"
 STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 
 
@@ -59,8 +62,17 @@ class Client:
     def get(self, path: str) -> Any:
         return self._json("GET", path, None)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._json("POST", path, body)
+
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._json("PUT", path, body)
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._json("PATCH", path, body)
+
+    def delete(self, path: str) -> Any:
+        return self._json("DELETE", path, None)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
@@ -92,7 +104,7 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         with self._answer(method, path, body) as answer:
             text = answer.read()
         try:
@@ -101,7 +113,7 @@ class Client:
             raise click.ClickException(f"{self._host}:{self._port}{path} answers no JSON: not our server?") from None
 
     @contextlib.contextmanager
-    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         """The open answer, its status checked. The connection is kept only where the answer was read to its end."""
         done = False
         try:
@@ -117,7 +129,7 @@ class Client:
             if not done:
                 self.close()
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         kept = self._kept.slot.connection
         if kept is not None:
@@ -154,12 +166,11 @@ def first_model(client: Client) -> str:
 
 
 def url_options(command: Any) -> Any:
-    """``--url`` and ``--key`` (also from MLFLOW_LLM_URL and MLFLOW_LLM_KEY)."""
-    command = click.option("--key", envvar="MLFLOW_LLM_KEY", help="API key (MLFLOW_LLM_KEY).")(command)
+    """``--url`` (also from MLFLOW_LLM_URL), ``--key`` and ``--key-file``."""
     return click.option(
         "--url",
-        envvar="MLFLOW_LLM_URL",
+        envvar=URL_VARIABLE,
         default="http://127.0.0.1:8000",
         show_default=True,
-        help="The server (MLFLOW_LLM_URL).",
-    )(command)
+        help=f"The server ({URL_VARIABLE}).",
+    )(key_options(command))

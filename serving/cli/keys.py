@@ -1,60 +1,126 @@
-"""``mlflow-llm keys``: API keys of a store."""
+"""``mlflow-llm keys``: API keys of a store, or of a server."""
 
 from __future__ import annotations
 
-import time
+import json
+from typing import Any
 
 import click
 
-from ..metering.keys import SCOPES, Keys
-from ..metering.limits import Limits
-from .limits import LIMIT, limit_of
-from .store import database, opened
+from ..metering.keys import OVERLAP, SCOPES
+from ..metering.moments import shown
+from .accounts import Books, books
+from .limits import LIMIT, limits_of
+from .store import table
+
+EXPIRES = "When it ends: 90d, 12h, a day, an ISO 8601 time, or never."
+ENDPOINT = "What it may use: NAME, or NAME:ADAPTER for that adapter alone; repeatable (default: everything)."
+HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "name")
 
 
 @click.group()
 def keys() -> None:
-    """Create, list and revoke API keys."""
+    """Create, list, change, rotate and revoke API keys.
+
+    Of a store (--database), or by a server (--url, with a key that has the scope "manage").
+    """
+
+
+def _key_options(command: Any) -> Any:
+    command = click.option("--endpoint", "endpoints", multiple=True, metavar="NAME[:ADAPTER]", help=ENDPOINT)(command)
+    return click.option("--expires", metavar="WHEN", help=EXPIRES)(command)
 
 
 @keys.command()
-@database
+@books(make=True)
 @click.option("--tenant", default="default", show_default=True)
 @click.option("--name", default="", help="A note for people.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
+@_key_options
 @click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"What the key may use. {LIMIT}")
-def create(database: str, tenant: str, name: str, scopes: tuple[str, ...], limits: tuple[str, ...]) -> None:
+def create(books: Books, limits: tuple[str, ...], **fields: Any) -> None:
     """Make a key and print its secret, once.
 
-    Scopes: "invoke" runs requests, "manage" changes endpoints and sees every tenant's usage, "usage" does neither.
-    Any key sees its own tenant's usage.
+    Scopes: "invoke" runs requests and sees what the key itself used; "usage" sees its tenant's usage; "manage" changes
+    and sees everything: endpoints, keys, limits, prices, every tenant's usage.
     """
-    found = [limit_of(limit) for limit in limits]
-    with opened(database, make=True) as store:
-        secret, key = Keys(store).create(tenant, name=name, scopes=scopes)
-        for kind, value in found:
-            Limits(store).set("key", key.key_id, kind, value)
-    click.echo(secret)
-    click.echo(f"key {key.key_id} of tenant {key.tenant}; the secret is not stored and cannot be shown again", err=True)
+    told = books.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
+    _show_secret(told)
 
 
 @keys.command("list")
-@database
+@books()
 @click.option("--tenant", help="Only this tenant's.")
-def list_(database: str, tenant: str | None) -> None:
-    """Show the keys, never their secrets."""
-    with opened(database) as store:
-        found = Keys(store).list(tenant)
-    for key in found:
-        state = "revoked" if key.revoked_ms else "active"
-        made = time.strftime("%Y-%m-%d %H:%M", time.gmtime(key.created_ms / 1000))
-        click.echo("\t".join((key.key_id, key.prefix + "…", key.tenant, ",".join(key.scopes), made, state, key.name)))
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_(books: Books, tenant: str | None, as_json: bool) -> None:
+    """Show the keys, never their secrets. Times are UTC."""
+    found = books.list_keys({} if tenant is None else {"tenant": tenant})["keys"]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    click.echo(table(HEADS, [_row(key) for key in found], right=0))
 
 
 @keys.command()
-@database
-@click.argument("key")
-def revoke(database: str, key: str) -> None:
-    """Revoke KEY (its id); servers refuse it within seconds."""
-    with opened(database) as store:
-        click.echo(f"revoked {Keys(store).revoke(key).key_id}")
+@books()
+@click.argument("key_id", metavar="KEY")
+@click.option("--name", help="A note for people.")
+@click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), help="All that it has from now on.")
+@_key_options
+def update(books: Books, key_id: str, **fields: Any) -> None:
+    """Change what KEY (its id) may do; --endpoint '*' lifts the list. Servers follow within seconds."""
+    given = _given(fields)
+    if not given:
+        raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint")
+    told = books.update_key(key_id, given)
+    click.echo(table(HEADS, [_row(told["key"])], right=0))
+
+
+@keys.command()
+@books()
+@click.argument("key_id", metavar="KEY")
+@click.option("--overlap", default=OVERLAP, show_default=True, metavar="TIME", help="How long the old secret lives on.")
+@click.option("--expires", metavar="WHEN", help=EXPIRES)
+def rotate(books: Books, key_id: str, **fields: Any) -> None:
+    """Give KEY (its id) a new secret and print it, once.
+
+    The id stays, and with it limits and usage. --overlap 0 ends the old secret at once.
+    """
+    told = books.rotate_key(key_id, _given(fields))
+    _show_secret(told)
+    if told["key"]["overlap_ms"] is not None:
+        click.echo(f"the old secret is taken until {shown(told['key']['overlap_ms'])} UTC", err=True)
+
+
+@keys.command()
+@books()
+@click.argument("key_id", metavar="KEY")
+def revoke(books: Books, key_id: str) -> None:
+    """Revoke KEY (its id) with all its secrets; servers refuse it within seconds."""
+    click.echo(f"revoked {books.revoke_key(key_id)['key']['key_id']}")
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if v not in (None, ())}
+
+
+def _show_secret(told: dict[str, Any]) -> None:
+    click.echo(told["secret"])
+    key = told["key"]
+    until = f", until {shown(key['expires_ms'])} UTC" if key["expires_ms"] else ""
+    text = f"key {key['key_id']} of tenant {key['tenant']}{until}; the secret is not stored and cannot be shown again"
+    click.echo(text, err=True)
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        key["key_id"],
+        key["prefix"] + "…",
+        key["tenant"],
+        ",".join(key["scopes"]),
+        "all" if key["endpoints"] is None else ",".join(key["endpoints"]),
+        shown(key["created_ms"]),
+        shown(key["expires_ms"]) or "never",
+        key["state"],
+        key["name"],
+    )

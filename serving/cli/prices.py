@@ -1,59 +1,83 @@
-"""``mlflow-llm prices``: what a token costs."""
+"""``mlflow-llm prices``: what a token costs, and in which currency."""
 
 from __future__ import annotations
 
-import time
+from typing import Any
 
 import click
 
 from ..errors import InvalidField
-from ..metering.money import Price, micro_units, units
-from ..metering.prices import Prices
-from .store import database, opened, table
+from ..metering.moments import shown
+from ..metering.money import micro_units
+from .accounts import Books, books, note
+from .store import table
 
 
 @click.group()
 def prices() -> None:
-    """Set and list prices.
+    """Set, list and remove prices.
 
-    In currency units a million tokens.
+    In currency units a million tokens. Of a store (--database), or by a server (--url, with a key that has the scope
+    "manage").
     """
 
 
 @prices.command("set")
-@database
+@books(make=True)
 @click.argument("entity")
 @click.option("--input", "input_", help="A million prompt tokens (default: 0).")
 @click.option("--cached", help="A million of them found in the cache (default: as --input).")
 @click.option("--output", help="A million generated tokens (default: 0).")
 @click.option("--unit-minute", help="A reserved token/s for a minute (default: 0).")
-def set_(database: str, entity: str, input_: str | None, **others: str | None) -> None:
-    """Price ENTITY from now on: a served model's name, or "*" for all that have no price of their own.
+@click.option("--effective", metavar="WHEN", help="From when on: a day or time to come (default: now).")
+def set_(books: Books, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
+    """Price ENTITY: a served model's name, or "*" for all that have no price of their own.
 
     One price at least; what is not given costs nothing.
     """
     given = {name: value for name, value in {"input": input_, **others}.items() if value is not None}
     if not given:
         raise click.UsageError("give a price: --input, --cached, --output or --unit-minute")
-    fields = {"input": "0", "output": "0", "unit_minute": "0"} | given
-    fields.setdefault("cached", fields["input"])
-    found = {name: micro_units(name, value) for name, value in fields.items()}
-    if found["cached"] > found["input"]:
-        raise InvalidField("cached", fields["cached"], f"at most the price of input, {fields['input']}")
-    with opened(database, make=True) as store:
-        Prices(store).set(entity, Price(**found))
-    click.echo(f"{entity}: {units(found['input'])} in, {units(found['cached'])} cached, {units(found['output'])} out")
+    for name, value in given.items():
+        micro_units(name, value)
+    if micro_units("cached", given.get("cached", "0")) > micro_units("input", given.get("input", "0")):
+        raise InvalidField("cached", given["cached"], f"at most the price of input, {given.get('input', '0')}")
+    told = books.set_price({"entity": entity, **given} | ({"effective": effective} if effective else {}))
+    price, unit = told["price"], f" {told['currency']}".rstrip()
+    click.echo(f"{entity}: {price['input']}{unit} in, {price['cached']}{unit} cached, {price['output']}{unit} out")
+    note(told)
 
 
 @prices.command("list")
-@database
-def list_(database: str) -> None:
+@books()
+def list_(books: Books) -> None:
     """Show the prices and since when they hold (UTC)."""
-    with opened(database) as store:
-        found = Prices(store).list()
-    rows = []
-    for entity, effective_ms, price in found:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(effective_ms / 1000))
-        amounts = (price.input, price.cached, price.output, price.unit_minute)
-        rows.append((entity, since, *map(units, amounts)))
+    told = books.list_prices({})
+    heads = ["input", "cached", "output", "unit_minute"]
+    rows = [
+        (price["entity"], shown(price["effective_ms"]), *(price[head] for head in heads)) for price in told["prices"]
+    ]
+    if told["currency"]:
+        click.echo(f"in {told['currency']}")
     click.echo(table(("entity", "since", "input", "cached", "output", "unit-minute"), rows, right=4))
+
+
+@prices.command()
+@books()
+@click.argument("entity")
+def remove(books: Books, entity: str) -> None:
+    """Take all prices of ENTITY away, those to come as well; what was admitted keeps its price."""
+    books.delete_price({"entity": entity})
+    click.echo(f"{entity}: no price any more")
+
+
+@prices.command()
+@books(make=True)
+@click.argument("currency", required=False)
+def currency(books: Books, currency: str | None) -> None:
+    """Name the CURRENCY of prices, budgets and costs (EUR, USD, …), or show it.
+
+    It is a name, and converts nothing: it cannot change once costs are booked.
+    """
+    told: dict[str, Any] = books.get_currency() if currency is None else books.set_currency({"currency": currency})
+    click.echo(told["currency"] or "none is named yet")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import click
-import msgspec
 
 from ..metering.export import csv_lines, write_parquet
-from ..metering.money import units
+from ..metering.money import money, units
 from ..metering.retention import fold
 from ..metering.settling import WATCH_SECONDS, settle_ended
 from ..metering.usage import Usage, UsageFilter, UsageSum
@@ -28,7 +27,7 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @click.option("--endpoint", help="Only this endpoint's.")
 @click.option("--entity", help="Only this served model's.")
 @click.option("--by", default="day,tenant,entity", show_default=True, help="Columns to sum by, also endpoint, key_id.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON; costs in micro-units.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON; costs as decimal text.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False), help="Write every request to this file.")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write a picture by day, tenant and model to this file.")
@@ -48,25 +47,24 @@ def usage(context: click.Context, /, database: str | None, by: str, as_json: boo
         source = Usage(store)
         _write_files(source, what, asked)
         sums, reserved = source.sums(what, groups), source.provisioned_cost(what)
+        currency = source.currency()
     if as_json:
-        click.echo(json.dumps([_object(groups, total) for total in sums], indent=2))
+        click.echo(json.dumps([total.to_wire(groups) for total in sums], indent=2))
         return
-    click.echo(bill(groups, sums))
+    click.echo(bill(groups, sums, currency))
     for tenant, endpoint, entity, minutes, cost in reserved:
-        click.echo(f"reserved by {tenant} on {endpoint}, {entity}: {minutes} token/s × minutes, {units(cost)}")
+        click.echo(
+            f"reserved by {tenant} on {endpoint}, {entity}: {minutes} token/s × minutes, {money(cost, currency)}"
+        )
 
 
-def _object(groups: tuple[str, ...], total: UsageSum) -> dict[str, object]:
-    counts = {name: value for name, value in msgspec.to_builtins(total).items() if name != "group"}
-    return dict(zip(groups, total.group, strict=True)) | counts
-
-
-def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...]) -> str:
+def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...], currency: str = "") -> str:
     """A line a group and one with the totals."""
     rows = [(*total.group, *(str(getattr(total, name)) for name in COUNTS), units(total.cost)) for total in sums]
     totals = [str(sum(getattr(total, name) for total in sums)) for name in COUNTS]
     named = ("total", *[""] * (len(groups) - 1))
-    return table((*groups, *TITLES), [*rows, (*named, *totals, units(sum(total.cost for total in sums)))], right=5)
+    titles = (*TITLES[:-1], f"cost {currency}".rstrip())
+    return table((*groups, *titles), [*rows, (*named, *totals, units(sum(total.cost for total in sums)))], right=5)
 
 
 def _write_files(source: Usage, what: UsageFilter, asked: dict[str, str | None]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import itertools
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from typing import IO
 
-from .usage import Usage, UsageFilter, UsageRow
+from .money import units
+from .usage import MONEY, Usage, UsageFilter, UsageRow
 
-FIELDS = UsageRow.__struct_fields__
+FIELDS = (*UsageRow.__struct_fields__, "currency")
 _BATCH = 2000
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -20,8 +22,9 @@ def csv_lines(usage: Usage, what: UsageFilter) -> Iterator[str]:
     writer = csv.writer(line)
     writer.writerow(FIELDS)
     yield line.text
+    currency = usage.currency()
     for row in usage.rows(what):
-        writer.writerow([_cell(getattr(row, name)) for name in FIELDS])
+        writer.writerow([_cell(value) for value in (*row.to_wire().values(), currency)])
         yield line.text
 
 
@@ -40,15 +43,16 @@ def _cell(value: object) -> object:
 
 
 def write_parquet(usage: Usage, what: UsageFilter, target: str | IO[bytes]) -> int:
-    """Rows written. Token counts, money and times are int64; ``started_ms`` and ``ended_ms`` UTC timestamps."""
+    """Rows written. Token counts are int64, money exact decimals, ``started_ms`` and ``ended_ms`` UTC timestamps."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     schema = pa.schema([(name, _arrow_type(pa, name)) for name in FIELDS])
-    total = 0
+    total, currency = 0, usage.currency()
     with pq.ParquetWriter(target, schema) as writer:
         for batch in _batched(usage.rows(what)):
-            columns = {name: [getattr(row, name) for row in batch] for name in FIELDS}
+            columns = {name: [_value(row, name) for row in batch] for name in FIELDS[:-1]}
+            columns["currency"] = [currency] * len(batch)
             writer.write_table(pa.table(columns, schema=schema))
             total += len(batch)
     return total
@@ -57,8 +61,14 @@ def write_parquet(usage: Usage, what: UsageFilter, target: str | IO[bytes]) -> i
 def _arrow_type(pa: object, name: str) -> object:
     if name.endswith("_ms"):
         return pa.timestamp("ms", tz="UTC")  # type: ignore[attr-defined]
-    integer = name.endswith("_tokens") or name.startswith("price_") or name == "cost"
-    return pa.int64() if integer else pa.string()  # type: ignore[attr-defined]
+    if name in MONEY:
+        return pa.decimal128(24, 6)  # type: ignore[attr-defined]
+    return pa.int64() if name.endswith("_tokens") else pa.string()  # type: ignore[attr-defined]
+
+
+def _value(row: UsageRow, name: str) -> object:
+    value = getattr(row, name)
+    return Decimal(units(value)) if name in MONEY else value
 
 
 def _batched(rows: Iterable[UsageRow]) -> Iterator[list[UsageRow]]:

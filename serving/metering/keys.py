@@ -97,7 +97,7 @@ class Keys:
         scopes, limits = tuple(scopes), tuple(limits)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= 128 or "\0" in tenant:
             raise InvalidField("tenant", tenant, "a name of 1 to 128 characters")
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
         secret = _new_secret()
         key = ApiKey(
             key_id="key_" + secrets.token_hex(8),
@@ -133,7 +133,7 @@ class Keys:
             query = query.where(api_keys.c.tenant == tenant)
 
         def work(connection: sa.Connection) -> tuple[ApiKey, ...]:
-            overlaps = _overlaps(connection, self._now_ms())
+            overlaps = _overlaps(connection, self.now_ms())
             return tuple(_listed(row, overlaps) for row in connection.execute(query).all())
 
         return self._store.read(work)
@@ -159,7 +159,7 @@ class Keys:
         if scopes is not None:
             values["scopes"] = " ".join(_scopes(tuple(scopes)))
         if expires is not None:
-            values["expires_ms"] = expiry_of("expires", expires, self._now_ms())
+            values["expires_ms"] = expiry_of("expires", expires, self.now_ms())
         if endpoints is not None:
             values["endpoints"] = _listing(None if (given := tuple(endpoints)) == ("*",) else _endpoints(given))
         if not values:
@@ -181,7 +181,7 @@ class Keys:
 
         An expired key needs a new ``expires``. Raises as ``update`` does.
         """
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
         until_ms = now_ms + seconds_of("overlap", overlap) * 1000
         expires_ms = None if expires is None else expiry_of("expires", expires, now_ms)
         secret = _new_secret()
@@ -216,7 +216,7 @@ class Keys:
 
         Raises ``NotFound``, or ``InvalidField`` for a prefix of several keys.
         """
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
 
         def work(connection: sa.Connection) -> ApiKey:
             before = self._found(connection, key)
@@ -244,7 +244,7 @@ class Keys:
             raise NotFound("there is no key of this id or prefix")
         if len(rows) > 1:
             raise InvalidField("key", key, "a key id: several keys begin like this")
-        return _listed(rows[0], _overlaps(connection, self._now_ms()))
+        return _listed(rows[0], _overlaps(connection, self.now_ms()))
 
     def _living(self, connection: sa.Connection, key: str) -> ApiKey:
         found = self._found(connection, key)
@@ -252,7 +252,7 @@ class Keys:
             raise Conflict(f"key {found.key_id} is revoked, which is for ever; create another")
         return found
 
-    def _now_ms(self) -> int:
+    def now_ms(self) -> int:
         return int(self._clock() * 1000)
 
     def verify(self, secret: str | None, *, scope: str | None = "invoke") -> Caller:
@@ -265,7 +265,7 @@ class Keys:
         known = self._known(_hashed(secret))
         if known is None:
             raise Unauthenticated("the API key is unknown or revoked")
-        if known.until_ms is not None and known.until_ms <= self._now_ms():
+        if known.until_ms is not None and known.until_ms <= self.now_ms():
             raise Unauthenticated("the API key has expired")
         known.caller.check_scope(scope)
         return known.caller

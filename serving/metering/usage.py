@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from msgspec import Meta, Struct
 
 from ..errors import InvalidField
+from .money import currency, units
 from .store import Store
 from .tables import folded, ledger, provisioned_minutes
 
@@ -21,6 +22,9 @@ READ_PAGE = 1000
 DAY_MS = 86_400_000
 GroupBy: TypeAlias = Literal["day", "tenant", "endpoint", "entity", "key_id"]
 GROUPS: tuple[GroupBy, ...] = ("day", "tenant", "endpoint", "entity", "key_id")
+
+
+MONEY = ("price_input", "price_cached", "price_output", "cost")
 
 
 class UsageFilter(Struct, frozen=True, kw_only=True):
@@ -63,6 +67,11 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     status: str
 
+    def to_wire(self) -> dict[str, Any]:
+        """Money as decimal text."""
+        told: dict[str, Any] = msgspec.structs.asdict(self)
+        return told | {name: units(told[name]) for name in MONEY}
+
 
 class UsagePage(Struct, frozen=True, kw_only=True):
     """``next_cursor`` None: this was the last page so far."""
@@ -82,6 +91,11 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     generated_tokens: int
     cost: int
 
+    def to_wire(self, by: tuple[GroupBy, ...]) -> dict[str, Any]:
+        """Its group by name, its counts, and its cost as decimal text."""
+        told: dict[str, Any] = msgspec.structs.asdict(self)
+        return dict(zip(by, told.pop("group"), strict=True)) | told | {"cost": units(self.cost)}
+
 
 _Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]
 _EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
@@ -92,6 +106,9 @@ _COLUMNS = [ledger.c[name] for name in UsageRow.__struct_fields__]
 class Usage:
     def __init__(self, store: Store) -> None:
         self._store = store
+
+    def currency(self) -> str:
+        return currency(self._store)
 
     def page(self, what: UsageFilter, *, limit: int = 100, cursor: str | None = None) -> UsagePage:
         """Rows by (start, request id), oldest first. A cursor stays right while rows are added and settled.

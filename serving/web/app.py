@@ -23,6 +23,7 @@ from ..errors import (
 from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
 from ..tasks.cache_salt import CacheSalts
 from . import logs, usage
+from .accounts import ANSWERS as ACCOUNTS
 from .answer import Answer, error_answer
 from .bodies import read_body
 from .connections import settle
@@ -40,7 +41,7 @@ from .settings import ServerSettings
 from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
-ANSWERS = {**MANAGEMENT, "usage": usage.answer}
+ANSWERS = {**MANAGEMENT, **ACCOUNTS, "usage": usage.answer}
 
 
 def make_server(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import Conflict, NotFound
+from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor
 from ..metering.caller import Caller
 from ..modes.endpoints import Endpoints
@@ -34,6 +34,13 @@ class Asked:
     def object(self) -> dict[str, Any]:
         """The body, a JSON object. Raises ``RequestError``."""
         return read_object(self.body, dict)
+
+    def single(self) -> dict[str, str]:
+        """The parameters, each given once. Raises ``InvalidField``."""
+        for name, values in self.query.items():
+            if len(values) > 1:
+                raise InvalidField(name[:80], values, "one value")
+        return {name: values[0] for name, values in self.query.items()}
 
     @property
     def by(self) -> Actor:

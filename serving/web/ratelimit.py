@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import LimitExceeded
-from ..metering.limits import LimitStatus
+from ..metering.limits import LimitStatus, plain
+from ..metering.money import units
 
 NOUNS = {
     "itpm": ("input-tokens", "tokens"),
@@ -26,7 +27,7 @@ NOUNS = {
 def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
     """Limit, what remains of it, and seconds until it is wholly free.
 
-    Of several limits on the same thing the one with the least left is told. A budget is in micro-units.
+    Of several limits on the same thing the one with the least left is told. A budget is money, as decimal text.
     """
     strictest: dict[str, LimitStatus] = {}
     for status in limits:
@@ -35,7 +36,8 @@ def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
                 strictest[noun] = status
     found: dict[str, str] = {}
     for noun, status in strictest.items():
-        found |= _of(noun, status.allowed, status.remaining, status.reset_after)
+        told = plain(status.kind, status.allowed), plain(status.kind, status.remaining)
+        found |= _of(noun, *told, status.reset_after)
     return found
 
 
@@ -45,11 +47,12 @@ def refused(error: LimitExceeded) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for noun in NOUNS.get(error.limit, ()):
-        found |= _of(noun, error.allowed, error.remaining, error.retry_after)
+        told = units if noun == "budget" else str
+        found |= _of(noun, told(error.allowed), told(error.remaining), error.retry_after)
     return found
 
 
-def _of(noun: str, allowed: int, remaining: int, reset: float | None) -> dict[str, str]:
+def _of(noun: str, allowed: int | str, remaining: int | str, reset: float | None) -> dict[str, str]:
     found = {f"x-ratelimit-limit-{noun}": str(allowed), f"x-ratelimit-remaining-{noun}": str(remaining)}
     if reset is not None:
         found[f"x-ratelimit-reset-{noun}"] = f"{max(0, round(reset))}s"

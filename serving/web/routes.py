@@ -1,8 +1,8 @@
 """Every route of the server, as one table.
 
 ``handler`` names what answers: "invoke" runs a task of an endpoint; the others are the functions of that name in
-``pages``, ``management`` and ``usage``. ``dialect`` is the codec of the route, its errors included. ``task`` None: it
-follows from the body.
+``pages``, ``management``, ``accounts`` and ``usage``. ``dialect`` is the codec of the route, its errors included.
+``task`` None: it follows from the body.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ..readers import Reader
 from ..request import Task
+from .account_routes import TABLE as ACCOUNTS
 from .management_routes import TABLE as MANAGEMENT
 from .management_routes import USAGE, USAGE_QUERY
 
@@ -87,6 +88,20 @@ ROUTES += tuple(
         body=body,
     )
     for method, path, handler, summary, body in MANAGEMENT
+)
+
+ROUTES += tuple(
+    Route(
+        path=path,
+        methods=(method,),
+        dialect="mlflow",
+        handler=handler,
+        summary=summary,
+        scope="manage",
+        body=body,
+        query=query,
+    )
+    for method, path, handler, summary, body, query in ACCOUNTS
 )
 
 ROUTES += (

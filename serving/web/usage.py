@@ -1,6 +1,6 @@
 """``GET /api/2.0/usage``: the ledger by time, tenant and endpoint; in pages, in sums, as CSV or Parquet.
 
-A key sees its own tenant, a key with the scope "manage" sees all.
+A key sees what it used itself, with the scope "usage" its tenant's, with "manage" all. Money is decimal text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import IO, Any
 import msgspec
 
 from ..errors import InvalidField, NotFound, PermissionDenied
+from ..metering.caller import Caller
 from ..metering.export import csv_lines, write_parquet
-from ..metering.keys import Caller
+from ..metering.money import units
 from ..metering.usage import MAX_PAGE, Usage, UsageFilter
 from ..metering.usage_filter import filter_of, groups_of
 from .answer import Answer, json_answer
@@ -31,16 +32,10 @@ def answer(server: Server, asked: Asked) -> Answer:
     """Raises ``NotFound`` without a ledger, and what ``usage`` raises."""
     if server.ledger is None:
         raise NotFound("this server keeps no ledger; start it with --database")
-    return usage(Usage(server.ledger.store), asked.caller, _single(asked.query))
-
-
-def _single(asked: Mapping[str, list[str]]) -> dict[str, str]:
-    for name, values in asked.items():
+    for name, values in asked.query.items():
         if name not in USAGE_QUERY:
             raise InvalidField(name[:80], values[0], "no such parameter; known are " + ", ".join(USAGE_QUERY))
-        if len(values) > 1:
-            raise InvalidField(name, values, "one value")
-    return {name: values[0] for name, values in asked.items()}
+    return usage(Usage(server.ledger.store), asked.caller, asked.single())
 
 
 def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
@@ -57,15 +52,22 @@ def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
     if "by" in asked:
         return _sums(source, what, asked)
     page = source.page(what, limit=_limit(asked.get("limit")), cursor=asked.get("cursor"))
-    return json_answer({"usage": page.rows, "next_cursor": page.next_cursor})
+    rows = [row.to_wire() for row in page.rows]
+    return json_answer({"currency": source.currency(), "usage": rows, "next_cursor": page.next_cursor})
 
 
 def _visible(what: UsageFilter, caller: Caller) -> UsageFilter:
-    if "manage" in caller.scopes:
+    """All of it to who manages, its tenant's to who has the scope "usage", its own to others."""
+    if caller.manages:
         return what
     if what.tenant not in (None, caller.tenant):
         raise PermissionDenied(f"tenant: the key is of tenant {caller.tenant!r}; it sees no other", param="tenant")
-    return msgspec.structs.replace(what, tenant=caller.tenant)
+    what = msgspec.structs.replace(what, tenant=caller.tenant)
+    if "usage" in caller.scopes:
+        return what
+    if what.key_id not in (None, caller.key_id):
+        raise PermissionDenied("key_id: without the scope 'usage' a key sees what it used itself", param="key_id")
+    return msgspec.structs.replace(what, key_id=caller.key_id)
 
 
 def _limit(value: str | None) -> int:
@@ -83,12 +85,12 @@ def _sums(source: Usage, what: UsageFilter, asked: Mapping[str, str]) -> Answer:
     by = groups_of(asked["by"])
     found: list[dict[str, Any]] = []
     for total in source.sums(what, by):
-        counts = msgspec.to_builtins(total)
-        del counts["group"]
-        found.append(dict(zip(by, total.group, strict=True)) | counts)
+        found.append(total.to_wire(by))
     names = ("tenant", "endpoint", "entity", "unit_minutes", "cost")
-    reserved = [dict(zip(names, row, strict=True)) for row in source.provisioned_cost(what)]
-    return json_answer({"usage": found, "provisioned": reserved})
+    # reserved time is its tenant's: no key's by itself
+    rows = () if what.key_id is not None else source.provisioned_cost(what)
+    reserved = [dict(zip(names, (*row[:-1], units(row[-1])), strict=True)) for row in rows]
+    return json_answer({"currency": source.currency(), "usage": found, "provisioned": reserved})
 
 
 def _csv(source: Usage, what: UsageFilter) -> Answer:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.errors import InvalidField, NotFound, RequestError
+from mlflow_llm.serving.errors import Conflict, InvalidField, NotFound, RequestError
 from mlflow_llm.serving.metering import Keys, Limits, Minutes, Prices
 
 
@@ -39,14 +39,17 @@ def test_keys_with_limits(run, store):
     assert caller.tenant == "acme"
     found = {(limit.scope, limit.subject, limit.kind): limit.value for limit in Limits(store).list()}
     assert found == {("key", caller.key_id, "otpm"): 500, ("key", caller.key_id, "budget_month"): 2_500_000}
-    assert caller.key_id in run("keys", "list")
+    heads, line = run("keys", "list").splitlines()
+    assert heads.split() == ["key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "name"]
+    assert line.split()[:5] == [caller.key_id, secret[:10] + "…", "acme", "invoke", "all"]
 
 
 def test_limits(run, store):
     """Set, list, remove; money is in currency units."""
     assert "tenant acme: 0.25 currency units in all" in run("limits", "set", "tenant", "acme", "qph=7", "budget=0.25")
     assert [(limit.kind, limit.value) for limit in Limits(store).list()] == [("budget", 250_000), ("qph", 7)]
-    assert run("limits", "list", "--scope", "tenant").splitlines()[1].split() == ["tenant", "acme", "budget", "0.25"]
+    line = run("limits", "list", "--scope", "tenant").splitlines()[1].split()
+    assert line == ["tenant", "acme", "budget", "0.25", "currency", "units", "in", "all"]
     run("limits", "remove", "tenant", "acme", "qph", "budget")
     assert Limits(store).list() == ()
     with pytest.raises(NotFound):
@@ -73,6 +76,33 @@ def test_a_price_is_given(store, sqlite_url):
     assert Prices(store).list() == ()
     done = CliRunner().invoke(cli, ["prices", "set", "m", "--input", "0", "--database", sqlite_url])
     assert done.stdout == "m: 0.00 in, 0.00 cached, 0.00 out\n"
+
+
+def test_a_price_of_what_is_not_served_is_said(store, sqlite_url):
+    """A typing error would cost nobody anything; a price for all needs no model."""
+    done = CliRunner().invoke(cli, ["prices", "set", "typo", "--input", "1", "--database", sqlite_url])
+    assert (done.exit_code, done.stderr) == (
+        0,
+        "note: no endpoint serves 'typo', so nothing costs this yet; served is nothing\n",
+    )
+    assert CliRunner().invoke(cli, ["prices", "set", "*", "--input", "1", "--database", sqlite_url]).stderr == ""
+
+
+def test_money_has_its_currency(run, store, ledger, reserve_of):
+    """In prices, limits, refusals and the bill; once costs are booked it keeps its name."""
+    assert run("prices", "currency") == "none is named yet\n"
+    assert run("prices", "currency", "EUR") == "EUR\n"
+    assert run("prices", "set", "*", "--input", "1000").startswith("*: 1000.00 EUR in")
+    assert run("prices", "list").splitlines()[0] == "in EUR"
+    assert run("limits", "set", "tenant", "acme", "budget=0.015") == "tenant acme: 0.015 EUR in all\n"
+    ledger.reserve(reserve_of("r0")).settle(completion=0)
+    with pytest.raises(RequestError, match=r"limit is 0\.015 EUR in all; 0\.005 are left and this request needs 0\.01"):
+        ledger.reserve(reserve_of("r1"))
+    lines = run("usage", "--by", "tenant").splitlines()
+    assert (lines[0].split()[-2:], lines[1].split()[-1]) == (["cost", "EUR"], "0.01")
+    with pytest.raises(Conflict, match="booked in EUR"):
+        run("prices", "currency", "USD")
+    assert run("prices", "remove", "*") == "*: no price any more\n"
 
 
 def test_prices(run, store):

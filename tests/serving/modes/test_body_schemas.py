@@ -14,6 +14,7 @@ from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.modes.config_body import NEW_SHAPE, OLD_SHAPE, config_body
 from mlflow_llm.serving.modes.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from mlflow_llm.serving.readers import Reader
+from mlflow_llm.serving.web.account_routes import TABLE as ACCOUNTS
 from mlflow_llm.serving.web.routes import ROUTES
 
 ENTITY = {
@@ -136,6 +137,7 @@ def test_routes_of_the_management_api_have_the_readers_schemas() -> None:
     """Each is valid by JSON Schema's own."""
     bodies = {route.handler: route.body for route in ROUTES if route.body is not None}
     assert bodies == {
+        **{handler: body for _, _, handler, _, body, _ in ACCOUNTS if body is not None},
         "create_serving_endpoint": NEW_ENDPOINT,
         "update_serving_endpoint": config_body,
         "put_serving_rate_limits": NEW_RATE_LIMITS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,8 +44,7 @@ def status(server: Running, secret: str | None) -> int:
 
 def states(database: str) -> dict[str, str]:
     """What ``keys list`` says of each key."""
-    lines = keys(database, "list").stdout.splitlines()
-    return {line.split("\t")[0]: line.split("\t")[5] for line in lines}
+    return {key["key_id"]: key["state"] for key in json.loads(keys(database, "list", "--json").stdout)}
 
 
 def test_a_keys_life(guarded: Running, database: str) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,9 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ledger, di
     ledger, keys = Ledger(store, state_dir=root), Keys(store)
     ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
     secrets = {
-        "acme": keys.create("acme")[0],
-        "zeta": keys.create("zeta")[0],
+        "acme": keys.create("acme", scopes=("invoke", "usage"))[0],
+        "zeta": keys.create("zeta", scopes=("invoke", "usage"))[0],
+        "worker": keys.create("acme")[0],
         "operator": keys.create("ops", scopes=("manage",))[0],
         "reader": keys.create("acme", scopes=("usage",))[0],
     }
@@ -73,13 +75,18 @@ def ids(answer: object) -> list[str]:
 
 
 def test_a_key_sees_its_tenant_and_an_operator_all(ask: Callable[..., object]) -> None:
-    """Keys that invoke or read see their own tenant, a key that manages sees every one."""
+    """Keys with the scope "usage" see their own tenant, a key that manages sees every one; others see what they used
+    themselves, and no neighbour's id, cost or reserved time."""
     assert ids(ask("acme")) == ids(ask("reader", tenant="acme")) == [f"r{n}" for n in range(6)]
     assert ids(ask("zeta")) == [f"r{n}" for n in range(6, 10)]
     assert ids(ask("operator")) == [f"r{n}" for n in range(10)]
     assert ids(ask("operator", tenant="zeta", endpoint="chat1")) == ["r7", "r9"]
     refused = ask("acme", tenant="zeta")
     assert (refused.status_code, refused.json["error_code"]) == (403, "PERMISSION_DENIED")
+    assert ids(ask("worker")) == []
+    assert ask("worker", by="tenant").json["usage"] == []
+    refused = ask("worker", key_id="key_1")
+    assert (refused.status_code, "key_id" in refused.json["message"]) == (403, True)
     assert ask(None).status_code == ask("sk-nobody").status_code == 401
 
 
@@ -112,13 +119,13 @@ def test_sums(ask: Callable[..., object]) -> None:
         "cached_tokens": 0,
         "completion_tokens": 6,
         "generated_tokens": 0,
-        "cost": 42,
+        "cost": "0.000042",
     }
     assert sum(total["completion_tokens"] for total in ask("zeta", by="day").json["usage"]) == 6 + 7 + 8 + 9
 
 
 def test_exports(ask: Callable[..., object], tmp_path: Path) -> None:
-    """CSV and Parquet have every row that the key may see, and the same columns."""
+    """CSV and Parquet have every row that the key may see, and the same columns; money is exact."""
     told = ask("acme", format="csv")
     rows = list(csv.DictReader(io.StringIO(told.text)))
     assert told.content_type.startswith("text/csv")
@@ -126,6 +133,8 @@ def test_exports(ask: Callable[..., object], tmp_path: Path) -> None:
     table = pq.read_table(io.BytesIO(ask("acme", format="parquet").data))
     assert table["completion_tokens"].to_pylist() == list(range(6))
     assert table.column_names == list(rows[0])
+    assert [row["cost"] for row in rows[:2]] == ["0.00001", "0.000012"]
+    assert table["cost"].to_pylist()[1] == Decimal("0.000012")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""``mlflow-llm audit``: who changed what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from ..metering.audit import ACTIONS
+from ..metering.moments import shown
+from .accounts import Books, books
+from .store import table
+
+HEADS = ("time", "by", "via", "request", "action", "target", "before", "after")
+WIDEST = 60
+
+
+@click.command()
+@books()
+@click.option("--start", help="From this day or time on (UTC).")
+@click.option("--end", help="Up to this day or time, excluded.")
+@click.option("--actor", help="Only changes by this key, or user of the machine.")
+@click.option("--action", type=click.Choice(ACTIONS), help="Only changes of this kind.")
+@click.option("--target", help="Only changes of this key's id, endpoint, served model, or SCOPE SUBJECT of a limit.")
+@click.option("--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="The newest so many.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON, whole.")
+def audit(books: Books, limit: int, as_json: bool, **asked: str | None) -> None:
+    """Show changes of endpoints, keys, limits and prices, the newest first (UTC)."""
+    query = {name: value for name, value in asked.items() if value is not None}
+    found = books.list_audit(query | {"limit": str(limit)})["audit"]
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    click.echo(table(HEADS, [_row(entry) for entry in found], right=0))
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    plain = (entry["actor"], entry["via"], entry["request_id"] or "", entry["action"], entry["target"])
+    return (shown(entry["at_ms"]), *plain, _short(entry["before"]), _short(entry["after"]))
+
+
+def _short(value: Any) -> str:
+    text = "" if value is None else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"

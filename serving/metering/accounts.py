@@ -1,0 +1,251 @@
+"""Keys, limits, prices and the audit log as the management API has them: plain objects in and out.
+
+The server answers with it, and the commands use it on a database of their own: both do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ..errors import InvalidField, NotFound
+from .account_bodies import (
+    AUDIT_QUERY,
+    KEY_CHANGES,
+    KEYS_QUERY,
+    LIMIT_QUERY,
+    LIMITS_QUERY,
+    NEW_CURRENCY,
+    NEW_KEY,
+    NEW_LIMITS,
+    NEW_PRICE,
+    PRICE_QUERY,
+    PRICES_QUERY,
+    ROTATION,
+)
+from .audit import ACTIONS, MAX_PAGE, Actor, Audit, AuditFilter
+from .caller import ANONYMOUS
+from .keys import OVERLAP, ApiKey, Keys
+from .limits import SCOPES, Limit, Limits, plain
+from .moments import NEVER, time_of
+from .money import Price, currency, micro_units, set_currency
+from .prices import ANY, Prices
+from .prices import plain as plain_price
+from .store import Store
+from .tables import endpoint_configs, endpoints
+from .windows import BUDGETS, KINDS, UNITS, Kind
+
+Body = Mapping[str, Any]
+Query = Mapping[str, str]
+TOKEN_PREFIX = "jwt:"  # of callers who are no keys of the store
+
+
+class Accounts:
+    """``by`` is who asks. Every method raises ``ServingError``."""
+
+    def __init__(self, store: Store, *, by: Actor | None = None, keys: Keys | None = None) -> None:
+        self._store, self._by = store, by
+        self._keys = keys or Keys(store)
+
+    # keys
+
+    def create_key(self, body: Body) -> dict[str, Any]:
+        given = NEW_KEY(body, "")
+        secret, key = self._keys.create(
+            given["tenant"],
+            name=given.get("name", ""),
+            scopes=given.get("scopes", ("invoke",)),
+            expires=given.get("expires", NEVER),
+            endpoints=_endpoints(given),
+            limits=[(kind, _value(kind, value)) for kind, value in given.get("limits", {}).items()],
+            by=self._by,
+        )
+        return {"secret": secret, "key": self._key(key)}
+
+    def list_keys(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, KEYS_QUERY)
+        return {"keys": [self._key(key) for key in self._keys.list(asked.get("tenant"))]}
+
+    def get_key(self, key: str) -> dict[str, Any]:
+        return {"key": self._key(self._keys.get(key))}
+
+    def update_key(self, key: str, body: Body) -> dict[str, Any]:
+        return {"key": self._key(self._keys.update(key, **KEY_CHANGES(body, ""), by=self._by))}
+
+    def rotate_key(self, key: str, body: Body) -> dict[str, Any]:
+        given = ROTATION(body, "")
+        secret, rotated = self._keys.rotate(
+            key, overlap=given.get("overlap", OVERLAP), expires=given.get("expires"), by=self._by
+        )
+        return {"secret": secret, "key": self._key(rotated)}
+
+    def revoke_key(self, key: str) -> dict[str, Any]:
+        return {"key": self._key(self._keys.revoke(key, by=self._by))}
+
+    def _key(self, key: ApiKey) -> dict[str, Any]:
+        told: dict[str, Any] = msgspec.to_builtins(key)
+        return told | {"state": key.state(self._keys.now_ms())}
+
+    # limits
+
+    def list_limits(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, LIMITS_QUERY)
+        found = Limits(self._store).list(_one_of("scope", asked, SCOPES), asked.get("subject"))
+        return {"currency": self._currency(), "limits": [_limit(limit) for limit in found]}
+
+    def set_limits(self, body: Body) -> dict[str, Any]:
+        """All of them or none; ``notes`` say what people may have meant otherwise."""
+        given = NEW_LIMITS(body, "")
+        scope, subject = given["scope"], given["subject"]
+        notes = self._check_subject(scope, subject)
+        values = {kind: _value(kind, value) for kind, value in given["limits"].items()}
+        limits = Limits(self._store)
+
+        def work(connection: sa.Connection) -> list[Limit]:
+            return [limits.put(connection, scope, subject, kind, v, by=self._by) for kind, v in values.items()]
+
+        found = self._store.write(work)
+        return {"currency": self._currency(), "limits": [_limit(limit) for limit in found], "notes": notes}
+
+    def delete_limit(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, LIMIT_QUERY, required=("scope", "subject", "kind"))
+        _one_of("scope", asked, SCOPES)
+        _one_of("kind", asked, KINDS)
+        scope, subject, kind = (asked[name] for name in ("scope", "subject", "kind"))
+        if not Limits(self._store).remove(scope, subject, kind, by=self._by):
+            raise NotFound(f"{scope} {subject} has no limit {kind}")
+        return {}
+
+    def _check_subject(self, scope: str, subject: str) -> list[str]:
+        """Ids of keys are made by the store, so one that it does not know is a mistake: raises ``NotFound``. Endpoints
+        may come later, and callers with tokens are known only when they call."""
+        known_ids = {ANONYMOUS.key_id, *(key.key_id for key in self._keys.list())} if scope == "key" else {subject}
+        if subject not in known_ids and not subject.startswith(TOKEN_PREFIX):
+            raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")
+        known = sa.select(endpoints.c.name).where(endpoints.c.name == subject)
+        if scope in ("endpoint", "user") and self._store.read(lambda c: c.execute(known).first()) is None:
+            return [f"there is no endpoint {subject!r} yet; the limit holds once there is"]
+        return []
+
+    # prices
+
+    def list_prices(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, PRICES_QUERY)
+        found = [_price(*row) for row in Prices(self._store).list() if asked.get("entity", row[0]) == row[0]]
+        return {"currency": self._currency(), "prices": found}
+
+    def set_price(self, body: Body) -> dict[str, Any]:
+        """A price not given is 0, that of cached tokens is that of input. ``notes``: see ``set_limits``."""
+        given = NEW_PRICE(body, "")
+        entity, texts = given["entity"], {name: given[name] for name in Price.__struct_fields__ if name in given}
+        if not texts:
+            raise InvalidField("input", None, "a price: input, cached, output or unit_minute")
+        values = {name: micro_units(name, texts.get(name, "0")) for name in Price.__struct_fields__}
+        if "cached" not in texts:
+            values["cached"] = values["input"]
+        if values["cached"] > values["input"]:
+            raise InvalidField("cached", texts["cached"], f"at most the price of input, {texts.get('input', '0')}")
+        at_ms = time_of("effective", given.get("effective"))
+        notes = self._check_served(entity)
+        price = Price(**values)
+        since = Prices(self._store).set(entity, price, effective=None if at_ms is None else at_ms / 1000, by=self._by)
+        return {"currency": self._currency(), "price": _price(entity, since, price), "notes": notes}
+
+    def delete_price(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, PRICE_QUERY, required=("entity",))
+        at_ms = _integer("effective_ms", asked.get("effective_ms"), 0, 2**53)
+        if not Prices(self._store).remove(asked["entity"], effective_ms=at_ms, by=self._by):
+            raise NotFound(f"{asked['entity'][:80]!r} has no such price")
+        return {}
+
+    def _check_served(self, entity: str) -> list[str]:
+        served = self._served()
+        if entity == ANY or entity in served:
+            return []
+        listed = ", ".join(sorted(served)) or "nothing"
+        return [f"no endpoint serves {entity!r}, so nothing costs this yet; served is {listed}"]
+
+    def _served(self) -> set[str]:
+        """Names of served models, of what is active or on its way."""
+        table, one = endpoint_configs.c, endpoints.c
+        current = sa.or_(table.version == one.active_version, table.version == one.pending_version)
+        query = sa.select(table.config).where(table.name == one.name, current)
+        configs = self._store.read(lambda connection: connection.execute(query).scalars().all())
+        return {entity["name"] for text in configs for entity in msgspec.json.decode(text)["served_entities"]}
+
+    def get_currency(self) -> dict[str, Any]:
+        return {"currency": self._currency()}
+
+    def set_currency(self, body: Body) -> dict[str, Any]:
+        set_currency(self._store, NEW_CURRENCY(body, "")["currency"], by=self._by)
+        return self.get_currency()
+
+    def _currency(self) -> str:
+        return currency(self._store)
+
+    # the audit log
+
+    def list_audit(self, query: Query) -> dict[str, Any]:
+        asked = _known(query, AUDIT_QUERY)
+        what = AuditFilter(
+            start_ms=time_of("start", asked.get("start")) or 0,
+            end_ms=time_of("end", asked.get("end")),
+            actor=asked.get("actor"),
+            action=_one_of("action", asked, ACTIONS),
+            target=asked.get("target"),
+        )
+        limit = _integer("limit", asked.get("limit"), 1, MAX_PAGE) or 100
+        entries, cursor = Audit(self._store).page(what, limit=limit, cursor=asked.get("cursor"))
+        return {"audit": [msgspec.to_builtins(entry) for entry in entries], "next_cursor": cursor}
+
+
+def _known(query: Query, allowed: Mapping[str, Any], required: tuple[str, ...] = ()) -> Query:
+    """``query`` with names and lengths checked. Raises ``InvalidField``."""
+    for name, value in query.items():
+        if name not in allowed:
+            raise InvalidField(name[:80], value, "no such parameter; known are " + ", ".join(allowed))
+        most = allowed[name].get("maxLength", 256)
+        if not 0 < len(value) <= most or "\0" in value:
+            raise InvalidField(name, value, f"a text of 1 to {most} characters")
+    for name in required:
+        if name not in query:
+            raise InvalidField(name, None, "a value: it is needed")
+    return query
+
+
+def _one_of(name: str, query: Query, options: tuple[str, ...]) -> str | None:
+    value = query.get(name)
+    if value is not None and value not in options:
+        raise InvalidField(name, value, "one of " + ", ".join(options))
+    return value
+
+
+def _integer(name: str, value: str | None, low: int, high: int) -> int | None:
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit()) or len(value) > 16 or not low <= int(value) <= high:
+        raise InvalidField(name, value, f"an integer from {low} to {high}")
+    return int(value)
+
+
+def _endpoints(given: Mapping[str, Any]) -> tuple[str, ...] | None:
+    found = given.get("endpoints")
+    return None if found == ("*",) else found
+
+
+def _value(kind: str, value: int | str) -> int:
+    return micro_units(kind, value) if isinstance(value, str) else value
+
+
+def _limit(limit: Limit) -> dict[str, Any]:
+    kind: Kind = limit.kind
+    unit = ("money " if kind in BUDGETS else "") + UNITS[kind]
+    told = {"scope": limit.scope, "subject": limit.subject, "kind": kind}
+    return told | {"value": plain(kind, limit.value), "unit": unit}
+
+
+def _price(entity: str, effective_ms: int, price: Price) -> dict[str, Any]:
+    return {"entity": entity, "effective_ms": effective_ms, **plain_price(price)}

@@ -1,0 +1,68 @@
+"""Where a command's key comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.cli.secret import Secret, SecretFile, key_options
+
+
+@click.command()
+@key_options
+def shown(key: str | None) -> None:
+    click.echo(key or "none")
+
+
+def run(*words: str, **options: object) -> Result:
+    return CliRunner().invoke(shown, list(words), **options)
+
+
+def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
+    """A file in two spellings, standard input, the environment (a file's name as well), or written out."""
+    file = tmp_path / "key"
+    file.write_text("  sk-file\n")
+    assert run().stdout == "none\n"
+    assert run("--key", "sk-here").stdout == "sk-here\n"
+    assert run("--key", "-", input="sk-stdin\nmore\n").stdout == "sk-stdin\n"
+    for words in (("--key-file", str(file)), ("--key", f"@{file}")):
+        assert run(*words, env={"MLFLOW_LLM_KEY": "sk-environment"}).stdout == "sk-file\n"
+    assert run(env={"MLFLOW_LLM_KEY": "sk-environment"}).stdout == "sk-environment\n"
+    assert run(env={"MLFLOW_LLM_KEY": f"@{file}"}).stdout == "sk-file\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--key", "@/no/such/file"), "/no/such/file: No such file"),
+        (("--key-file", "/no/such/file"), "/no/such/file: No such file"),
+        (("--key", "-"), "standard input holds no key"),
+        (("--key", "sk-two words"), "it holds no key"),
+        (("--key", "sk-x", "--key-file", "/dev/null"), "holds no key"),
+    ],
+)
+def test_what_is_no_key(words: tuple[str, ...], told: str) -> None:
+    """Said without showing it."""
+    done = run(*words, input="")
+    assert (done.exit_code, told in done.stderr, "two words" in done.stderr) == (2, True, False), done.stderr
+
+
+def test_one_key_is_enough(tmp_path: Path) -> None:
+    """Of two, nobody knows which is meant."""
+    file = tmp_path / "key"
+    file.write_text("sk-file")
+    assert "give one of them" in run("--key", "sk-x", "--key-file", str(file)).stderr
+
+
+def test_every_command_that_takes_a_key_takes_it_so() -> None:
+    """And says that a key that is written out is seen."""
+    commands = dict(cli.commands) | dict(cli.commands["keys"].commands)
+    for name in ("chat", "bench", "endpoints", "audit", "create", "list", "rotate"):
+        options = {opt: option for option in commands[name].params for opt in option.opts}
+        assert isinstance(options["--key"].type, Secret), name
+        assert isinstance(options["--key-file"].type, SecretFile), name
+        assert "sees it in ps" in options["--key"].help
