@@ -124,10 +124,12 @@ def quota(processors: float) -> Iterator[Path | None]:
     if not processors:
         yield None
         return
-    name = f"shared-cores-{os.getpid()}"
     controllers = Path("/sys/fs/cgroup/cgroup.controllers")
     unified = controllers.exists() and "cpu" in controllers.read_text().split()
-    group = Path("/sys/fs/cgroup") / name if unified else Path("/sys/fs/cgroup/cpu") / name
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((path for _, names, path in (line.split(":", 2) for line in lines) if "cpu" in names.split(",")), "/")
+    parent = Path("/sys/fs/cgroup") if unified else Path("/sys/fs/cgroup/cpu") / own.lstrip("/")
+    group = parent / f"shared-cores-{os.getpid()}"
     group.mkdir()
     try:
         if unified:
@@ -143,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2")
     parser.add_argument("--against", help="root of another checkout")
+    parser.add_argument("--spins", type=int, nargs="*", default=[], help="values of GOMP_SPINCOUNT to try besides")
     parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside each burst")
     parser.add_argument("--quota", type=float, default=0.0, help="processors' worth of time that contenders get")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a burst")
@@ -161,6 +164,7 @@ def main() -> None:
         hold(args)
         return
     kinds = {"ours": (str(ROOT), {}), "ours, passive": (str(ROOT), {"OMP_WAIT_POLICY": "passive"})}
+    kinds |= {f"ours, {n} spins": (str(ROOT), {"GOMP_SPINCOUNT": str(n)}) for n in args.spins}
     if args.against:
         other = os.path.abspath(args.against)
         kinds |= {"before": (other, {}), "before, passive": (other, {"OMP_WAIT_POLICY": "passive"})}

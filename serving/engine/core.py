@@ -16,8 +16,10 @@ from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Ov
 from ..events import FinishReason, PromptScored
 from ..request import ValidRequest
 from ..settings import EngineSettings
+from . import openmp
 from .acceptance import check_request
 from .adapter_registry import AdapterRegistry
+from .contention import Contention
 from .embedding_queue import EmbeddingQueue
 from .entries import Client, Entries, Entry, Told
 from .interface import AdapterInfo, EngineInfo, Health
@@ -48,6 +50,8 @@ class EngineCore:
         self._goes_on = False
         self._closed = False
         self.info: EngineInfo = self._parts.info
+        self._contention = Contention(self._wait_on_processors)
+        self._wait_on_processors(False)
         for name, path in bundle.adapters.items():
             self.load_adapter(name, path)
 
@@ -133,6 +137,7 @@ class EngineCore:
             self._embed()
         if runs or self._embeddings:
             self._steps += 1
+        self._contention.look()
         self._last_step = time.monotonic()
         self._goes_on = bool(runs) and self._scheduler.has_work()
         return self._entries.drain()
@@ -259,6 +264,7 @@ class EngineCore:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
+        self._contention.look()
         scheduler, cache = self._scheduler, self._parts.cache
         return Health(
             status="dead" if self._closed else "ready",
@@ -274,7 +280,13 @@ class EngineCore:
             num_reserved=scheduler.num_reserved if scheduler else 0,
             reserved_tokens=self._generated_reserved,
             reserved_prompt_tokens=scheduler.reserved_prompt_tokens if scheduler else 0,
+            processor_wait=round(self._contention.waiting, 3),
         )
+
+    def _wait_on_processors(self, oversubscribed: bool) -> None:
+        """torch's threads spin where they have the processors to themselves: not where others run there too, and not
+        where our own kernels' threads do."""
+        openmp.waiting.set_brief(oversubscribed or self.info.kernels == "native")
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` when memory or sequences are unaccounted for."""

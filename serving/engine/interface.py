@@ -56,7 +56,8 @@ class Health(Struct, frozen=True, kw_only=True):
     tokens) is the last that was heard, and begins at 0 with each engine process.
 
     ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
-    ``reserved_prompt_tokens`` of those read are within a provisioned reserve.
+    ``reserved_prompt_tokens`` of those read are within a provisioned reserve. ``processor_wait`` is the part of
+    the time in which the engine's thread could have run, but had to wait for a processor (``contention.py``).
     """
 
     status: Literal["starting", "ready", "draining", "stalled", "dead"]
@@ -72,6 +73,7 @@ class Health(Struct, frozen=True, kw_only=True):
     num_reserved: int = 0
     reserved_tokens: int = 0
     reserved_prompt_tokens: int = 0
+    processor_wait: float = 0.0
 
 
 class EventStream(Protocol):

@@ -14,7 +14,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
-from . import attention, linear
+from . import attention, linear, openmp
 from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
@@ -70,6 +70,7 @@ def use_threads(settings: EngineSettings) -> None:
     physical core that affinity and the control groups' quota leave."""
     threads = settings.threads or num_threads()
     torch.set_num_threads(threads)
+    openmp.waiting.set_brief(True)  # until it is known how the model runs
     library.use_threads(threads)
 
 

@@ -28,7 +28,6 @@ from .rundir import SOCKET, StateDir, Status, check_private
 
 logger = logging.getLogger("mlflow_llm.engine")
 
-OPENMP_SPINS = 1000  # about 50 µs
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
@@ -145,18 +144,11 @@ def _bound(socket: Any, spec: Spec, state: StateDir) -> Any:
 
 def _set_threads(settings: EngineSettings) -> None:
     """OpenMP reads its variables once, when torch is imported; what the caller has set wins over our defaults.
-
-    Its threads spin for milliseconds where nothing is said (libgomp's, which torch's wheels for Linux have, 300,000
-    times round; libomp's 200 ms): on cores that others use too, and beside the native kernels' own threads, that is
-    time taken from whoever has work.
-    """
+    How its threads wait is changed as the engine runs (``engine/openmp.py``)."""
     threads = str(settings.threads or num_threads())
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = threads
     os.environ.setdefault("OMP_NUM_THREADS", threads)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(OPENMP_SPINS))
-        os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
 def _predecessor(state: StateDir) -> dict[str, str]:

@@ -74,6 +74,7 @@ class EngineCollector(Collector):
         ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
+        ("processor_wait_ratio", "Time the engine waited for a processor, of that it wanted one", "processor_wait"),
     )
     COUNTERS = (
         ("engine_steps", "Forward passes", "steps"),

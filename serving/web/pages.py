@@ -116,6 +116,7 @@ def _progress(health: Health) -> dict[str, Any]:
         "last_step_age": round(health.last_step_age, 3),
         "running": health.num_running,
         "waiting": health.num_waiting,
+        "processor_wait": health.processor_wait,
     }
 
 

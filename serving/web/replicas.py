@@ -27,7 +27,7 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "starting",
     "dead",
 )
-NOT_SUMMED = ("status", "last_step_age")
+NOT_SUMMED = ("status", "last_step_age", "processor_wait")
 PAST = 64  # engine processes of former replicas of which the last figures are kept
 
 
@@ -193,7 +193,7 @@ class Replicas:
     def health(self) -> Health:
         """The sums over all replicas, the best of their states, for requests move to it; "ready" where none is wanted,
         "starting" where those that should be there could not be reached yet. ``last_step_age``: of those that have work
-        or are not ready the greatest, where all are idle the least."""
+        or are not ready the greatest, where all are idle the least; ``processor_wait``: the greatest."""
         each = [replica.engine.health() for replica in self._active.values()]
         if len(each) == 1:
             return each[0]
@@ -203,7 +203,8 @@ class Replicas:
         sums: dict[str, Any] = {name: sum(getattr(health, name) for health in each) for name in summed}
         busy = [h.last_step_age for h in each if h.num_running or h.num_waiting or h.status != "ready"]
         age = max(busy) if busy else min((h.last_step_age for h in each), default=0.0)
-        return Health(status=status, last_step_age=age, **sums)
+        wait = max((h.processor_wait for h in each), default=0.0)
+        return Health(status=status, last_step_age=age, processor_wait=wait, **sums)
 
     def close(self) -> None:
         self._closed = True

@@ -1,0 +1,136 @@
+"""Whether this engine has the processors that its threads are made for: how long its thread waited for one.
+
+Three things keep a thread that could run from running, and the worst of them in a window of a second or more counts:
+others on the same processors (the run queue: /proc/thread-self/schedstat), the quota of a control group (its cpu.stat),
+and the host of a virtual machine ("steal" in /proc/stat). An episode begins with a window in which it waited for a
+fifth of the time that it wanted, and ends when it has run for ten seconds nearly without: a line each in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..processors import PROC, cpu_groups, quota
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 1.0  # seconds between looks
+BEGINS, ENDS = 0.2, 0.05  # of the time that was wanted
+CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
+LEAST_WANTED = 0.05  # of a window: who hardly wants a processor says nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Seconds since the start: ``ran`` and ``waited`` of the calling thread, ``throttled`` of its control groups;
+    ``stolen`` of ``total`` on all processors. 0 where the system does not say."""
+
+    ran: float = 0.0
+    waited: float = 0.0
+    throttled: float = 0.0
+    stolen: float = 0.0
+    total: float = 0.0
+
+
+def read(proc: Path = PROC) -> Readings:
+    ran, waited = _schedstat(proc)
+    stolen, total = _steal(proc)
+    throttled = max((_throttled(group) for group in cpu_groups(proc)), default=0.0)
+    return Readings(ran=ran, waited=waited, throttled=throttled, stolen=stolen, total=total)
+
+
+def _schedstat(proc: Path) -> tuple[float, float]:
+    try:
+        ran, waited, _ = (proc / "thread-self/schedstat").read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
+
+
+def _steal(proc: Path) -> tuple[float, float]:
+    """Of ``cpu user nice system idle iowait irq softirq steal …``, in ticks of 10 ms."""
+    try:
+        ticks = [int(part) for part in (proc / "stat").read_text().partition("\n")[0].split()[1:9]]
+        return ticks[7] / 100, sum(ticks) / 100
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0.0
+
+
+def _throttled(group: Path) -> float:
+    try:
+        found = dict(line.split(" ", 1) for line in (group / "cpu.stat").read_text().splitlines())
+        if "throttled_usec" in found:
+            return int(found["throttled_usec"]) / 1e6
+        return int(found.get("throttled_time", 0)) / 1e9
+    except (OSError, ValueError):
+        return 0.0
+
+
+class Contention:
+    """Tells of the waiting of the thread that made it; others' looks are nothing. ``changed`` is called where an
+    episode begins or ends."""
+
+    def __init__(
+        self,
+        changed: Callable[[bool], None] = lambda oversubscribed: None,
+        *,
+        readings: Callable[[], Readings] = read,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.oversubscribed = False
+        self.waiting = 0.0  # of the time that was wanted in the last window
+        self._changed, self._readings, self._clock = changed, readings, clock
+        self._at, self._last = clock(), readings()
+        self._began = self._calm = 0.0
+        self._thread = threading.get_ident()
+
+    def look(self) -> None:
+        """Cheap, and does nothing within a window."""
+        now = self._clock()
+        seconds = now - self._at
+        if seconds < WINDOW or threading.get_ident() != self._thread:
+            return
+        before, found = self._last, self._readings()
+        shares = _shares(before, found, seconds)
+        self._at, self._last = now, found
+        self.waiting = max(shares.values())
+        if self.waiting >= ENDS:
+            self._calm = 0.0
+        elif found.ran - before.ran >= LEAST_WANTED * seconds:
+            self._calm += seconds
+        if not self.oversubscribed and self.waiting >= BEGINS:
+            self._began = now
+            cause = max(shares, key=lambda name: shares[name])
+            text = "processors are oversubscribed: the engine waited for one %.0f %% of the time (%s)"
+            logger.warning(text, 100 * self.waiting, _told(cause))
+        elif self.oversubscribed and self._calm >= CALM:
+            logger.info("processors are free again after %.0f seconds", now - self._began)
+        else:
+            return
+        self.oversubscribed = not self.oversubscribed
+        self._changed(self.oversubscribed)
+
+
+def _shares(before: Readings, after: Readings, seconds: float) -> dict[str, float]:
+    ran, waited = after.ran - before.ran, after.waited - before.waited
+    wanted, total = ran + waited, after.total - before.total
+    enough = wanted >= LEAST_WANTED * seconds
+    return {
+        "others": waited / wanted if enough else 0.0,
+        "quota": min(1.0, (after.throttled - before.throttled) / seconds),
+        "host": (after.stolen - before.stolen) / total if total > 0 and enough else 0.0,
+    }
+
+
+def _told(cause: str) -> str:
+    if cause == "quota":
+        return f"the control group's quota of {quota() or 0:g} processors is used up"
+    if cause == "host":
+        return "the host gives them to other machines"
+    return f"others run on the {len(os.sched_getaffinity(0))} that it may use"
