@@ -212,7 +212,7 @@ class EngineCore:
             self._entries.tell_held(sequence)
 
     def _expire(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         for entry in self._entries:
             deadline = entry.request.deadline
             if deadline is None or now < deadline:

@@ -147,7 +147,7 @@ class InstantCore:
             self._outbox.append((running.client, request.request_id, Failed("invalid_field", "sampling is missing")))
             self._running.pop(request.request_id)
             return
-        late = request.deadline is not None and time.time() > request.deadline
+        late = request.deadline is not None and time.monotonic() > request.deadline
         for sequence in running.sequences:
             if sequence.done:
                 continue

@@ -127,6 +127,6 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
         reserved=True,
-        deadline=time.time() + DEADLINE,
+        deadline=time.monotonic() + DEADLINE,
         sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

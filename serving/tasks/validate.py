@@ -19,8 +19,11 @@ MASK = 2**64 - 1
 
 
 class _Head(NamedTuple):
+    """``now`` is what a deadline is counted from, ``created`` a label."""
+
     request_id: str
     now: float
+    created: int
     adapter: str | None
     model: str
     cache_salt: str | None
@@ -32,13 +35,16 @@ def validate(
     *,
     request_id: str | None = None,
     now: float | None = None,
+    created: int | None = None,
     cache_salt: str | None = None,
 ) -> ValidRequest:
-    """``now`` is seconds on the wall clock; ``cache_salt`` says with whom prefixes are shared (``tasks.cache_salt``),
-    None with nobody. Raises ``InvalidField``, ``ContextTooLong``, ``NotFound``."""
+    """``now`` is seconds of ``time.monotonic()``, ``created`` seconds since the epoch; ``cache_salt`` says with whom
+    prefixes are shared (``tasks.cache_salt``), None with nobody. Raises ``InvalidField``, ``ContextTooLong``,
+    ``NotFound``."""
     head = _Head(
         request_id=request_id or uuid.uuid4().hex,
-        now=time.time() if now is None else now,
+        now=time.monotonic() if now is None else now,
+        created=int(time.time()) if created is None else created,
         adapter=endpoint.find_adapter(raw.model, raw.adapter),
         model=raw.model or endpoint.name,
         cache_salt=cache_salt,
@@ -100,7 +106,7 @@ def _generation(raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Hea
         suffix=(raw.suffix or "") if isinstance(raw, RawCompletion) else "",
         truncate_on_timeout=truncate,
         truncated=any(p.truncated for p in prompts),
-        created=int(head.now),
+        created=head.created,
         deadline=_deadline(asked.timeout, endpoint, head.now),
     )
 
@@ -123,7 +129,7 @@ def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidR
         dimensions=raw.dimensions,
         encoding_format=raw.encoding_format or "float",
         truncated=any(p.truncated for p in inputs),
-        created=int(head.now),
+        created=head.created,
         deadline=_deadline(raw.timeout, endpoint, head.now),
     )
 

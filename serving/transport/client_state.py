@@ -1,11 +1,13 @@
 """The client's side of the line without the line: frames in, events and frames out.
 
-No socket, no clock, no thread: ``client`` (threads) and ``client_gevent`` (greenlets) drive the same object. Methods
-that put frames into ``outbox`` are called by the one thread that owns the socket.
+No socket, no thread, and of the clock only what is left of a deadline: ``client`` (threads) and ``client_gevent``
+(greenlets) drive the same object. Methods that put frames into ``outbox`` are called by the one thread that owns the
+socket.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Protocol
 
@@ -88,7 +90,8 @@ class ClientState:
         return wire_id
 
     def _send(self, running: RunningRequest, request: ValidRequest) -> None:
-        self.outbox.append(m.encode(m.Submit(request, running.sent)))
+        time_left = None if request.deadline is None else request.deadline - time.monotonic()
+        self.outbox.append(m.encode(m.Submit(request, running.sent, time_left)))
         running.sent = running.submitted = True
 
     def _wire_id(self, request: ValidRequest) -> str:

@@ -33,10 +33,14 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
-    """``continues``: an engine was given this request before, whether or not any token came of it."""
+    """``continues``: an engine was given this request before, whether or not any token came of it.
+
+    ``time_left``: seconds to its deadline, which an engine on another host counts by a clock of its own; None without.
+    """
 
     request: ValidRequest
     continues: bool = False
+    time_left: float | None = None
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):

@@ -128,7 +128,9 @@ class EngineServer:
             return
         peer.seen = time.monotonic()
         match message:
-            case m.Submit(request, continues):
+            case m.Submit(request, continues, time_left):
+                if time_left is not None and not peer.client_id:  # the deadline is of another host's clock
+                    request = msgspec.structs.replace(request, deadline=time.monotonic() + time_left)
                 self._submit(identity, peer, request, continues)
             case m.Abort(request_id):
                 self._abort(peer, request_id)

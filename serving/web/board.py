@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,10 @@ class Board:
     def want(self, key: str) -> None:
         """A worker has a request for the engine ``key`` and no replica."""
         (self._wanted / key).touch()
+        os.utime(self._wanted / key, (now := time.monotonic(), now))
 
     def wanted_at(self, key: str) -> float | None:
-        """When ``want`` was last called (seconds since the epoch); None for never."""
+        """When ``want`` was last called, by ``time.monotonic``, which all processes of a host share; None for never."""
         try:
             return os.stat(self._wanted / key).st_mtime
         except FileNotFoundError:

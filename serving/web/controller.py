@@ -207,7 +207,7 @@ class Controller:
                 status = self._supervisor.status(served.key)
                 facts = deployed.facts.get(served.entity.name, {})
                 found = self._board.wanted_at(served.key)
-                number = self._scaler.replicas(served, facts, status, found, time.time())
+                number = self._scaler.replicas(served, facts, status, found, time.monotonic())
                 wanted[served.key] = max(number, wanted.get(served.key, 0))
         warming = {key for rollout in self._rollouts.values() for key in rollout.needs()}
         for key, number in wanted.items():

@@ -149,17 +149,17 @@ class Replicas:
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
 
     def await_one(self, deadline: float | None) -> Failed | None:
-        """Wait for a replica until ``deadline`` (seconds since the epoch); the failure where none came."""
+        """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came."""
         since = time.monotonic()
         while not self._active:
             if self._closed:
                 return Failed(ShuttingDown.kind, "the engine was closed")
             if self._expected and self._away_timeout is not None and time.monotonic() - since > self._away_timeout:
                 return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
-            if deadline is not None and time.time() >= deadline:
+            if deadline is not None and time.monotonic() >= deadline:
                 return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, ASK_AGAIN)
             self._want()
-            left = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.time()))
+            left = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.monotonic()))
             self._arrived.wait(left)
         return None
 

@@ -108,14 +108,14 @@ class RunningRequests:
 
 @contextlib.contextmanager
 def ending_at(deadline: float | None, pull: Pull[Any]) -> Iterator[None]:
-    """Interrupt ``pull`` with ``DeadlineExceeded`` soon after ``deadline`` (Unix seconds).
+    """Interrupt ``pull`` with ``DeadlineExceeded`` soon after ``deadline`` (``time.monotonic``).
 
     The engine keeps deadlines itself; this is for one that hangs, or starts anew, just then.
     """
     if deadline is None or not _on_loop():
         yield
         return
-    timer = gevent.get_hub().loop.timer(max(deadline - time.time(), 0.0) + GRACE)
+    timer = gevent.get_hub().loop.timer(max(deadline - time.monotonic(), 0.0) + GRACE)
     timer.start(pull.interrupt, DeadlineExceeded("timeout: the request's time limit passed before it was complete"))
     try:
         yield

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ..engine.interface import Engine
 from ..errors import InvalidField
+from ..metering.steady import SteadyClock
 from ..metering.store import Store
 from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
@@ -74,7 +75,7 @@ class Scaler:
     @classmethod
     def of(cls, settings: ServerSettings, store: Store) -> Scaler:
         """That of a server; without a database of its own it keeps no ledger."""
-        reserved_time = ReservedTime(store, now=time.time) if settings.database is not None else None
+        reserved_time = ReservedTime(store, now=SteadyClock().now) if settings.database is not None else None
         return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
 
     def __init__(
@@ -154,13 +155,13 @@ class Scaler:
                 other
                 for place, (other, at) in self._shares.items()
                 if (place[0] != served.endpoint or place[1] == served.version)
-                and (place in self._seen or time.time() - at < PREPARED_SECONDS)
+                and (place in self._seen or time.monotonic() - at < PREPARED_SECONDS)
             )
             if taken + share > 1.0:
                 left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * most))
                 allowed = f"at most {left} tokens/s: what other endpoints have left of this machine"
                 raise InvalidField("min_provisioned_throughput", minimum, allowed)
-            self._shares[_place(served)] = (share, time.time())
+            self._shares[_place(served)] = (share, time.monotonic())
 
     def _policy(self, entity: ServedEntity, measured: Measured | None) -> ScalePolicy | None:
         """None where there is nothing to decide."""

@@ -21,7 +21,7 @@ def generate_one(engine: Engine, *, timeout: float = 120.0) -> float:
         model="",
         sequences=(Sequence(prompt_token_ids=(0,)),),
         sampling=None if task == "embeddings" else Sampling(max_tokens=1, temperature=0.0),
-        deadline=time.time() + timeout,
+        deadline=time.monotonic() + timeout,
     )
     stream = engine.submit(request)
     try:

@@ -190,11 +190,25 @@ def test_one_choice_can_end_early(core: EngineCore) -> None:
 def test_deadline(core: EngineCore) -> None:
     """A request past its deadline finishes with that reason, running or waiting."""
     outcomes = {"a": Outcome(), "b": Outcome()}
-    core.add(request_of("a", prompt_of(6, 0), max_tokens=200, deadline=time.time() + 0.05))
-    core.add(request_of("b", prompt_of(6, 0), deadline=time.time() - 1))
+    core.add(request_of("a", prompt_of(6, 0), max_tokens=200, deadline=time.monotonic() + 0.05))
+    core.add(request_of("b", prompt_of(6, 0), deadline=time.monotonic() - 1))
     take(core, outcomes)
     assert outcomes["b"].finished[0].reason == "deadline"
     assert outcomes["a"].finished[0].reason in ("deadline", "length")
+
+
+@pytest.mark.parametrize("step", [7200.0, -7200.0])
+def test_a_clock_that_is_set_ends_nothing(core: EngineCore, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    """A wall clock that jumps by two hours, either way, between two steps: time limits go on as they were."""
+    outcomes = {"a": Outcome(), "b": Outcome()}
+    core.add(request_of("a", prompt_of(6, 0), max_tokens=20, deadline=time.monotonic() + 3600))
+    take(core, outcomes, max_steps=1)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step)
+    core.add(request_of("b", prompt_of(6, 0), deadline=time.monotonic() - 1))
+    take(core, outcomes)
+    assert outcomes["a"].finished[0].reason == "length"
+    assert outcomes["b"].finished[0].reason == "deadline"
 
 
 def test_one_failing_request_harms_no_other(

@@ -13,7 +13,7 @@ HI = [{"role": "user", "content": "hello world"}]
 
 
 def _valid(endpoint, dialect="mlflow", **body):
-    return validate(DIALECTS[dialect].decode(body), endpoint, now=1000.0)
+    return validate(DIALECTS[dialect].decode(body), endpoint, now=1000.0, created=1000)
 
 
 def test_defaults(endpoint, text):

@@ -171,6 +171,30 @@ def test_a_broken_connection(place, make_bundle, key):
     wire.close()
 
 
+def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
+    """What is left of it comes along: another host's monotonic clock says nothing here, and a wall clock decides
+    nothing anywhere."""
+    core = InstantCore(make_bundle(max_model_len=10**6), SETTINGS)
+    state = StateDir(place.runtime, "k" * 16)
+    state.lock().release()
+    state.prepare()
+    taken = {}
+    core.add = lambda request, client, **_: taken.update({request.request_id: request})
+    engine = server.EngineServer(core, SETTINGS, state, _Deaf(), core.info, "generation")
+    for client_id, name in (("", "far"), ("near", "near")):
+        identity = name.encode()
+        engine._handle(identity, messages.Hello(client_id, name=name))
+        request = msgspec.structs.replace(completion(name, max_tokens=5), deadline=3.0)
+        engine._handle(identity, messages.Submit(request, time_left=600.0))
+    assert 500 < taken["far"].deadline - time.monotonic() <= 600
+    assert taken["near"].deadline == 3.0
+
+
+class _Deaf:
+    def send_multipart(self, frames):
+        """Nobody listens."""
+
+
 def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
     """A client of another host that says nothing for long loses its sequences; one that pings keeps them."""
     monkeypatch.setattr(server, "SILENCE", 2.0)

@@ -146,7 +146,7 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
     assert [adapter.name for adapter in replicas.adapters()] == ["pirate"]
     assert replicas.health().status == "ready"
     waiting = gevent.spawn(lambda: list(replicas.submit(request())))
-    (failed,) = replicas.submit(request(time.time() + 0.05))
+    (failed,) = replicas.submit(request(time.monotonic() + 0.05))
     assert (type(failed), failed.kind) == (Failed, "deadline_exceeded")
     assert replicas.wanted
     assert not replicas.set_addresses(("gone",))
