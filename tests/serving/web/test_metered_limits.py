@@ -13,7 +13,8 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
-from mlflow_llm.serving.metering.limits import check_integrity
+from mlflow_llm.serving.metering.limits import check_integrity, plain
+from mlflow_llm.serving.metering.money import units
 from mlflow_llm.serving.modes import PayPerToken
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.endpoints import Routed
@@ -86,13 +87,14 @@ def test_a_limit_refuses_until_it_says(place: Place, kind: str, scope: str) -> N
     assert place.ask().status_code == 200
     refused = place.ask()
     assert refused.status_code == 429
-    message, left = refused.json["error"]["message"], one // 2
+    message = refused.json["error"]["message"]
+    limit, left, asked = (plain(kind, value) for value in (2 * one + one // 2, one // 2, one))
     wait = int(message.rpartition("try again in ")[2].removesuffix(" s"))
     assert refused.headers["Retry-After"] == str(min(60, wait))
-    assert message.startswith(f"{kind}: the {scope}'s limit is {2 * one + one // 2} ")
-    assert f"; {left} are left and this request needs {one}; try again in {wait} s" in message
+    assert message.startswith(f"{kind}: the {scope}'s limit is {limit} ")
+    assert f"; {left} are left and this request needs {asked}; try again in {wait} s" in message
     noun = {"itpm": "input-tokens", "otpm": "output-tokens", "qpm": "requests", "qph": "requests"}.get(kind, "budget")
-    assert refused.headers[f"x-ratelimit-limit-{noun}"] == str(2 * one + one // 2)
+    assert refused.headers[f"x-ratelimit-limit-{noun}"] == str(limit)
     assert refused.headers[f"x-ratelimit-remaining-{noun}"] == str(left)
     assert refused.headers[f"x-ratelimit-reset-{noun}"] == f"{wait}s"
     place.clock[0] += wait - 1
@@ -182,7 +184,7 @@ def test_a_budget_that_is_spent(place: Place) -> None:
         spent += prompt + 10 * completion
     assert 100 < spent <= 150
     assert "Retry-After" not in answer.headers
-    assert f"; {150 - spent} are left" in answer.json["error"]["message"]
+    assert f"; {units(150 - spent)} are left" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(
