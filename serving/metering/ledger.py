@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from ..progress import MAX_ID
-from . import admission, journals, recovery
+from . import admission, journals, precheck, recovery
 from .admission import Admitted, WindowMissing
 from .lease import Began, Lease, Reservation
 from .money import FREE, Price, cost
@@ -28,6 +28,7 @@ from .state import ENGINES, state_of
 from .steady import SteadyClock, since_boot
 from .store import Store
 from .tables import ledger
+from .windows import Amounts
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,22 @@ class Ledger:
             raise
         self._open[reservation.request_id] = lease
         return lease
+
+    def check(
+        self, *, key_id: str, tenant: str, endpoint: str | None, entities: Iterable[str] | None, generates: bool
+    ) -> None:
+        """Refuse what ``reserve`` would refuse whatever the request is, before it is read. ``endpoint`` None: not known
+        yet. ``entities``: those that it may be for, where their tokens are paid; None where they are not.
+
+        Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
+        """
+        if time.monotonic() < self._closed_until:
+            raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
+        now = self._clock()
+        costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
+        least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
+        ask = partial(precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._steady)
+        self.store.read(ask, timeout=ADMISSION_TIMEOUT)
 
     def _close(self) -> None:
         self._closed_until = self._spooling_until = time.monotonic() + CLOSED_SECONDS

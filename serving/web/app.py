@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flask import Flask, Response, request
@@ -13,6 +14,7 @@ from ..dialects import DIALECTS
 from ..errors import (
     Aborted,
     InternalError,
+    LimitExceeded,
     MethodNotAllowed,
     NotFound,
     PayloadTooLarge,
@@ -25,22 +27,25 @@ from ..tasks.cache_salt import CacheSalts
 from . import logs, usage
 from .accounts import ANSWERS as ACCOUNTS
 from .answer import Answer, error_answer
-from .bodies import read_body
+from .bodies import is_large, read_body
 from .connections import settle
 from .endpoints import Endpoints
 from .exchange import REQUEST_ID, Exchange, request_id_from
 from .gate import Gate
+from .intake import Intake
 from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
 from .management import ANSWERS as MANAGEMENT
 from .management import Asked
 from .offload import Offload
 from .pages import PAGES
+from .refusal_limit import RefusalLimit
 from .routes import ROUTES, Route, dialect_of_path, one_slash
 from .running import ClientGone, RunningRequests
 from .settings import ServerSettings
 from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
+REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
 ANSWERS = {**MANAGEMENT, **ACCOUNTS, "usage": usage.answer}
 
 
@@ -62,6 +67,11 @@ def make_server(
         running=RunningRequests(),
         offload=Offload(settings.offload_bytes),
         salts=CacheSalts(cache_secret),
+        intake=Intake(
+            most=max(settings.max_held_bytes, settings.max_body_bytes),
+            most_each=max(settings.max_caller_bytes, settings.max_body_bytes),
+        ),
+        refusals=RefusalLimit(settings.refusals_per_minute),
         keys=keys,
         ledger=ledger,
     )
@@ -112,11 +122,12 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
 
 
 def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str], exchange: Exchange) -> Answer:
-    dialect = DIALECTS[route.dialect]
+    dialect, blamed = DIALECTS[route.dialect], False
     try:
         if not server.asks_who:
             check_site(request.environ, server.settings)
-        caller = _anyone(server, exchange) if route.open else _caller(server, exchange, route.scope)
+        blamed = not route.open  # not for pages of other sites, which would have the user of a browser refused
+        caller = _anyone(server, exchange) if route.open else _checked_caller(server, exchange, route.scope)
         check_content_type(request.environ)
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
@@ -133,6 +144,8 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
             return ANSWERS[route.handler](server, asked)
         return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
     except ServingError as error:
+        if blamed and error.status in REFUSALS and not (isinstance(error, LimitExceeded) and error.limit == "refusals"):
+            server.refusals.refused(exchange.key or _address())
         exchange.finish(error.status, error.logged)
         return error_answer(dialect, error)
     except ClientGone:
@@ -150,7 +163,9 @@ def _incoming(server: Server, route: Route, name: str | None, caller: Caller) ->
     return Incoming(
         route=route,
         dialect=DIALECTS[route.dialect],
-        body=_body(server),
+        receive=partial(read_body, request.environ, server.settings.max_body_bytes),
+        is_large=is_large(request.environ, server.settings.offload_bytes),
+        address=_address(),
         name=name,
         timeout=request.headers.get(TIMEOUT_HEADER),
         sticky_key=request.headers.get(STICKY_HEADER),
@@ -171,6 +186,21 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
         trace=tracer.context(request.headers.get("traceparent"), request.headers.get("tracestate")),
         tracer=tracer,
     )
+
+
+def _checked_caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
+    """``_caller``, unless too much of what it sent was refused. Raises ``LimitExceeded`` as well."""
+    credential = request.headers.get("Authorization", "") if server.asks_who else ""
+    server.refusals.check_stranger(_address(), credential)
+    caller = _caller(server, exchange, scope)
+    if server.asks_who:
+        server.refusals.found_good(credential)
+        server.refusals.check(caller.key_id, "key")
+    return caller
+
+
+def _address() -> str:
+    return request.environ.get("REMOTE_ADDR") or ""
 
 
 def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:

@@ -14,12 +14,19 @@ from gunicorn.http.errors import ParseException
 from ..errors import PayloadTooLarge, RequestError
 from .arrivals import TooSlow
 from .framing import Ambiguous
+from .intake import Held
 
 PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
 
 
-def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
-    """The body of the request of ``environ``, of ``limit`` bytes at most.
+def is_large(environ: Mapping[str, Any], size: int) -> bool:
+    """Whether the body may have ``size`` bytes or more: it says so, or it does not say."""
+    announced = environ.get("CONTENT_LENGTH")
+    return not (announced and announced.isdecimal() and len(announced) < 20 and int(announced) < size)
+
+
+def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) -> bytes:
+    """The body of the request of ``environ``, of ``limit`` bytes at most; ``held`` counts them as they come.
 
     Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
     or broken, or (status 408) arrives too slowly.
@@ -30,8 +37,10 @@ def read_body(environ: Mapping[str, Any], limit: int) -> bytes:
     length = _length(environ, limit)
     try:
         if length is not None:
-            return _exactly(environ["wsgi.input"], length)
-        return _all(environ["wsgi.input"], limit) if environ.get("wsgi.input_terminated") else b""
+            if held is not None:
+                held.check(length)
+            return _exactly(environ["wsgi.input"], length, held)
+        return _all(environ["wsgi.input"], limit, held) if environ.get("wsgi.input_terminated") else b""
     except TooSlow as error:
         raise _timed_out(str(error)) from None
     except Ambiguous as error:
@@ -59,12 +68,14 @@ def _length(environ: Mapping[str, Any], limit: int) -> int | None:
     return length
 
 
-def _exactly(stream: Any, length: int) -> bytes:
+def _exactly(stream: Any, length: int, held: Held | None) -> bytes:
     pieces, left = [], length
     while left:
         piece = stream.read(min(left, PIECE))
         if not piece:
             raise RequestError(f"the body ended after {length - left} of {length} bytes")
+        if held is not None:
+            held.more(len(piece))
         pieces.append(piece)
         left -= len(piece)
         if left:
@@ -72,10 +83,12 @@ def _exactly(stream: Any, length: int) -> bytes:
     return b"".join(pieces)
 
 
-def _all(stream: Any, limit: int) -> bytes:
+def _all(stream: Any, limit: int, held: Held | None) -> bytes:
     pieces, size = [], 0
     while piece := stream.read(PIECE):
         size += len(piece)
+        if held is not None:
+            held.more(len(piece))
         if size > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
         pieces.append(piece)

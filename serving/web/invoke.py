@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,17 @@ from ..request import RawEmbedding, RawRequest, ValidRequest
 from ..tasks import embed, generate
 from ..tasks.cache_salt import CacheSalts
 from ..tasks.defaults import with_defaults
+from ..tasks.reply_size import fixed_size
 from ..tasks.validate import validate
 from . import logs, ratelimit, tracing
 from .answer import Answer, json_answer
 from .endpoints import Endpoint, Endpoints
 from .exchange import Exchange
 from .gate import Gate
+from .intake import Held, Intake
 from .json_body import read_object
 from .offload import Offload
+from .refusal_limit import RefusalLimit
 from .routes import Route
 from .running import ClientGone, Pull, RunningRequests, ending_at, watching
 from .settings import ServerSettings
@@ -53,6 +56,8 @@ class Server:
     running: RunningRequests
     offload: Offload
     salts: CacheSalts
+    intake: Intake
+    refusals: RefusalLimit
     keys: Any = None
     tokens: Any = None
     ledger: Any = None
@@ -71,45 +76,91 @@ class Server:
 class Incoming:
     """``name`` is the endpoint of the path, None where the body names it. ``sock`` is watched for a disconnect.
 
-    Requests with the same ``sticky_key`` go to the same served entity of an endpoint."""
+    ``receive`` reads the body, of which ``is_large`` says what is known before. Requests with the same ``sticky_key``
+    go to the same served entity of an endpoint."""
 
     route: Route
     dialect: Dialect
-    body: bytes
+    receive: Callable[[Held], bytes]
+    is_large: bool = False
+    address: str = ""
     name: str | None = None
     timeout: str | None = None
     sticky_key: str | None = None
     caller: Caller = ANONYMOUS
     sock: Any = None
 
+    def payer(self, server: Server) -> str:
+        """Whose share of the memory it takes."""
+        return self.caller.key_id if server.asks_who else self.address
+
 
 def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
     server.gate.check_open()
-    size = len(incoming.body)
-    raw = server.offload(size, _decode, incoming)
-    endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
-    exchange.endpoint, exchange.stream = endpoint.name, raw.stream
-    raw = with_defaults(raw, endpoint.view)
-    server.endpoints.check_use(incoming.caller, endpoint, raw.adapter)
-    exchange.user = raw.user and raw.user[:MAX_USER]
-    exchange.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
-    raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
-    with ExitStack() as held:
+    known = _meant(server.endpoints.seen_by(incoming.caller), incoming)
+    _check_limits(server, incoming, known)
+    with server.intake.holding(incoming.payer(server)) as counted:
+        with ExitStack() as held:
+            endpoint, valid = _accept(server, incoming, exchange, held, is_known=len({e.name for e in known}) == 1)
+            if not valid.stream:
+                counted.more(fixed_size(valid, endpoint.engine.info.embedding_dim))
+            pieces = _start(server, endpoint, valid, incoming, exchange, held)
+            if valid.stream:
+                return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
+            reply = generate.gather(pieces)
+        return server.offload(reply.size, _whole, incoming.dialect, valid, reply, exchange)
+
+
+def _accept(
+    server: Server, incoming: Incoming, exchange: Exchange, held: ExitStack, *, is_known: bool
+) -> tuple[Endpoint, ValidRequest]:
+    """Receive, decode, address and validate; nothing of the body is kept. ``is_known``: the endpoint's limits have been
+    looked at before."""
+    with server.intake.holding(incoming.payer(server)) as counted:
+        body = incoming.receive(counted)
+        raw = server.offload(len(body), _decode, incoming, body)
+        endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
+        exchange.endpoint, exchange.stream = endpoint.name, raw.stream
+        raw = with_defaults(raw, endpoint.view)
+        server.endpoints.check_use(incoming.caller, endpoint, raw.adapter)
+        exchange.user = raw.user and raw.user[:MAX_USER]
+        exchange.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
+        raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
+        if not is_known:
+            _check_limits(server, incoming, [endpoint])
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
-        sharer = incoming.caller if server.keys is not None else None
+        sharer = incoming.caller if server.asks_who else None
         server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
         held.callback(server.gate.leave, endpoint.engine, reserves=reserves, caller=sharer)
         if endpoint.mode is not None:
             check_fields(endpoint.mode.profile, raw)
         salt = _cache_salt(server, endpoint, incoming.caller, raw)
-        valid = server.offload(size, partial(validate, cache_salt=salt), raw, endpoint.view)
-        exchange.accept(valid, incoming.body)
-        pieces = _start(server, endpoint, valid, incoming, exchange, held)
-        if valid.stream:
-            return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
-        reply = generate.gather(pieces)
-    return server.offload(reply.size, _whole, incoming.dialect, valid, reply, exchange)
+        valid = server.offload(len(body), partial(validate, cache_salt=salt), raw, endpoint.view)
+        exchange.accept(valid, body)
+    return endpoint, valid
+
+
+def _meant(endpoints: Endpoints, incoming: Incoming) -> list[Endpoint]:
+    """The served entities that a request may be for, as far as that is known before its body is read."""
+    served = list(endpoints.entities())
+    return [one for one in served if one.name == incoming.name] or served
+
+
+def _check_limits(server: Server, incoming: Incoming, meant: list[Endpoint]) -> None:
+    """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
+    if server.ledger is None or not incoming.is_large or not meant or any(one.mode is None for one in meant):
+        return
+    names = {one.name for one in meant}
+    paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
+    embeds = incoming.route.task == "embeddings" or any("embeddings" in one.tasks for one in meant)
+    server.ledger.check(
+        key_id=incoming.caller.key_id,
+        tenant=incoming.caller.tenant,
+        endpoint=names.pop() if len(names) == 1 else None,
+        entities=[one.entity for one in meant] if paid else None,
+        generates=incoming.route.task in ("chat", "completions") or not embeds,
+    )
 
 
 def _cache_salt(server: Server, endpoint: Endpoint, caller: Caller, raw: RawRequest) -> str | None:
@@ -121,8 +172,8 @@ def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchan
     return json_answer(dialect.encode(valid, reply), headers=exchange.headers)
 
 
-def _decode(incoming: Incoming) -> RawRequest:
-    return read_object(incoming.body, lambda body: incoming.dialect.decode(body, incoming.route.task))
+def _decode(incoming: Incoming, body: bytes) -> RawRequest:
+    return read_object(body, lambda body: incoming.dialect.decode(body, incoming.route.task))
 
 
 def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:

@@ -23,6 +23,9 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``max_body_bytes`` bounds a request's body (413 above it),
     ``max_reply_bytes`` what a reply may have beside generated text (``tasks.reply_size``; a 400 before it runs).
+    ``max_caller_bytes`` and ``max_held_bytes`` are what large requests of one key (or, without keys, one address) and
+    of all may have in a worker's memory at once (``intake``; 429 and 503). ``refusals_per_minute``: 4xx a minute of a
+    key or address in each worker before a 429 without a look at the request (``refusal_limit``), 0 for no end.
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
     (what rate limits then reserve); None is up to the context length. ``timeout`` (seconds) ends a request that asks
@@ -41,6 +44,9 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_body_bytes: Bytes = 16 * 2**20
     max_reply_bytes: Bytes = MAX_REPLY_BYTES
+    max_caller_bytes: Bytes = 32 * 2**20
+    max_held_bytes: Bytes = 128 * 2**20
+    refusals_per_minute: CountOrZero = 600
     max_queued: CountOrZero = 256
     max_connections: Count = 1000
     retry_after: SecondsOrZero = 1.0

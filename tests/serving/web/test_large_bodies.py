@@ -32,11 +32,11 @@ def turning() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a function: it returns only after the event loop has turned ten times while it ran."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any) -> Any:
+        def wrapped(*args: Any, **named: Any) -> Any:
             over = threading.Event()
             loop.loop.run_callback_threadsafe(lambda: gevent.spawn(turn, over))
             assert over.wait(20), "the loop stood still"
-            return function(*args)
+            return function(*args, **named)
 
         return wrapped
 
@@ -58,9 +58,9 @@ def test_the_loop_turns_while_a_body_is_read(
     for name in ("_decode", "validate", "_whole") if kind == "embeddings" else ("_decode", "validate"):
         function = turning(getattr(invoke, name))
 
-        def noted(*args: Any, name: str = name, function: Callable[..., Any] = function) -> Any:
+        def noted(*args: Any, name: str = name, function: Callable[..., Any] = function, **named: Any) -> Any:
             seen.append(name)
-            return function(*args)
+            return function(*args, **named)
 
         monkeypatch.setattr(invoke, name, noted)
     path, body = BODIES[kind]

@@ -1,0 +1,40 @@
+"""Whether any request of a caller could be admitted now, asked before one is read: a body of megabytes is neither
+received nor tokenised for a limit that is used up. It reserves nothing; the admission decides (``admission``)."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from . import windows
+from .limits import Limit, Subject, admit, user_subject
+from .steady import SteadyClock
+from .tables import limits
+from .tables import windows as window_table
+from .windows import Amounts, WindowState
+
+
+def check(
+    connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: SteadyClock
+) -> None:
+    """``least`` is what every request takes. ``endpoint`` None: it is not known yet, and its limits are left out.
+
+    Raises ``LimitExceeded``, ``PermissionDenied``.
+    """
+    of_limits: dict[str, Subject] = {"key": ("key", key_id), "tenant": ("tenant", tenant)}
+    if endpoint is not None:
+        of_limits |= {"endpoint": ("endpoint", endpoint), "user": ("user", user_subject(endpoint, key_id))}
+    named = {scope: (endpoint or "") if scope == "user" else subject[1] for scope, subject in of_limits.items()}
+    found = connection.execute(sa.select(limits).where(_any(limits, named)))
+    set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
+    if not set_limits:
+        return
+    rows = connection.execute(sa.select(window_table).where(_any(window_table, dict(of_limits.values()))))
+    states = {(scope, subject): windows.decode(state) for scope, subject, state in rows}
+    for state in states.values():
+        clock.move_up_to(state.latest)
+    paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
+    admit(paired, int(clock.now()), least)
+
+
+def _any(table: sa.Table, subjects: dict[str, str]) -> sa.ColumnElement[bool]:
+    return sa.or_(*(sa.and_(table.c.scope == scope, table.c.subject == name) for scope, name in subjects.items()))

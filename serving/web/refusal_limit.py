@@ -1,0 +1,70 @@
+"""A token bucket of refusals for each caller: who sends what is refused, again and again, is refused before it is read.
+
+Every answer 4xx takes a token. Without one left, a request gets a 429 at once: of an API key or token before its body,
+of a stranger (no key, or none that has been good here) before its key is looked up in the store, which costs most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import LimitExceeded
+
+MOST = 10_000  # callers, and credentials, that are remembered; those seen longest ago go first
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at: float
+
+
+class RefusalLimit:
+    """``rate`` refusals a minute of each caller in this worker, all at once or spread; 0 is no limit."""
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    def check(self, caller: str, what: str) -> None:
+        """Raises ``LimitExceeded`` while ``caller``, a ``what``, has no refusal left."""
+        bucket = self._buckets.get(caller)
+        if bucket is None or not self.rate or (level := self._refilled(bucket)) >= 1:
+            return
+        wait = (1 - level) * 60 / self.rate
+        text = f"refusals: more than {self.rate} requests a minute of this {what} were refused"
+        raise LimitExceeded(f"{text}; try again in {max(1, round(wait))} s", limit="refusals", retry_after=wait)
+
+    def check_stranger(self, address: str, credential: str) -> None:
+        """The same of an address, unless ``credential`` (a header) has been good before: others behind the same proxy
+        lose nothing."""
+        if not credential or _digest(credential) not in self._good:
+            self.check(address, "address")
+
+    def refused(self, caller: str) -> None:
+        """One more request of ``caller`` was refused."""
+        bucket = self._buckets.pop(caller, None)
+        level = float(self.rate) if bucket is None else self._refilled(bucket)
+        self._buckets[caller] = _Bucket(max(0.0, level - 1), self._clock())
+        if len(self._buckets) > MOST:
+            self._buckets.popitem(last=False)
+
+    def found_good(self, credential: str) -> None:
+        digest = _digest(credential)
+        self._good[digest] = None
+        self._good.move_to_end(digest)
+        if len(self._good) > MOST:
+            self._good.popitem(last=False)
+
+    def _refilled(self, bucket: _Bucket) -> float:
+        return min(float(self.rate), bucket.level + (self._clock() - bucket.at) * self.rate / 60)
+
+
+def _digest(credential: str) -> bytes:
+    return hashlib.sha256(credential.encode("utf-8", "surrogateescape")).digest()
