@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -12,10 +11,11 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from mlflow_llm.serving.errors import without_password
+from mlflow_llm.flavors.llm import registry
+from mlflow_llm.flavors.llm.registry import IN_A_STORE
+from mlflow_llm.serving.errors import ModelNotFound, without_password
 
 FLAVOR = "llm"
-IN_A_STORE = ("models:", "runs:")
 
 
 def is_path(uri: str) -> bool:
@@ -78,11 +78,11 @@ def must_be_ours(uri: str) -> None:
     if not is_path(uri) and not uri.startswith(IN_A_STORE):
         return
     try:
-        flavors = mlflow.models.get_model_info(uri).flavors
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST" or not re.search(r"(?i)not found|no versions", error.message):
-            raise
-        raise MlflowException(error.message, error_code=RESOURCE_DOES_NOT_EXIST) from None
+        flavors = mlflow.models.get_model_info(registry.fixed(uri)).flavors
+    except ModelNotFound as error:
+        raise MlflowException(str(error), error_code=RESOURCE_DOES_NOT_EXIST) from None
+    except MlflowException:
+        raise
     except Exception as error:  # of a store's client, or of the parser of what is no MLmodel
         raise MlflowException(f"model_uri: {uri} cannot be read ({type(error).__name__}: {error!s:.200})") from None
     if FLAVOR not in flavors:

@@ -23,6 +23,7 @@
     ├── Aborted                  499  the caller went away or asked for the abort
     └── InternalError            500  ours; the details are in the log under the request id
     PackagingError               raised when a model is logged, saved or loaded (never over the wire)
+    └── ModelNotFound            nothing is there under that name; says where it was looked for, and what is near
 
 A class carries its ``kind`` and HTTP ``status``; dialects render them (``dialects/base.py``) and a test
 walks this tree and fails where a dialect has no rendering. Messages are short and never repeat a prompt.
@@ -227,6 +228,10 @@ class InternalError(ServingError):
 
 class PackagingError(ValueError):
     """A model cannot be logged, saved or loaded as asked; the message says what to change."""
+
+
+class ModelNotFound(PackagingError):
+    """There is no model under the name that was given."""
 
 
 def walk(root: type[ServingError] = ServingError) -> list[type[ServingError]]:

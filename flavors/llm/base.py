@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from ...serving.bundle import Bundle
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import ModelNotFound, PackagingError, shown
 from . import manifest as manifests
+from . import registry
 from .manifest import BaseReference, Verify
 
 URI = re.compile(r"(models|runs):/+[^/].*")
@@ -20,7 +21,10 @@ def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
         raise PackagingError(
             f"base: {shown(uri)} is not allowed; expected models:/<name>/<version> or runs:/<id>/<path>"
         )
-    fixed = _fixed_version(uri)
+    try:
+        fixed = registry.fixed(uri)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"base: {error}") from None
     root = fetch(fixed)
     manifest = manifests.read(root)
     if manifest.base is not None:
@@ -44,17 +48,20 @@ def resolve_base(reference: BaseReference, verify: Verify | None, *, weights: bo
     return load_bundle_from(root, verify=verify, weights=weights)
 
 
-def fetch(uri: str, *, weights: bool = True) -> Path:
+def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Path:
     """A local directory with the model at ``uri``, with or without its weights. What lies in a local store is used
-    where it is, not copied. Raises ``PackagingError``."""
+    where it is, not copied. Raises ``ModelNotFound``."""
     import mlflow
     from mlflow.exceptions import MlflowException
 
+    registry.must_have_store(uri)
     try:
-        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri)) if weights else _fetch_few(uri)
+        if not weights:
+            return _fetch_few(uri)
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=dst_path))
     except (MlflowException, OSError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise PackagingError(f"{uri} cannot be fetched: {reason}") from None
+        raise registry.not_found_in_store(uri, reason) from None
 
 
 def _fetch_few(uri: str) -> Path:
@@ -68,23 +75,3 @@ def _fetch_few(uri: str) -> Path:
         if not manifests.is_weights(path) and not (root / path).is_file():
             store.download_artifacts(path, dst_path=str(root))
     return root
-
-
-def _fixed_version(uri: str) -> str:
-    """``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    client = MlflowClient()
-    path = re.sub(r"^models:/+", "", uri)
-    try:
-        if uri.startswith("models:") and "@" in path:
-            name, alias = path.rsplit("@", 1)
-            return f"models:/{name}/{client.get_model_version_by_alias(name, alias).version}"
-        if uri.startswith("models:") and path.endswith("/latest"):
-            name = path.removesuffix("/latest")
-            versions = client.search_model_versions(f"name='{name}'")
-            return f"models:/{name}/{max(int(v.version) for v in versions)}"
-    except (MlflowException, ValueError) as error:
-        raise PackagingError(f"base: {uri} cannot be resolved: {str(error).splitlines()[0][:200]}") from None
-    return uri

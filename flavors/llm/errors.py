@@ -7,10 +7,10 @@ They keep ``kind``, ``param``, ``retry_after`` and the status that an HTTP calle
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, ErrorCode
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from ...serving import errors
 from ...serving.dialects import DIALECTS
@@ -118,8 +118,16 @@ class InternalError(errors.InternalError, ServingError):
 class PackagingError(errors.PackagingError, MlflowException):
     """INVALID_PARAMETER_VALUE, status 400."""
 
+    code: ClassVar[int] = INVALID_PARAMETER_VALUE
+
     def __init__(self, message: str) -> None:
-        MlflowException.__init__(self, message, error_code=INVALID_PARAMETER_VALUE)
+        MlflowException.__init__(self, message, error_code=self.code)
+
+
+class ModelNotFound(errors.ModelNotFound, PackagingError):
+    """RESOURCE_DOES_NOT_EXIST, status 404."""
+
+    code = RESOURCE_DOES_NOT_EXIST
 
 
 def _mirrored(cls: type[ServingError]) -> dict[type[errors.ServingError], type[ServingError]]:
@@ -138,7 +146,7 @@ def public(error: errors.ServingError | errors.PackagingError) -> MlflowExceptio
     if isinstance(error, MlflowException):
         return error
     if isinstance(error, errors.PackagingError):
-        return PackagingError(str(error))
+        return (ModelNotFound if isinstance(error, errors.ModelNotFound) else PackagingError)(str(error))
     cls = CLASSES[type(error)]
     code = DIALECTS["mlflow"].error(error).body["error_code"]
     found = _again(cls, {}, error.message)

@@ -13,11 +13,12 @@ from ...serving.bundle import Bundle
 from ...serving.errors import PackagingError, shown
 from . import manifest as manifests
 from . import model_config as configs
-from . import templates
+from . import registry, templates
 from .base import fetch, resolve_base
 from .failures import FLAVOR_NAME, public
 from .manifest import Manifest, Verify
 from .options import LoadOptions
+from .unlogged import must_be_logged
 
 if TYPE_CHECKING:
     from .model import LanguageModel
@@ -121,14 +122,13 @@ def saved_config(root: Path) -> dict[str, Any]:
 
 
 def _local(model_uri: str | os.PathLike[str], dst_path: str | None = None, *, weights: bool = True) -> Path:
+    """Where the model lies on this machine. Raises ``ModelNotFound``; ``PackagingError`` for what is not logged yet."""
     path = Path(model_uri)
+    must_be_logged(str(model_uri))
     if path.is_dir() and dst_path is None:
         return path.absolute()
-    if dst_path is None:
-        return fetch(str(model_uri), weights=weights)
-    import mlflow
-
-    return Path(mlflow.artifacts.download_artifacts(artifact_uri=str(model_uri), dst_path=dst_path))
+    uri = str(model_uri) if path.is_dir() else registry.fixed(str(model_uri))
+    return fetch(uri, dst_path, weights=weights)
 
 
 def _own_adapters(manifest: Manifest, root: Path) -> dict[str, str]:

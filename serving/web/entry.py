@@ -8,9 +8,9 @@ Of URIs behind ``--texts`` the weights stay where they are: their engines are on
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from msgspec import Struct
 from .. import child
 from ..bundle import Bundle
 from ..dialects.defaults import request_defaults
-from ..errors import InvalidField, NotFound, PackagingError
+from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
 from ..settings import EngineSettings
 
 
@@ -86,7 +86,6 @@ def resolve(uris: tuple[str, ...], texts: tuple[str, ...] = ()) -> tuple[Resolve
 def main(words: list[str]) -> int:
     from mlflow.exceptions import MlflowException
 
-    from mlflow_llm.flavors import llm
     from mlflow_llm.flavors.llm.resolve import configured
 
     try:
@@ -96,30 +95,28 @@ def main(words: list[str]) -> int:
             if word == TEXTS:
                 weights = False
                 continue
-            fixed = _fixed(word)
-            root = llm.resolve._local(fixed, weights=weights)
+            root, fixed = _root(word, weights=weights)
             bundle, config = configured(root, weights=weights)
             _check_defaults(config.request_defaults, bundle)
             found.append(Resolved(bundle=bundle, config=config.to_dict(), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
-        missing = getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+        missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))
         return 1
     print(json.dumps({"models": msgspec.to_builtins(found)}))
     return 0
 
 
-def _version_of(client: Any, name: str, alias: str) -> str:
-    """An alias that is not there is missing like a model, where MLflow calls it a bad parameter."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
+def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
+    """The folder of a model, and its URI with a version; what is not logged yet is logged into the user's cache."""
+    from mlflow_llm.flavors.llm import registry, unlogged
+    from mlflow_llm.flavors.llm.resolve import _local
 
-    try:
-        return str(client.get_model_version_by_alias(name, alias).version)
-    except MlflowException as error:
-        if error.error_code != "INVALID_PARAMETER_VALUE":
-            raise
-        raise MlflowException(error.message, error_code=RESOURCE_DOES_NOT_EXIST) from None
+    made = unlogged.logged(uri)
+    if made is not None:
+        return made, uri
+    fixed = registry.fixed(uri)
+    return _local(fixed, weights=weights), fixed
 
 
 def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
@@ -132,24 +129,6 @@ def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
             read(task)
     except InvalidField as error:
         raise PackagingError(f"defaults: {error}") from None
-
-
-def _fixed(uri: str) -> str:
-    """``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``. Raises ``MlflowException``."""
-    named = re.fullmatch(r"models:/+([^/@]+)(?:@(.+)|/(.+))", uri)
-    if named is None:
-        return uri
-    from mlflow import MlflowClient
-
-    name, alias, version = named.groups()
-    client = MlflowClient()
-    if alias is not None:
-        version = _version_of(client, name, alias)
-    elif version == "latest":
-        version = max((int(v.version) for v in client.search_model_versions(f"name='{name}'")), default=version)
-    else:
-        client.get_model_version(name, version)  # says what is missing better than the download would
-    return f"models:/{name}/{version}"
 
 
 if __name__ == "__main__":

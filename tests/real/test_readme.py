@@ -1,84 +1,157 @@
-"""The README's commands for the server, line by line in one shell, on the demo's models."""
+"""README from its first line to its last, as printed, in one shell, on what the demo leaves behind."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import socket
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlflow
+import psutil
 import pytest
 from stores import own_registry
 
 from mlflow_llm.flavors import llm
 
 ROOT = Path(__file__).parents[2]
-END = "\nkill $(jobs -p); wait\n"
+BLOCK = re.compile(
+    r"^(?:## (?P<heading>[^\n]+)|```(?P<language>bash|python)\n(?P<code>.*?)^```)$", re.MULTILINE | re.DOTALL
+)
+MARK = "-- section:"
+# The first two commands have tests of their own, and the second is the one that runs this.
+PROLOGUE = 'bash() { case "$1" in examples/quickstart/demo.sh|tests/run.sh) ;; *) command bash "$@";; esac; }\nset -m\n'
 
 
-def commands_of(section: str) -> str:
-    """The block of commands below a heading."""
-    text = (ROOT / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[-1]
+def script() -> str:
+    """All commands in order; the Python blocks of neighbouring sections are one session, as a notebook is."""
+    steps: list[tuple[str, str]] = []
+    heading = ""
+    parts = [PROLOGUE]
+    for found in BLOCK.finditer((ROOT / "README.md").read_text()):
+        if found["heading"]:
+            heading = found["heading"]
+        elif found["language"] == "python" and steps and steps[-1][0] == "python":
+            steps[-1] = ("python", steps[-1][1] + found["code"])
+        else:
+            steps.append((found["language"], found["code"]))
+            parts.append(f"echo; echo '{MARK}{heading}'; echo '{MARK}{heading}' >&2\n@{len(steps) - 1}@")
+    for number, (language, code) in enumerate(steps):
+        run = f"python -u - <<'END_OF_PYTHON'\n{code}END_OF_PYTHON\n" if language == "python" else code
+        parts = [part.replace(f"@{number}@", run) for part in parts]
+    return "".join(parts)
+
+
+@contextlib.contextmanager
+def demo_folder(smollm2: Path, adapters: Path, folder: Path) -> Iterator[Path]:
+    """What the demo leaves behind: environment, weights, adapters, and a store with ``assistant`` version 1."""
+    (folder / ".cache/models").mkdir(parents=True)
+    (folder / ".cache/models/smollm2").symlink_to(smollm2)
+    (folder / ".cache/models/adapters").symlink_to(adapters)
+    (folder / ".venv-demo").symlink_to(sys.prefix)
+    with own_registry(folder / ".demo") as uri:
+        assert uri == f"sqlite:///{folder}/.demo/mlflow.db"
+        with mlflow.start_run():
+            llm.log_model(
+                smollm2,
+                name="assistant",
+                adapters={name: adapters / name for name in ("pirate", "json")},
+                registered_model_name="assistant",
+                link_files=True,
+            )
+    yield folder
+
+
+def network_of_its_own() -> list[str]:
+    """A prefix under which the README's ports are free, whatever else runs; () where that is not allowed."""
+    prefix = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return []
+    return prefix if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0 else []
+
+
+def end_session(leader: int) -> None:
+    """Kill what a shell left behind; job control gave each background command a group of its own."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader:
+                process.kill()
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, adapters_dir: Path) -> Iterator[str]:
-    """What the demo leaves behind: ``assistant`` with both adapters in a registry."""
-    import mlflow
+def transcript(
+    smollm2_dir: Path, adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[dict[str, str], str, Path]]:
+    """Standard output by section, standard error, and the folder it ran in."""
+    pytest.importorskip("matplotlib")
+    with demo_folder(smollm2_dir, adapters_dir, tmp_path_factory.mktemp("readme")) as folder:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+        with tempfile.TemporaryDirectory(prefix="mll-", ignore_cleanup_errors=True) as runtime:
+            environment = kept | {
+                "XDG_RUNTIME_DIR": runtime,
+                "MLFLOW_LLM_STATE": str(folder / "state"),
+                "PYTHONWARNINGS": "ignore",
+            }
+            command = [*network_of_its_own(), "bash", "-c", script()]
+            with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+                shell = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=folder,
+                    env=environment,
+                    start_new_session=True,
+                )
+                try:
+                    shell.wait(timeout=280)
+                finally:
+                    end_session(shell.pid)
+                    shell.wait()
+        said, told = (folder / "out").read_text(), (folder / "err").read_text()
+        sections = {name: text for name, _, text in (part.partition("\n") for part in said.split(MARK)[1:])}
+        yield sections, told, folder
 
-    with own_registry(tmp_path_factory.mktemp("demo")) as uri:
-        adapters = {name: adapters_dir / name for name in ("pirate", "json")}
-        with mlflow.start_run():
-            llm.log_model(
-                smollm2_dir, name="model", adapters=adapters, registered_model_name="assistant", link_files=True
-            )
-        yield uri
+
+def test_python_blocks(transcript: tuple[dict[str, str], str, Path]) -> None:
+    """The model is logged as version 2, and predicted with in every way that is printed."""
+    sections, err, _ = transcript
+    assert "Arrr" in sections["Log"], err[-3000:]
+    assert "Traceback" not in err, err[-3000:]
 
 
-def shell(section: str, registry: str, place: Path) -> tuple[str, str]:
-    """Standard output and error of a section's commands, in which only the port is another one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    script = commands_of(section).replace("mlflow-llm serve", f"mlflow-llm serve --port {port}").replace("8000", port)
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "MLFLOW_TRACKING_URI": registry,
-        "MLFLOW_LLM_URL": f"http://127.0.0.1:{port}",
-        "MLFLOW_LLM_STATE": str(place / "state"),
-    }
-    with tempfile.TemporaryDirectory(prefix="mll-", ignore_cleanup_errors=True) as runtime:  # an engine of its own
-        environment["XDG_RUNTIME_DIR"] = runtime
-        done = subprocess.run(
-            ["bash", "-c", script + END], capture_output=True, text=True, cwd=place, env=environment, timeout=280
-        )
-    return done.stdout, done.stderr
+def test_models_serve(transcript: tuple[dict[str, str], str, Path]) -> None:
+    """The pirate answers through MLflow's own server, with usage."""
+    sections, err, _ = transcript
+    reply = json.loads(sections["Serve"].strip().splitlines()[-1])
+    assert reply["choices"][0]["message"]["content"].startswith("Arrr"), err[-3000:]
+    assert reply["usage"]["total_tokens"] > reply["usage"]["completion_tokens"] > 0
 
 
-def test_the_server(registry: str, tmp_path: Path) -> None:
+def test_the_server(transcript: tuple[dict[str, str], str, Path]) -> None:
     """An answer on the terminal, and a stream of the pirate from curl."""
-    out, err = shell("The server", registry, tmp_path)
-    said, _, stream = out.partition("data: ")
+    sections, err, _ = transcript
+    said, _, stream = sections["The server"].partition("data: ")
     assert "Paris" in said, err[-3000:]
     events = re.findall(r"^data: (.+)$", f"data: {stream}", re.MULTILINE)
     assert events[-1] == "[DONE]"
     chunks = [json.loads(event) for event in events[:-1]]
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert text.startswith("Arrr")
-    assert [line for line in err.splitlines() if line.startswith("listening on http://127.0.0.1:")]
+    assert err.count("listening on http://127.0.0.1:8000") == 2
 
 
-def test_keys_limits_and_the_bill(registry: str, tmp_path: Path) -> None:
+def test_keys_limits_and_the_bill(transcript: tuple[dict[str, str], str, Path]) -> None:
     """One answer, one refusal that says what is left, and a bill with one request of the tenant's."""
-    pytest.importorskip("matplotlib")
-    out, err = shell("Keys, limits and the bill", registry, tmp_path)
+    sections, err, folder = transcript
+    out = sections["Keys, limits and the bill"]
     refusal = r"429.*otpm: the tenant's limit is 100 .*; \d+ are left and this request needs 60; try again in \d+ s"
     assert re.search(refusal, out + err), out + err[-3000:]
-    assert re.search(r"^\S+ +acme +assistant-1 +1 +\d+ +0 +60 +0\.0000\d+$", out, re.MULTILINE), out
-    assert (tmp_path / "usage.png").stat().st_size > 1000
+    assert re.search(r"^\S+ +acme +assistant-1 +1 +\d+ +0 +60 +.*0\.0000\d+$", out, re.MULTILINE), out
+    assert (folder / "usage.png").stat().st_size > 1000
