@@ -1,23 +1,64 @@
-"""``mlflow-llm chat``: a conversation in the terminal, streamed."""
+"""``mlflow-llm chat``: a conversation in the terminal, streamed, with a server or with a model of this machine."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import click
 
 from .http import Client, first_model, url_options
+from .local_model import LocalModel
+from .terminal import Wrapped, turns
 
 Messages = list[dict[str, Any]]
 INTERRUPTED = 130  # as shells say it of what SIGINT ended
+HELP = """\
+/new                 start over
+/set FIELD VALUE     a request field from now on, such as /set temperature 0.2, /set system "Answer in French."
+/set FIELD           no longer;  /set alone shows them
+/model [NAME]        ask another endpoint or endpoint:adapter; alone: which there are
+/help, /bye          this; the end, as Ctrl-D
+Alt-Enter begins a new line, a paste of several lines is one message, Ctrl-C stops an answer or drops what is typed.
+//… is a message that begins with a slash."""
+
+
+class Server(Protocol):
+    """What answers: a ``Client`` of a server, or a ``LocalModel``."""
+
+    def get(self, path: str) -> Any: ...
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
+    def understood(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+@dataclass(slots=True)
+class Conversation:
+    """``fields`` go into every request; ``messages`` are the turns so far, without the system message."""
+
+    server: Server
+    fields: dict[str, Any]
+    system: str | None
+    stats: bool
+    messages: Messages = field(default_factory=list)
+
+    def body(self, messages: Messages) -> dict[str, Any]:
+        start: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        return self.fields | {
+            "messages": [*start, *messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
 
 
 @click.command()
 @url_options
+@click.option("-m", "--model-uri", help="A logged model, Hugging Face directory or hub id, run here without a server.")
+@click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting beside -m.")
 @click.option("--model", help="endpoint or endpoint:adapter (default: the server's first).")
 @click.option("--system", help="A system message.")
 @click.option("--max-tokens", type=click.IntRange(1))
@@ -28,6 +69,8 @@ INTERRUPTED = 130  # as shells say it of what SIGINT ended
 def chat(
     url: str,
     key: str | None,
+    model_uri: str | None,
+    config: tuple[str, ...],
     model: str | None,
     system: str | None,
     stats: bool,
@@ -36,99 +79,143 @@ def chat(
 ) -> None:
     """Chat with a model. With MESSAGE: one answer.
 
-    Without: a conversation. Ctrl-C stops an answer or drops the line, /new starts over, Ctrl-D ends.
+    Without: a conversation. Ctrl-C stops an answer or drops the line, /help lists what else there is, Ctrl-D ends.
     """
-    client = Client(url, key)
-    body = {name: value for name, value in sampling.items() if value is not None}
-    body["model"] = model or first_model(client)
-    start: Messages = [{"role": "system", "content": system}] if system else []
-    if message is not None:
-        _, stopped = _answer(client, body, [*start, {"role": "user", "content": message}], stats)
-        if stopped:
+    fields = {name: value for name, value in sampling.items() if value is not None}
+    if config and model_uri is None:
+        raise click.UsageError("-C goes with -m; a server has its own settings")
+    with contextlib.ExitStack() as stack:
+        server: Server
+        if model_uri is None:
+            server = client = Client(url, key)
+            fields["model"] = model or first_model(client)
+        else:
+            server = stack.enter_context(LocalModel.loaded(model_uri, config))
+            fields["model"] = model or server.get("/v1/models")["data"][0]["id"]
+        talk = Conversation(server, fields, system, stats)
+        if message is None:
+            _converse(talk)
+        elif _answer(talk, [{"role": "user", "content": message}])[1]:
             raise SystemExit(INTERRUPTED)
-        return
-    _converse(client, body, start, stats)
 
 
-def _converse(client: Client, body: dict[str, Any], start: Messages, stats: bool) -> None:
+def _converse(talk: Conversation) -> None:
     """Turn by turn; a turn that the server refuses is taken back, and the conversation goes on."""
-    messages = list(start)
     failed = False
-    for line in _lines(f"chatting with {body['model']}; /new starts over, Ctrl-D ends"):
-        if line.strip() == "/new":
-            messages = list(start)
-            continue
-        messages.append({"role": "user", "content": line})
+    for text in turns(f"chatting with {talk.fields['model']}; /help lists commands, Ctrl-D ends"):
         try:
-            text, _ = _answer(client, body, messages, stats)
+            if text.startswith("/") and not text.startswith("//"):
+                if _command(talk, text.strip()):
+                    break
+                continue
+            _turn(talk, text.removeprefix("/") if text.startswith("//") else text)
         except click.ClickException as error:
             error.show()
-            messages.pop()
             failed = True
-            continue
-        if text:
-            messages.append({"role": "assistant", "content": text})
-        else:  # stopped before anything came
-            messages.pop()
     if failed and not sys.stdin.isatty():
         raise SystemExit(1)
 
 
-def _lines(greeting: str) -> Iterator[str]:
-    """What the user types, without empty lines; from a pipe without greeting and prompt."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 - gives input() its line editing and history
-        click.echo(greeting, err=True)
-    while True:
-        try:
-            line = input("> " if terminal else "")
-        except EOFError:
-            if terminal:
-                click.echo()
-            return
-        except KeyboardInterrupt:  # may be meant for an answer that has just ended
-            if not terminal:
-                raise SystemExit(INTERRUPTED) from None
-            click.echo("\n[Ctrl-D ends]")
-            continue
-        if line.strip():
-            yield line
+def _turn(talk: Conversation, text: str) -> None:
+    messages = [*talk.messages, {"role": "user", "content": text}]
+    answer, _ = _answer(talk, messages)
+    if answer:  # else it was stopped before anything came
+        talk.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def _answer(client: Client, body: dict[str, Any], messages: Messages, stats: bool) -> tuple[str, bool]:
+def _command(talk: Conversation, line: str) -> bool:
+    """Carry out a line that begins with a slash; True ends the conversation. Raises ``ClickException``."""
+    word, _, rest = line.partition(" ")
+    match word:
+        case "/bye" | "/exit" | "/quit":
+            return True
+        case "/new":
+            talk.messages = []
+        case "/set":
+            _set(talk, *rest.split(maxsplit=1))
+        case "/model":
+            _choose(talk, rest.strip())
+        case "/help" | "/?":
+            click.echo(HELP, err=True)
+        case _:
+            raise click.ClickException(f"{word} is no command; /help lists them, //… sends a message with a slash")
+    return False
+
+
+def _set(talk: Conversation, name: str = "", value: str | None = None) -> None:
+    """A value is JSON where it reads as such, else text; what it may be is the server's to say."""
+    if name == "model":
+        _choose(talk, value or "")
+    elif name == "system":
+        talk.system = _value(value) if value else None
+    elif name in ("messages", "stream", "stream_options"):
+        raise click.ClickException(f"{name} is the conversation's own")
+    elif value is not None:
+        talk.fields[name] = _value(value)
+    elif name:
+        talk.fields.pop(name, None)
+    if not name:
+        shown = talk.fields | ({"system": talk.system} if talk.system else {})
+        click.echo(
+            "\n".join(f"{key} {json.dumps(value, ensure_ascii=False)}" for key, value in shown.items()), err=True
+        )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _choose(talk: Conversation, name: str) -> None:
+    with talk.server.understood():
+        names = [entry["id"] for entry in talk.server.get("/v1/models")["data"]]
+    if not name:
+        click.echo("\n".join(f"{'*' if one == talk.fields['model'] else ' '} {one}" for one in names), err=True)
+    elif name.partition(":")[0] not in {one.partition(":")[0] for one in names}:
+        raise click.ClickException(f"there is no {name}; there are {', '.join(names)}")
+    else:
+        talk.fields["model"] = name
+
+
+def _answer(talk: Conversation, messages: Messages) -> tuple[str, bool]:
     """Print the reply as it comes; Ctrl-C stops this reply alone. (text, stopped). Raises ``ClickException``."""
     parts: list[str] = []
     last: dict[str, Any] = {}
     started = time.perf_counter()
-    first, stopped = None, False
-    request = body | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+    first, stopped, cut = None, False, False
+    shown = Wrapped.on_stdout()
     try:
         with (
-            client.understood(),
-            contextlib.closing(client.stream("/v1/chat/completions", request)) as chunks,  # type: ignore[type-var]
+            talk.server.understood(),
+            contextlib.closing(talk.server.stream("/v1/chat/completions", talk.body(messages))) as chunks,  # type: ignore[type-var]
         ):
             for chunk in chunks:
                 last |= {name: value for name, value in chunk.items() if value}
-                for text in (choice["delta"].get("content") for choice in chunk["choices"]):
-                    if text:
+                for choice in chunk["choices"]:
+                    cut = cut or choice.get("finish_reason") == "length"
+                    if text := choice["delta"].get("content"):
                         first = first or time.perf_counter()
                         parts.append(text)
-                        click.echo(text, nl=False)
+                        shown.write(text)
     except KeyboardInterrupt:
         stopped = True
         click.echo(" [stopped]" if parts else "[stopped]", nl=False)
     finally:
         if parts or stopped:
             click.echo()
-    if stats:
-        with client.understood():
-            _tell(last, started, first or time.perf_counter(), time.perf_counter())
+    with talk.server.understood():
+        if cut:
+            click.echo(
+                f"[cut at {last['usage']['completion_tokens']} tokens: max_tokens or the context's end]", err=True
+            )
+        if talk.stats:
+            _show_stats(last, started, first or time.perf_counter(), time.perf_counter())
     return "".join(parts), stopped
 
 
-def _tell(last: dict[str, Any], started: float, first: float, ended: float) -> None:
+def _show_stats(last: dict[str, Any], started: float, first: float, ended: float) -> None:
     usage = last.get("usage")
     if usage is None:  # a stopped answer: what it cost is in the server's ledger
         click.echo(f"[stopped after {ended - started:.2f} s]", err=True)

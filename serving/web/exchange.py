@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -14,6 +15,7 @@ from . import logs, metrics, tracing
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
 REQUEST_ID = "X-Request-Id"
+MANAGEMENT = "/api/2.0/"
 _CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -104,6 +106,7 @@ class Exchange:
                 self.tracer.export(self._span(status, error, seconds))
         logs.event(
             "request",
+            level=self._level(status),
             request_id=self.request_id,
             reply_id=self.reply_id or None,
             trace_id=self.trace.trace_id if self.trace else None,
@@ -125,6 +128,11 @@ class Exchange:
             duration_ms=round(seconds * 1e3, 3),
             error=error,
         )
+
+    def _level(self, status: int) -> int:
+        """A look at the management API that found what it asked for is said at debug: waiters ask time and again."""
+        found = self.method == "GET" and status == 200 and self.path.startswith(MANAGEMENT)
+        return logging.DEBUG if found else logging.INFO
 
     def _counts(self) -> dict[str, int]:
         """Tokens by kind: those of the usage, or what was delivered until the request broke off."""

@@ -27,6 +27,7 @@ from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
 from mlflow_llm.serving.metering import Store
 
 Command = Callable[..., Result]
+PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is told at the start and end of a prompt
 
 
 @pytest.fixture
@@ -287,11 +288,17 @@ def read_until(terminal: int, text: str, seconds: float = 30.0) -> str:
 
 
 @contextlib.contextmanager
-def chatting(server: Running, *message: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def chatting(
+    server: Running, *message: str, term: str = "dumb", state: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """``chat`` in a terminal, and our end of it."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "mlflow_llm.serving.cli", "chat", "--url", server.url, "--temperature", "0"]
-    environment = {**os.environ, "TERM": "dumb"}
+    environment = {**os.environ, "TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1"}
+    if state is not None:
+        environment["MLFLOW_LLM_STATE"] = str(state)
+    if term != "dumb":
+        command += ["--max-tokens", "2"]
     process = subprocess.Popen([*command, *message], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
@@ -409,3 +416,55 @@ def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
     assert without.invoke(cli, ["usage", "fold", "--help"]).exit_code == 0
     assert "Missing option '--database'" in without.invoke(cli, ["usage", "fold", "40"]).stderr
     assert "Missing option '--database'" in without.invoke(cli, ["usage"]).stderr
+
+
+def test_the_commands_of_a_conversation(command: Command, observed: Running) -> None:
+    """/set and /model change what is asked from then on, // sends a slash, an unknown word is told, /bye ends."""
+    lines = [
+        "/model",
+        "/set max_tokens 3",
+        "/set",
+        "Hello",
+        "/set max_tokens",
+        "/what",
+        "/set max_tokens 5",
+        "//x",
+        "/bye",
+        "no",
+    ]
+    done = command("chat", "--temperature", "0", input="\n".join(lines) + "\n")
+    first = spoken(observed, "Hello", max_tokens=3)
+    assert done.stdout == f"{first}\n{spoken(observed, 'Hello', first, '/x', max_tokens=5)}\n"
+    told = done.stderr.splitlines()
+    assert told[0] == "* assistant"
+    assert {"temperature 0.0", 'model "assistant"', "max_tokens 3"} <= set(told)
+    assert "Error: /what is no command; /help lists them, //… sends a message with a slash" in told
+    assert done.exit_code == 1
+
+
+def test_what_the_server_refuses_of_a_set_field_is_told(command: Command) -> None:
+    """A field that is wrong is named by the server, and /set without a value takes it back."""
+    done = command("chat", "--max-tokens", "2", input="/set temperature hot\nHello\n/set temperature\nHello\n")
+    assert "temperature" in done.stderr
+    assert len(done.stdout.splitlines()) >= 1
+
+
+def test_a_cut_answer_is_marked(command: Command) -> None:
+    """An answer that max_tokens ended says so, on standard error."""
+    done = command("chat", "--temperature", "0", "--max-tokens", "4", "Hello")
+    assert done.stderr == "[cut at 4 tokens: max_tokens or the context's end]\n"
+
+
+def test_a_pasted_text_is_one_turn(observed: Running, tmp_path: Path) -> None:
+    """In a terminal with bracketed paste two lines are one message, and what was typed is kept in a private file."""
+    history = tmp_path / "state" / "chat_history"
+    with chatting(observed, term="xterm", state=history.parent) as (process, ours):
+        read_until(ours, PASTE_ON)
+        os.write(ours, b"\x1b[200~One\nTwo\x1b[201~\r")
+        shown = read_until(ours, PASTE_OFF)
+        while PASTE_ON not in shown.rpartition(PASTE_OFF)[2]:  # the answer, then the next prompt
+            shown += read_until(ours, PASTE_ON, seconds=120)
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+One", "+Two"]
+    assert history.stat().st_mode & 0o777 == 0o600

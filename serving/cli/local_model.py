@@ -1,0 +1,63 @@
+"""A model of this machine behind the few calls that ``chat`` makes of a server: no server, the notebook's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from mlflow_llm.flavors.llm.pyfunc import PyfuncModel
+
+
+class LocalModel:
+    """``loaded`` is the way to one; every method raises ``ClickException``."""
+
+    def __init__(self, model: PyfuncModel, name: str) -> None:
+        self._model = model
+        self._name = name
+
+    @classmethod
+    @contextlib.contextmanager
+    def loaded(cls, uri: str, config: tuple[str, ...]) -> Iterator[LocalModel]:
+        """The model at ``uri``, logged or not yet. Raises ``ClickException``; ``UsageError`` for ``config``."""
+        from .serve import engine_overrides, name_of
+
+        overrides = engine_overrides(config)
+        click.echo(f"loading {uri}", err=True)
+        from mlflow.exceptions import MlflowException
+
+        from mlflow_llm.flavors import llm
+        from mlflow_llm.flavors.llm import resolve, unlogged
+
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        try:
+            root = unlogged.logged(uri) or resolve._local(uri)
+            model = llm._load_pyfunc(str(root), overrides or None)
+        except (MlflowException, ValueError) as error:
+            raise click.ClickException(str(getattr(error, "message", error))) from None
+        try:
+            yield cls(model, name_of(uri))
+        finally:
+            model.close()
+
+    def get(self, path: str) -> dict[str, Any]:
+        """``/v1/models``: the base, and each adapter behind a colon."""
+        adapters = self._model.session.adapter_names()
+        return {"data": [{"id": self._name}, *({"id": f"{self._name}:{name}"} for name in adapters)]}
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        from mlflow.exceptions import MlflowException
+
+        fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+        try:
+            yield from self._model.predict_stream(fields)
+        except MlflowException as error:
+            raise click.ClickException(error.message) from None
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        yield
