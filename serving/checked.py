@@ -32,6 +32,12 @@ class Checked(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             found[name] = _checked(f"{before}{name}", value, *fields[name])
         return cls(**found)
 
+    @classmethod
+    def described(cls) -> tuple[tuple[str, Any, str], ...]:
+        """(name, default, what is allowed in words) of every setting."""
+        defaults = cls()
+        return tuple((name, getattr(defaults, name), allowed) for name, (_, allowed) in _fields(cls).items())
+
 
 def _checked(name: str, value: Any, kind: Any, allowed: str) -> Any:
     try:

@@ -14,13 +14,13 @@ import msgspec
 from ..transport.auth import check_address, read_key, write_key
 from ..transport.engine_model import EngineModel
 from ..transport.host import NAME, EngineHost
-from .serve import endpoint_specs, engine_overrides
+from .serve import endpoint_specs, engine_overrides, settings_help
 from .spec_files import read_engine_spec
 
 LISTEN = "tcp://127.0.0.1:5601"
 
 
-@click.command()
+@click.command(epilog=settings_help())
 @click.option("-m", "--model-uri", "model_uri", help="URI of the model. E.g. models:/assistant@champion")
 @click.option("--listen", default=LISTEN, show_default=True, help="Where servers connect, tcp://host:port.")
 @click.option("--key-file", required=True, help="The key that servers share, made by mlflow-llm engine-key.")

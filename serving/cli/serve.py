@@ -25,7 +25,14 @@ DEFAULTS = ServerSettings()
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
 
 
-@click.command()
+def settings_help() -> str:
+    """The engine settings, one a line, as ``--help`` shows them behind the options."""
+    rows = [(name, json.dumps(default), allowed) for name, default, allowed in EngineSettings.described()]
+    lines = (f"  {name} = {default}: {allowed}" for name, default, allowed in rows if name != "in_process")
+    return "\b\nEngine settings (-C KEY=VALUE), with their defaults:\n" + "\n".join(lines)
+
+
+@click.command(epilog=settings_help())
 @click.option(
     "-m", "--model-uri", "models", multiple=True, help="URI[=name]; repeatable. E.g. models:/assistant@champion"
 )

@@ -25,6 +25,7 @@ from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.http import Client
 from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
 from mlflow_llm.serving.metering import Store
+from mlflow_llm.serving.settings import EngineSettings
 
 Command = Callable[..., Result]
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is told at the start and end of a prompt
@@ -468,3 +469,11 @@ def test_a_pasted_text_is_one_turn(observed: Running, tmp_path: Path) -> None:
         assert process.wait(60) == 0
     assert [line for line in history.read_text().splitlines() if line.startswith("+")] == ["+One", "+Two"]
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["serve", "engine"])
+def test_help_lists_the_engine_settings(name: str) -> None:
+    """Every setting that -C takes is in --help, with its default and what it may be."""
+    shown = CliRunner().invoke(cli, [name, "--help"]).stdout
+    for setting, default, allowed in EngineSettings.described():
+        assert (f"{setting} = {json.dumps(default)}: {allowed}" in shown) == (setting != "in_process")
