@@ -134,7 +134,7 @@ def test_bases_that_are_refused(base, llama_dir, adapter_dir, tmp_path):
     """A path, a version that is not there, a model beside base, and a base without adapters are refused."""
     with pytest.raises(MlflowException, match="expected models:/<name>/<version>"):
         log_alone(adapter_dir, base=str(llama_dir))
-    with pytest.raises(MlflowException, match="models:/assistant/77 cannot be fetched"):
+    with pytest.raises(MlflowException, match=r"base: models:/assistant/77: .* has no version .77.; it has version 1"):
         log_alone(adapter_dir, base="models:/assistant/77")
     with pytest.raises(MlflowException, match="pass either model= or"):
         llm.save_model(tmp_path / "m", llama_dir, base=base, adapters={"x": adapter_dir})

@@ -78,7 +78,13 @@ def test_the_life_of_a_deployment_as_commands(registered: Any, place: Path) -> N
 def refuse_others(place: Path) -> None:
     """Models that the registry does not have, and a registry that is not the server's."""
     update = get_deploy_client("llm").update_deployment
-    refused("RESOURCE_DOES_NOT_EXIST", "alias nobody not found", update, "assistant", "models:/assistant@nobody")
+    refused(
+        "RESOURCE_DOES_NOT_EXIST",
+        "has no alias .nobody.; it has versions 2, 1, and the aliases @champion",
+        update,
+        "assistant",
+        "models:/assistant@nobody",
+    )
     refused("RESOURCE_DOES_NOT_EXIST", "version=9", update, "assistant", "models:/assistant/9")
     refused("RESOURCE_DOES_NOT_EXIST", "name=other", update, "assistant", "models:/other/1")
     own = mlflow.get_tracking_uri()
