@@ -64,6 +64,27 @@ def settings_help() -> str:
     envvar=DATABASE_VARIABLE,
     help="URL of the store for keys and ledger, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE).",
 )
+@click.option(
+    "--jwt-jwks",
+    metavar="FILE|URL",
+    help="Take bearer tokens too, checked with the keys of this JWKS (mlflow-llm[jwt]).",
+)
+@click.option("--jwt-issuer", help="iss of such tokens.")
+@click.option("--jwt-audience", help="aud of such tokens: the name that their issuer has for this server.")
+@click.option("--jwt-algorithms", default=DEFAULTS.jwt_algorithms, show_default=True, help="In which they are signed.")
+@click.option(
+    "--jwt-leeway",
+    default=DEFAULTS.jwt_leeway,
+    show_default=True,
+    type=click.FloatRange(0, 600),
+    help="Seconds that clocks may differ.",
+)
+@click.option("--jwt-subject-claim", default=DEFAULTS.jwt_subject_claim, show_default=True, help="Who calls.")
+@click.option("--jwt-tenant-claim", default=DEFAULTS.jwt_tenant_claim, show_default=True, help="Who pays.")
+@click.option("--jwt-scope-claim", default=DEFAULTS.jwt_scope_claim, show_default=True, help="invoke, usage, manage.")
+@click.option(
+    "--jwt-endpoints-claim", default=DEFAULTS.jwt_endpoints_claim, show_default=True, help="Without it, all of them."
+)
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
 @click.option(
     "--timeout",
@@ -208,6 +229,7 @@ def _check_place(settings: ServerSettings) -> None:
     """Before minutes of loading. Raises ``PackagingError`` where the server could not keep its state,
     ``ClickException`` where it could not listen or has no store."""
     host, port = settings.host, settings.port
+    _check_tokens(settings)
     if settings.database is not None:
         ledger_dir(settings)
         with opened(settings.database, make=True):
@@ -216,6 +238,27 @@ def _check_place(settings: ServerSettings) -> None:
         try_address(host, port)
     except OSError as error:
         raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _check_tokens(settings: ServerSettings) -> None:
+    """Raises ``ClickException`` where tokens could not be checked; a URL may answer later."""
+    if settings.jwt_jwks is None:
+        return
+    try:
+        from ..web import jwks
+    except ModuleNotFoundError:
+        raise click.ClickException("--jwt-jwks needs joserfc: pip install 'mlflow-llm[jwt]'") from None
+    if jwks.is_url(settings.jwt_jwks):
+        return
+    try:
+        with open(settings.jwt_jwks, "rb") as file:
+            found = jwks.parsed(file.read())
+    except (OSError, jwks.BadKeySet) as error:
+        raise click.ClickException(f"--jwt-jwks {settings.jwt_jwks}: {error}") from None
+    if not found:
+        raise click.ClickException(
+            f"--jwt-jwks {settings.jwt_jwks}: it has no public key that signatures are checked with"
+        )
 
 
 def say(told: dict[str, Any]) -> None:

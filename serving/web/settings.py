@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
@@ -14,6 +15,9 @@ from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, Second
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .perimeter import Perimeter, is_loopback
 
+# asymmetric ones alone: the public keys of a set are no secrets to sign with
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
+Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
@@ -39,6 +43,11 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
     requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
     replies into the traces. ``prefix_sharing``: see ``tasks.cache_salt``; an endpoint may have its own.
+
+    ``jwt_jwks`` (a file or URL) has the keys of who issues bearer tokens, which then are callers as API keys are: of
+    ``jwt_issuer``, for ``jwt_audience``, signed in one of ``jwt_algorithms`` (commas between them), their times held to
+    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` say who calls, for which tenant, with which scopes and for
+    which endpoints.
     """
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -65,16 +74,51 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 0.0
     trace_content: bool = False
     trace_experiment: str = "mlflow-llm"
+    jwt_jwks: str | None = None
+    jwt_issuer: str | None = None
+    jwt_audience: str | None = None
+    jwt_algorithms: str = "RS256,PS256,ES256,EdDSA,Ed25519"
+    jwt_leeway: Annotated[float, Meta(ge=0, le=600)] = 30.0
+    jwt_subject_claim: Claim = "sub"
+    jwt_tenant_claim: Claim = "tenant"
+    jwt_scope_claim: Claim = "scope"
+    jwt_endpoints_claim: Claim = "endpoints"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_tokens()
         if self.require_keys and self.database is None:
             raise InvalidField("require_keys", True, "false without --database, which has the keys")
+
+    def _check_tokens(self) -> None:
+        if self.jwt_jwks is None:
+            if self.jwt_issuer is not None or self.jwt_audience is not None:
+                raise InvalidField("jwt_jwks", None, "a file or URL with the keys that tokens are checked with")
+            return
+        for name in ("jwt_issuer", "jwt_audience"):
+            if not getattr(self, name):
+                raise InvalidField(name, getattr(self, name), "a text that every token has to have: iss, aud")
+        place = urlsplit(self.jwt_jwks)
+        if place.scheme == "http" and not is_loopback(place.hostname or ""):
+            raise InvalidField("jwt_jwks", self.jwt_jwks, "a file or an https URL: over http anybody could send keys")
+        for name in self.algorithms:
+            if name not in ALGORITHMS:
+                raise InvalidField("jwt_algorithms", name, "of " + ", ".join(ALGORITHMS))
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """Those in which a token may be signed."""
+        return tuple(name.strip() for name in self.jwt_algorithms.split(","))
+
+    @property
+    def asks_who(self) -> bool:
+        """Whether a request without an API key or token is refused."""
+        return self.require_keys or self.jwt_jwks is not None
 
     @property
     def is_open_to_others(self) -> bool:
         """Whether other machines may use it without a key."""
-        return not self.require_keys and not is_loopback(self.host)
+        return not self.asks_who and not is_loopback(self.host)
 
 
 def default_state_dir() -> Path:

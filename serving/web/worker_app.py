@@ -33,8 +33,9 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
     endpoints = Endpoints()
-    required = keys if spec.settings.require_keys else None
+    required = keys if spec.settings.asks_who else None
     server = make_server(endpoints, spec.settings, keys=required, ledger=ledger, cache_secret=cache_secret)
+    server.tokens = _tokens(spec.settings)
     server.tracer = _tracer(spec.settings, directory)
     server.store = store
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)
@@ -62,6 +63,16 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     app = create_app(server)
     give_way()
     return app
+
+
+def _tokens(settings: ServerSettings) -> Any:
+    """What checks bearer tokens, where the server takes them."""
+    if settings.jwt_jwks is None:
+        return None
+    from .jwks import KeySource
+    from .tokens import Tokens
+
+    return Tokens(settings, KeySource(settings.jwt_jwks))
 
 
 def _tracer(settings: ServerSettings, directory: Path) -> Tracer:
