@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from . import windows
+from .caller import ANONYMOUS
 from .lease import Bucket, Reservation
 from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
 from .money import currency_of
@@ -69,13 +70,22 @@ def reserve(
         clock.move_up_to(state.latest)
     now, taken = int(clock.now()), 0
     if states:
-        _charge(connection, checked, states, _wanted(reservation, row), now)
+        wanted = _wanted(reservation, row)
+        currency = functools.partial(currency_of, connection)
+        admit(checked, now, wanted, currency, is_shared=is_shared(reservation.key_id))
+        _charge(connection, states, wanted, now)
     if reservation.bucket is not None:
         taken = _take(connection, store, reservation, reservation.bucket, clock)
     if now != charged or taken:
         own = ledger.c.request_id == reservation.request_id
         connection.execute(sa.update(ledger).where(own).values(charged_at=now, bucket_milli=taken))
-    return Admitted(limits=standing(checked, now), within_reserve=reservation.bucket is None or taken > 0)
+    limits_told = standing(checked, now, is_shared=is_shared(reservation.key_id))
+    return Admitted(limits=limits_told, within_reserve=reservation.bucket is None or taken > 0)
+
+
+def is_shared(key_id: str) -> bool:
+    """Whether other callers may use an endpoint too."""
+    return key_id != ANONYMOUS.key_id
 
 
 def _wanted(reservation: Reservation, row: dict[str, object]) -> Amounts:
@@ -88,14 +98,7 @@ def _wanted(reservation: Reservation, row: dict[str, object]) -> Amounts:
     )
 
 
-def _charge(
-    connection: sa.Connection,
-    checked: list[tuple[Limit, WindowState]],
-    states: dict[Subject, WindowState],
-    wanted: Amounts,
-    now: int,
-) -> None:
-    admit(checked, now, wanted, functools.partial(currency_of, connection))
+def _charge(connection: sa.Connection, states: dict[Subject, WindowState], wanted: Amounts, now: int) -> None:
     for state in states.values():
         windows.charge(state, now, wanted)
     save_windows(connection, states)

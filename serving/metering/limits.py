@@ -135,11 +135,18 @@ def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
 
 
 def admit(
-    found: Iterable[tuple[Limit, WindowState]], now: int, wanted: Amounts, currency: Callable[[], str] = str
+    found: Iterable[tuple[Limit, WindowState]],
+    now: int,
+    wanted: Amounts,
+    currency: Callable[[], str] = str,
+    *,
+    is_shared: bool = False,
 ) -> None:
     """Return where all limits have room. Else raise, of the limit that holds the caller up longest: ``LimitExceeded``,
     or where waiting never helps ``RequestError`` (the request alone is too large) or ``PermissionDenied`` (a budget is
-    spent for good, a limit is zero). ``currency`` is asked for the message of a refusal."""
+    spent for good, a limit is zero). ``currency`` is asked for the message of a refusal.
+
+    ``is_shared``: others use the endpoint, and what is left of its limits would tell what they did."""
     worst: tuple[float, Limit, int, int | None] | None = None
     for limit, state in found:
         have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
@@ -150,12 +157,18 @@ def admit(
         if worst is None or wait > worst[0]:
             worst = (wait, limit, max(0, limit.value - have), at)
     if worst is not None:
-        _refuse(worst[1], wanted.of(worst[1].kind), worst[2], worst[3], now, currency())
+        wait, limit, left, at = worst
+        _refuse(limit, wanted.of(limit.kind), None if is_shared and _is_of_all(limit) else left, at, now, currency())
 
 
-def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int, currency: str) -> None:
+def _is_of_all(limit: Limit) -> bool:
+    return limit.scope == "endpoint"
+
+
+def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, now: int, currency: str) -> None:
     text = f"{limit.kind}: the {limit.scope}'s limit is {amount(limit.kind, limit.value, currency)}; "
-    text += f"{plain(limit.kind, remaining)} are left and this request needs {plain(limit.kind, wanted)}"
+    left = "" if remaining is None else f"{plain(limit.kind, remaining)} are left and "
+    text += f"{left}this request needs {plain(limit.kind, wanted)}"
     # clients retry a 429, some without an end
     if wanted > limit.value > 0:
         param = "max_tokens" if limit.kind == "otpm" else None
@@ -171,10 +184,14 @@ def _refuse(limit: Limit, wanted: int, remaining: int, at: int | None, now: int,
     )
 
 
-def standing(found: Iterable[tuple[Limit, WindowState]], now: int) -> tuple[LimitStatus, ...]:
-    """For each kind the limit with the least left."""
+def standing(
+    found: Iterable[tuple[Limit, WindowState]], now: int, *, is_shared: bool = False
+) -> tuple[LimitStatus, ...]:
+    """For each kind the limit with the least left. ``is_shared``: of the caller's own limits, not the endpoint's."""
     strictest: dict[Kind, LimitStatus] = {}
     for limit, state in found:
+        if is_shared and _is_of_all(limit):
+            continue
         remaining = max(0, limit.value - windows.used(state, limit.kind, now))
         known = strictest.get(limit.kind)
         if known is None or remaining < known.remaining:

@@ -3,10 +3,13 @@ received nor tokenised for a limit that is used up. It reserves nothing; the adm
 
 from __future__ import annotations
 
+from functools import partial
+
 import sqlalchemy as sa
 
-from . import windows
+from . import admission, windows
 from .limits import Limit, Subject, admit, user_subject
+from .money import currency_of
 from .steady import SteadyClock
 from .tables import limits
 from .tables import windows as window_table
@@ -33,7 +36,8 @@ def check(
     for state in states.values():
         clock.move_up_to(state.latest)
     paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
-    admit(paired, int(clock.now()), least)
+    shared = admission.is_shared(key_id)
+    admit(paired, int(clock.now()), least, partial(currency_of, connection), is_shared=shared)
 
 
 def _any(table: sa.Table, subjects: dict[str, str]) -> sa.ColumnElement[bool]:
