@@ -101,6 +101,20 @@ def settings_help() -> str:
     help="Seconds after SIGTERM.",
 )
 @click.option(
+    "--max-resolvers",
+    default=DEFAULTS.max_resolvers,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Processes that look models up at once for the management API, 200 MB each; further ones wait.",
+)
+@click.option(
+    "--resolve-timeout",
+    default=DEFAULTS.resolve_timeout,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Seconds that such a process may take, downloads included.",
+)
+@click.option(
     "--max-queued",
     default=DEFAULTS.max_queued,
     show_default=True,

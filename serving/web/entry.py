@@ -8,8 +8,11 @@ Of URIs behind ``--texts`` the weights stay where they are: their engines are on
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +61,60 @@ class Resolved(Struct, frozen=True, kw_only=True):
 TEXTS = "--texts"
 
 
-def resolve(uris: tuple[str, ...], texts: tuple[str, ...] = ()) -> tuple[Resolved, ...]:
-    """The bundles of model URIs or local directories, then those of ``texts``, without weights. Raises
-    ``PackagingError``, or ``NotFound`` for no such model."""
-    command = child.python_command("serving.web.entry", *uris, TEXTS, *texts)
-    # a session of its own: Ctrl-C is ours to answer, and ends it without a trace
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        check=False,
-        start_new_session=True,
-        env=child.environment(),
-    )
-    lines = done.stdout.decode().strip().splitlines()
+def resolve(
+    uris: tuple[str, ...], texts: tuple[str, ...] = (), *, timeout: float | None = None
+) -> tuple[Resolved, ...]:
+    """The bundles of model URIs or local directories, then those of ``texts``, without weights, within ``timeout``
+    seconds. Raises ``PackagingError``, or ``NotFound`` for no such model."""
+    output, status = _run(child.python_command("serving.web.entry", *uris, TEXTS, *texts), timeout)
+    lines = output.decode().strip().splitlines()
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError):
-        raise PackagingError(f"reading the model failed with exit status {done.returncode}") from None
+        raise PackagingError(f"reading the model failed with exit status {status}") from None
     if answer.get("missing"):
         raise NotFound(answer["error"])
     if "error" in answer:
         raise PackagingError(answer["error"])
     return msgspec.convert(answer["models"], tuple[Resolved, ...])
+
+
+def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
+    """What it writes, and its exit status. It ends with us, however we end: its standard input is a pipe that only we
+    hold open. In a session of its own: Ctrl-C is ours to answer, and ends it, and what it started, without a trace."""
+    lifeline, held = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command, stdin=lifeline, stdout=subprocess.PIPE, start_new_session=True, env=child.environment()
+        )
+    except BaseException:
+        os.close(held)
+        raise
+    finally:
+        os.close(lifeline)
+    with process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise PackagingError(f"reading the model took longer than resolve_timeout, {timeout:g} seconds") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            os.close(held)
+    return output, process.returncode
+
+
+def end_with_parent(lifeline: int = 0) -> None:
+    """End this process, and its session's others, when nobody holds the other end of the pipe ``lifeline`` any more."""
+
+    def watch() -> None:
+        while os.read(lifeline, 1):
+            pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def main(words: list[str]) -> int:
@@ -132,4 +166,5 @@ def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

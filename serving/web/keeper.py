@@ -9,6 +9,7 @@ it finds its engines running and goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from . import logs
 from .board import Board
 from .controller import TICK, Controller
 from .registry import config_of, with_files
+from .resolvers import Resolvers
 from .scaler import Scaler
 from .spec import ServeSpec, store_url
 from .warm import generate_one
@@ -60,8 +62,10 @@ def main(argv: list[str]) -> int:
     board = Board(directory)
     supervisor = Supervisor(state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=board.in_use)
     endpoints = Endpoints(store, locate=_locate_nothing)
+    resolvers = Resolvers(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
+    found = functools.partial(with_files, find=resolvers)
     scaler = Scaler.of(spec.settings, store)
-    controller = Controller(endpoints, supervisor, board, scaler, find=with_files, say=say, over=over)
+    controller = Controller(endpoints, supervisor, board, scaler, find=found, say=say, over=over)
     try:
         controller.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")

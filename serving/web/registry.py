@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,16 +12,21 @@ from ..dialects.defaults import check_defaults, request_defaults
 from ..errors import InvalidField, PackagingError
 from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
 from ..modes.source import Source
-from .entry import resolve
+from .entry import Resolved, resolve
 from .spec import EndpointSpec
 
 
 def locate(
-    entities: tuple[ServedEntity, ...], overrides: dict[str, Any], *, metered: bool = True
+    entities: tuple[ServedEntity, ...],
+    overrides: dict[str, Any],
+    *,
+    metered: bool = True,
+    find: Callable[..., tuple[Resolved, ...]] | None = None,
 ) -> tuple[Source, ...]:
     """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
 
-    ``metered``: there is a ledger, without which no throughput can be reserved. Raises ``NotFound`` for a model that
+    ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is ``entry.resolve``, or
+    ``Resolvers``, which bounds it. Raises ``NotFound`` for a model that
     the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
     """
     for place, entity in enumerate(entities):
@@ -31,7 +37,7 @@ def locate(
                 f"served_entities[{place}].{field}", given, "none on a server started without --database"
             )
     try:
-        found = resolve(tuple(entity.uri for entity in entities))
+        found = (find or resolve)(tuple(entity.uri for entity in entities))
         settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
     except PackagingError as error:
         raise InvalidField(
@@ -48,8 +54,8 @@ def locate(
     )
 
 
-def with_files(entity: ServedEntity) -> ServedEntity:
-    """``entity`` with its model's files on this machine, fetched again where they are gone.
+def with_files(entity: ServedEntity, *, find: Callable[..., tuple[Resolved, ...]] | None = None) -> ServedEntity:
+    """``entity`` with its model's files on this machine, fetched again where they are gone; ``find`` as of ``locate``.
 
     Raises ``PackagingError``, ``NotFound``.
     """
@@ -58,7 +64,8 @@ def with_files(entity: ServedEntity) -> ServedEntity:
     if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
         return entity
     uris = (source.uri,)
-    (found,) = resolve((), texts=uris) if source.addresses else resolve(uris)
+    look = find or resolve
+    (found,) = look((), texts=uris) if source.addresses else look(uris)
     if found.bundle.content_hash != source.bundle.content_hash:
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=found.bundle))

@@ -36,7 +36,9 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     for no shorter time. ``io_timeout`` (seconds) ends a connection whose client neither sends nor takes a byte for so
     long: what a slow reader can make us hold is then bounded. ``offload_bytes``: a body from this size on is decoded
     and tokenised on a thread, so that the event loop goes on serving streams; below it the switch costs more than it
-    saves. ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``scale_to_zero_after`` (seconds
+    saves. ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``max_resolvers``
+    is how many processes look models up at once, in all workers together (200 MB each), and ``resolve_timeout``
+    (seconds) how long one may take, downloads included. ``scale_to_zero_after`` (seconds
     without a request) ends the engine of an entity with ``scale_to_zero_enabled``. ``engine_timeout`` (seconds) is
     how long requests wait for an engine of another host that is away. ``database`` is the URL of the store that holds
     keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger has
@@ -64,6 +66,8 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     io_timeout: Seconds = 30.0
     offload_bytes: CountOrZero = 8 * 2**10
     drain_timeout: SecondsOrZero = 30.0
+    max_resolvers: Annotated[int, Meta(ge=1, le=64)] = 2
+    resolve_timeout: Seconds = 900.0
     scale_to_zero_after: Seconds = 300.0
     engine_timeout: Seconds = 60.0
     database: str | None = None

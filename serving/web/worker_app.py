@@ -19,6 +19,7 @@ from .follower import Follower
 from .offload import give_way
 from .profiles import profiles_of
 from .registry import locate
+from .resolvers import Resolvers
 from .settings import ServerSettings, ledger_dir
 from .spec import ServeSpec, store_url
 from .tracing import OFF, Outbox, Tracer
@@ -38,7 +39,9 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     server.tokens = _tokens(spec.settings)
     server.tracer = _tracer(spec.settings, directory)
     server.store = store
-    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None)
+    settings = spec.settings
+    find = Resolvers(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
+    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
     server.management = ManagedEndpoints(store, locate=located)
     journal = str(ledger.journal_dir) if ledger is not None else ""
     opened = functools.partial(attach, journal=journal, timeout=spec.settings.engine_timeout)
