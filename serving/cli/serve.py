@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from ..dialects.defaults import check_defaults, request_defaults
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
-from ..web.listening import try_address
+from ..web.listening import addresses, try_address
 from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
 from .spec_files import read_serve_spec
@@ -42,6 +42,24 @@ def settings_help() -> str:
 )
 @click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--probe-port",
+    type=click.IntRange(0, 65535),
+    help="A listener for probes and metrics alone; /metrics is then there only.",
+)
+@click.option("--probe-host", help="Its address (default: --host).")
+@click.option(
+    "--max-connections",
+    default=DEFAULTS.max_connections,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Of each worker; when all are taken the one that has waited longest for its client goes.",
+)
+@click.option(
+    "--max-connections-per-address",
+    type=click.IntRange(1),
+    help="Of each worker, from one address (default: half of them).",
+)
 @click.option(
     "--allowed-host",
     "allowed_hosts",
@@ -242,16 +260,16 @@ def _check_alone(context: click.Context) -> None:
 def _check_place(settings: ServerSettings) -> None:
     """Before minutes of loading. Raises ``PackagingError`` where the server could not keep its state,
     ``ClickException`` where it could not listen or has no store."""
-    host, port = settings.host, settings.port
     _check_tokens(settings)
     if settings.database is not None:
         ledger_dir(settings)
         with opened(settings.database, make=True):
             pass
-    try:
-        try_address(host, port)
-    except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    for host, port in addresses(settings):
+        try:
+            try_address(host, port)
+        except OSError as error:
+            raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _check_tokens(settings: ServerSettings) -> None:
@@ -285,6 +303,7 @@ def say(told: dict[str, Any]) -> None:
         "loaded": f"loaded{where}{seconds}",
         "token": f"first token of{where}{seconds}; kernels: {told.get('kernels')}",
         "ready": "engines ready",
+        "probes": f"probes and metrics on http://{told.get('host')}:{told.get('port')}",
         "listening": f"listening on http://{told.get('host')}:{told.get('port')} (docs at /docs)",
     }.get(told["stage"], json.dumps(told))
     click.echo(text, err=True)

@@ -28,7 +28,7 @@ from . import logs, usage
 from .accounts import ANSWERS as ACCOUNTS
 from .answer import Answer, error_answer
 from .bodies import is_large, read_body
-from .connections import settle
+from .connections import came_to_probes, settle
 from .endpoints import Endpoints
 from .exchange import REQUEST_ID, Exchange, request_id_from
 from .gate import Gate
@@ -46,6 +46,7 @@ from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
 REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
+PROBES = ("ping", "health", "ready", "metrics")
 ANSWERS = {**MANAGEMENT, **ACCOUNTS, "usage": usage.answer}
 
 
@@ -124,8 +125,9 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
 def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str], exchange: Exchange) -> Answer:
     dialect, blamed = DIALECTS[route.dialect], False
     try:
+        listens = _check_listener(server, route)
         if not server.asks_who:
-            check_site(request.environ, server.settings)
+            check_site(request.environ, listens, server.settings.allowed_hosts)
         blamed = not route.open  # not for pages of other sites, which would have the user of a browser refused
         caller = _anyone(server, exchange) if route.open else _checked_caller(server, exchange, route.scope)
         check_content_type(request.environ)
@@ -157,6 +159,17 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
         logs.event("fault", level=logging.ERROR, exc_info=True, request_id=exchange.request_id)
         exchange.finish(InternalError.status, "internal error")
         return error_answer(dialect, InternalError(f"internal error; the log has it under {exchange.request_id}"))
+
+
+def _check_listener(server: Server, route: Route) -> str:
+    """The address at which the listener that the request came to listens. Raises ``NotFound`` for a route that it does
+    not have."""
+    probes = came_to_probes(request.environ)
+    if probes and route.handler not in PROBES:
+        raise NotFound(f"no route {request.path[:100]} here: this listener is for probes and metrics")
+    if not probes and route.handler == "metrics" and server.settings.probe_port is not None:
+        raise NotFound("no metrics here: this server has a listener of its own for them (probe_port)")
+    return (server.settings.probe_host if probes else None) or server.settings.host
 
 
 def _incoming(server: Server, route: Route, name: str | None, caller: Caller) -> Incoming:

@@ -1,14 +1,19 @@
 """How long a client may take to send: gunicorn's parser reads every head and every body through ``Arrivals``.
 
-Without it each byte would have a time of its own, and a client that sends one now and then would hold its connection
-for as long as it likes, before anyone asks it for a key.
+Without it each byte would have a time of its own, and a client that sends one now and then (Slowloris) would hold its
+connection for as long as it likes, before anyone asks it for a key.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
 from time import monotonic
 from typing import Any, Literal
 
+import gevent
 from gunicorn.http.errors import ParseException
 
 RATE = 2**10  # bytes of a body that pay for a second: the slowest of honest uploads are faster
@@ -20,30 +25,59 @@ class TooSlow(ParseException):
 
 
 class Arrivals:
-    """A client's socket for gunicorn's parser; ``plain`` is the socket itself, for all else.
+    """A client's connection for gunicorn's parser; ``plain`` is the socket itself, for all else.
 
-    ``io_timeout`` (seconds) is what a client may be waited for: for the first byte of a head, after which the
-    connection ends without a word (``TimeoutError``); then for all of the rest of the head; then for a body, where
-    ``RATE`` bytes give a second back (``TooSlow``). Only waiting counts, so a busy server is held against nobody, and
-    nothing has to be stopped while a request is answered.
+    ``io_timeout`` (seconds) is what a client may be waited for: for the first byte of a head (that of the first one
+    within ``first_timeout``), after which the connection ends without a word (``TimeoutError``); then for all of the
+    rest of the head; then for a body, where ``RATE`` bytes give a second back (``TooSlow``). Only waiting counts, so a
+    busy server is held against nobody, and nothing has to be stopped while a request is answered.
+
+    ``peer`` is the socket's address, ``address`` whom it counts for (``places``). ``probes``: it came to the listener
+    for probes.
     """
 
-    def __init__(self, plain: Any, io_timeout: float) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        io_timeout: float,
+        *,
+        first_timeout: float | None = None,
+        peer: Any = "",
+        address: str = "",
+        probes: bool = False,
+    ) -> None:
         self.plain = plain
-        self._limit = self._left = io_timeout
+        self.peer, self.address, self.probes = peer, address, probes
+        self.is_secure = False
+        self._limit = io_timeout
+        self._left = min(io_timeout, first_timeout or io_timeout)
         self._part: Literal["", "head", "body"] = ""
+        self._began = monotonic()
+        self._is_waiting = False
 
     def expect_head(self) -> None:
-        self._part, self._left = "", self._limit
+        self._expect("")
 
     def expect_body(self) -> None:
-        self._part, self._left = "body", self._limit
+        self._expect("body")
+
+    def _expect(self, part: Literal["", "head", "body"]) -> None:
+        self._part, self._left, self._began = part, self._limit, monotonic()
+
+    def start_tls(self, context: Any) -> None:
+        """Raises ``OSError``, also for a handshake that takes longer than a first byte may."""
+        with self._waiting(), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
+            self.plain = context.wrap_socket(self.plain, server_side=True, do_handshake_on_connect=False)
+            self.plain.do_handshake()
+        self.is_secure = True
+        self.plain.settimeout(self._limit)
 
     def recv(self, size: int) -> bytes:
         self.plain.settimeout(max(self._left, MOMENT))
         began = monotonic()
         try:
-            data: bytes = self.plain.recv(size)
+            with self._waiting():
+                data: bytes = self.plain.recv(size)
         except TimeoutError:
             if not self._part:
                 raise
@@ -55,7 +89,7 @@ class Arrivals:
 
     def _count(self, size: int, waited: float) -> None:
         if not self._part:
-            self._part = "head"  # whose time begins with its first byte
+            self._expect("head")  # whose time begins with its first byte
         elif self._part == "head":
             self._left -= waited
         else:
@@ -65,6 +99,26 @@ class Arrivals:
         if self._part == "head":
             return TooSlow(f"the head did not arrive within {self._limit:g} seconds")
         return TooSlow(f"the body arrives too slowly: more than {self._limit:g} seconds behind {RATE} bytes a second")
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+
+    @property
+    def waiting_since(self) -> tuple[bool, float] | None:
+        """See ``places.Guest``."""
+        return (self._part == "body", self._began) if self._is_waiting else None
+
+    def evict(self) -> None:
+        """End the connection under the greenlet that waits for it, which finds it closed by its client."""
+        with contextlib.suppress(OSError):  # a twin, for a TLS socket would forget its state
+            twin = socket.socket(fileno=os.dup(self.plain.fileno()))
+            with contextlib.closing(twin):
+                twin.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.plain.close()

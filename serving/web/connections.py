@@ -27,7 +27,7 @@ class RequestBody:
 
     def __init__(self, request: Any, arrivals: Arrivals) -> None:
         self._request = request
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._stream = request.body
         self._chunked = isinstance(request.body.reader, ChunkedReader)
         headers = dict(request.headers)
@@ -49,7 +49,7 @@ class RequestBody:
 
     def _note_end(self) -> None:
         if self.is_whole:
-            self._arrivals.expect_head()
+            self.arrivals.expect_head()
 
     @property
     def is_whole(self) -> bool:
@@ -72,6 +72,12 @@ def settle(environ: Mapping[str, Any]) -> None:
     body = environ.get("wsgi.input")
     if isinstance(body, RequestBody):
         body.settle()
+
+
+def came_to_probes(environ: Mapping[str, Any]) -> bool:
+    """Whether the request of ``environ`` came to the listener for probes."""
+    body = environ.get("wsgi.input")
+    return isinstance(body, RequestBody) and body.arrivals.probes
 
 
 def linger(client: socket.socket) -> None:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import socket
+import select
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import gevent
+from gevent import monkey
 
 from ..errors import DeadlineExceeded
 
 T = TypeVar("T")
 
 TURN = 32  # pulls in a row before others may run: a reply that is all there would otherwise go out in one go
+LOOK = 0.1  # seconds between looks at a peer that has sent more than its request
 GRACE = 2.0  # seconds the engine has to end a late request in its own way, which tells of what was generated
 
 
@@ -130,20 +132,39 @@ def watching(sock: Any, pull: Pull[Any]) -> Iterator[None]:
     if sock is None or not hasattr(sock, "fileno") or sock.fileno() < 0:
         yield
         return
-    watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
-    watcher.start(_look, watcher, sock, pull)
+    watch = Watch(sock.fileno(), pull)
     try:
         yield
     finally:
-        watcher.stop()
-        watcher.close()
+        watch.close()
 
 
-def _look(watcher: Any, sock: Any, pull: Pull[Any]) -> None:
-    try:
-        gone = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except OSError:
-        gone = True
-    watcher.stop()  # level-triggered: a pipelined request would call us for ever
-    if gone:
-        pull.interrupt(ClientGone())
+class Watch:
+    """Looks when something comes of a peer: its end, or bytes that are the next request's. Behind such bytes, and those
+    that TLS says farewell with, the end is no event of its own, and is looked for now and then."""
+
+    def __init__(self, fileno: int, pull: Pull[Any]) -> None:
+        self._fileno, self._pull = fileno, pull
+        loop = gevent.get_hub().loop
+        self._coming, self._timer = loop.io(fileno, 1), loop.timer(LOOK, repeat=LOOK)
+        self._coming.start(self._look)
+
+    def _look(self) -> None:
+        self._coming.stop()  # level-triggered: a pipelined request would call us for ever
+        if not has_left(self._fileno):
+            self._timer.start(self._look)
+            return
+        self._timer.stop()
+        self._pull.interrupt(ClientGone())
+
+    def close(self) -> None:
+        for watcher in (self._coming, self._timer):
+            watcher.stop()
+            watcher.close()
+
+
+def has_left(fileno: int) -> bool:
+    """Whether the peer has closed its sending side, whatever it sent before."""
+    poll = monkey.get_original("select", "poll")()
+    poll.register(fileno, select.POLLRDHUP)
+    return bool(poll.poll(0))

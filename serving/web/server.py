@@ -22,6 +22,8 @@ from ..tasks.cache_salt import SECRET_BYTES
 from . import logs
 from .directory import server_directory
 from .exporting import exporting
+from .listening import addresses, bind
+from .shares import Shares
 from .spec import ServeSpec
 
 Progress = Callable[[dict[str, Any]], None]
@@ -124,12 +126,13 @@ class Application(BaseApplication):
         self.spec, self.directory, self.keeper = spec, directory, keeper
         self.progress = progress
         self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
+        self.shares = Shares(spec.settings.workers)
         super().__init__()
 
     def load_config(self) -> None:
         settings = self.spec.settings
         values = {
-            "bind": [f"{settings.host}:{settings.port}"],
+            "bind": [bind(*address) for address in addresses(settings)],
             "workers": settings.workers,
             "worker_class": "mlflow_llm.serving.web.worker.DrainingWorker",
             "logger_class": "mlflow_llm.serving.web.worker.JsonLogger",
@@ -148,6 +151,7 @@ class Application(BaseApplication):
             "forwarded_allow_ips": "",
             "forwarder_headers": "",
             "secure_scheme_headers": {},
+            "pre_fork": self._give_share,
             "child_exit": self._forget_worker,
             "when_ready": self._listening,
         }
@@ -175,11 +179,17 @@ class Application(BaseApplication):
                 raise
 
     def _listening(self, arbiter: Any) -> None:
-        if self.progress is not None:
-            host, port = arbiter.LISTENERS[0].sock.getsockname()[:2]
-            self.progress({"stage": "listening", "host": host, "port": port})
+        if self.progress is None:
+            return
+        for stage, listener in zip(("listening", "probes"), arbiter.LISTENERS, strict=False):
+            host, port = listener.sock.getsockname()[:2]
+            self.progress({"stage": stage, "host": host, "port": port})
+
+    def _give_share(self, arbiter: Any, worker: Any) -> None:
+        worker.share = self.shares.give()
 
     def _forget_worker(self, arbiter: Any, worker: Any) -> None:
         from .worker_figures import merge_ended  # prometheus_client, once imported, looks no more for the directory
 
+        self.shares.take_back(worker.share)
         merge_ended(self.directory / METRICS, worker.pid)

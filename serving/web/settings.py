@@ -33,8 +33,7 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
     (what rate limits then reserve); None is up to the context length. ``timeout`` (seconds) ends a request that asks
-    for no shorter time. ``io_timeout`` (seconds) ends a connection whose client neither sends nor takes a byte for so
-    long: what a slow reader can make us hold is then bounded. ``offload_bytes``: a body from this size on is decoded
+    for no shorter time. ``offload_bytes``: a body from this size on is decoded
     and tokenised on a thread, so that the event loop goes on serving streams; below it the switch costs more than it
     saves. ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``max_resolvers``
     is how many processes look models up at once, in all workers together (200 MB each), and ``resolve_timeout``
@@ -59,11 +58,9 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
     max_held_bytes: Bytes = 128 * 2**20
     refusals_per_minute: CountOrZero = 600
     max_queued: CountOrZero = 256
-    max_connections: Count = 1000
     retry_after: SecondsOrZero = 1.0
     default_max_tokens: Count | None = None
     timeout: Seconds = 600.0
-    io_timeout: Seconds = 30.0
     offload_bytes: CountOrZero = 8 * 2**10
     drain_timeout: SecondsOrZero = 30.0
     max_resolvers: Annotated[int, Meta(ge=1, le=64)] = 2

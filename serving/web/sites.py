@@ -15,15 +15,18 @@ from typing import Any
 from werkzeug.http import parse_options_header
 
 from ..errors import PermissionDenied, RequestError
-from .perimeter import Perimeter, is_loopback
+from .perimeter import is_loopback
 
 ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
 OWN_SITE = ("same-origin", "none")  # none: typed, or chosen by the user
 WITH_BODY = ("POST", "PUT", "PATCH")
 
 
-def check_site(environ: Mapping[str, Any], settings: Perimeter) -> None:
-    """Raises ``PermissionDenied`` for a request that a page of another site may have made."""
+def check_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
+    """Raises ``PermissionDenied`` for a request that a page of another site may have made.
+
+    ``listens`` is the address that it came to, ``allowed`` are names beside it.
+    """
     site = environ.get("HTTP_SEC_FETCH_SITE")
     if site is not None and site.strip().lower() not in OWN_SITE:
         raise PermissionDenied(f"Sec-Fetch-Site: {_WHY}pages of other sites")
@@ -31,14 +34,14 @@ def check_site(environ: Mapping[str, Any], settings: Perimeter) -> None:
     origin = environ.get("HTTP_ORIGIN")
     if origin is not None and not _is_of(origin, host):
         raise PermissionDenied(f"Origin: {_WHY}pages of other sites")
-    if host is not None and not _is_ours(name_of(host), settings):
+    if host is not None and not _is_ours(name_of(host), listens, allowed):
         raise PermissionDenied(
-            f"Host: {_WHY}another name than {_names(settings)}; a server behind a proxy is told of its names by "
-            "--allowed-host"
+            f"Host: {_WHY}another name than {', '.join((_OWN, *allowed))}; --allowed-host adds those of a proxy"
         )
 
 
 _WHY = "this server asks for no keys, so it takes no requests from "
+_OWN = "this machine's own"
 
 
 def _is_of(origin: str, host: str | None) -> bool:
@@ -52,16 +55,11 @@ def name_of(host: str) -> str:
     return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 
 
-def _is_ours(name: str, settings: Perimeter) -> bool:
+def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
     """Names are checked where they are known: on loopback, which has no others, and where they were told."""
-    told = tuple(host.lower() for host in settings.allowed_hosts)
-    if not told and not is_loopback(settings.host):
+    if not allowed and not is_loopback(listens):
         return True
-    return is_loopback(name) or name == settings.host.lower() or name in told
-
-
-def _names(settings: Perimeter) -> str:
-    return ", ".join(("this machine's own", *settings.allowed_hosts))
+    return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]
 
 
 def check_content_type(environ: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gevent
-from gevent.pool import Pool
-from gevent.server import StreamServer
 from gunicorn.arbiter import Arbiter
 from gunicorn.glogging import Logger
 from gunicorn.workers.base_async import AsyncWorker
@@ -20,13 +18,19 @@ from gunicorn.workers.ggevent import GeventWorker
 from ..errors import ShuttingDown
 from . import framing, logs
 from .arrivals import Arrivals
+from .departures import Departures
 from .gate import DRAIN_RETRY_AFTER
+from .places import Places
+from .shares import Share
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
+    from .accepting import Acceptor
     from .invoke import Server
 
 TICK = 0.1
 FLUSH_SECONDS = 2.0
+LAST_SECONDS = 1.0
+PROBES = 64  # connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
@@ -35,6 +39,7 @@ class DrainingWorker(GeventWorker):
     """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event."""
 
     wsgi: Any = None  # until it is loaded
+    share: Share  # which the arbiter gives it
     answering = 0  # requests from their head to the last byte of their answer
 
     def init_process(self) -> None:
@@ -72,10 +77,10 @@ class DrainingWorker(GeventWorker):
         # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
         AsyncWorker.notify(self)
 
-    def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        # instead of the parent's setblocking(1): a peer that neither sends nor takes a byte loses its connection
-        client.settimeout(self.server.settings.io_timeout)
-        AsyncWorker.handle(self, listener, Arrivals(client, self.server.settings.io_timeout), addr)
+    def serve(self, listener: Any, connection: Arrivals) -> None:
+        # instead of the parent's handle, which sets no time: a peer that takes no byte loses its connection
+        connection.plain.settimeout(self.server.settings.io_timeout)
+        AsyncWorker.handle(self, listener, connection, connection.peer)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
         from .connections import RequestBody, linger
@@ -85,7 +90,7 @@ class DrainingWorker(GeventWorker):
         req.body = body = RequestBody(req, sock)
         self.answering += 1
         try:
-            super().handle_request(listener_name, req, sock.plain, addr)
+            super().handle_request(listener_name, req, Departures(sock.plain), addr)
         except StopIteration:  # how gunicorn says that the connection ends
             if not body.is_whole:
                 linger(sock.plain)
@@ -113,7 +118,8 @@ class DrainingWorker(GeventWorker):
         os._exit(0)
 
     def run(self) -> None:
-        servers = [self._listen(sock) for sock in self.sockets]
+        acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
+        self.share.open()
         last = 0.0
         while self.alive:
             if os.getppid() != self.ppid:
@@ -124,25 +130,46 @@ class DrainingWorker(GeventWorker):
                 self.notify()
             gevent.sleep(TICK)
         self._drain()
-        for server in servers:
-            server.close()
-        for server in servers:
-            server.stop(timeout=1)
+        for acceptor in acceptors:
+            acceptor.close()
+        gevent.wait([acceptor.greenlets for acceptor in acceptors], timeout=LAST_SECONDS)
+        for acceptor in acceptors:
+            acceptor.greenlets.kill(timeout=LAST_SECONDS)
         self.server.follower.close()
         if self.server.ledger is not None:
             self.server.ledger.close()
 
-    def _listen(self, sock: Any) -> StreamServer:
+    def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
+        """The first socket is the gateway's, the second that for probes alone, whose places nobody else takes."""
+        from .accepting import Acceptor
+
+        settings = self.server.settings
         sock.setblocking(1)
-        server = StreamServer(sock, handle=partial(self.handle, sock), spawn=Pool(self.worker_connections))
-        if self.cfg.workers > 1:
-            server.max_accept = 1
-        server.start()
-        return server
+        share = None if probes else self.share
+        if probes:
+            places = Places(PROBES, PROBES)
+        else:
+            places = Places(settings.max_connections, settings.most_of_an_address, left=self.share.remove)
+        acceptor = Acceptor(
+            sock,
+            partial(self.serve, sock),
+            places=places,
+            share=share,
+            make=partial(self._connection, probes=probes),
+            io_timeout=settings.io_timeout,
+        )
+        acceptor.start()
+        return acceptor
+
+    def _connection(self, client: Any, peer: Any, address: str, *, probes: bool) -> Arrivals:
+        settings = self.server.settings
+        first = settings.first_byte_timeout
+        return Arrivals(client, settings.io_timeout, first_timeout=first, peer=peer, address=address, probes=probes)
 
     def _drain(self) -> None:
         """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
         self.server.gate.draining = True
+        self.share.close()
         logs.event("draining", running=self.answering)
         self._wait(self.server.settings.drain_timeout)
         if left := self.answering:

@@ -1,0 +1,45 @@
+"""What goes out to a client: little of it waits in the kernel, and a client has time as long as it takes some.
+
+By itself the kernel takes megabytes for a client that reads nothing: replies of thousands of tokens would be generated
+to their ends for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+UNSENT = 16 * 2**10  # bytes that the peer's window does not let out yet
+PIECE = 64 * 2**10
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux; named since Python 3.12
+_TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+def bound(plain: Any, io_timeout: float) -> None:
+    """Let the kernel keep ``UNSENT`` bytes at most that the peer has no room for, and give the connection up where it
+    takes none for ``io_timeout`` seconds, also when we have closed it. What is on its way is not bounded: that would
+    slow down readers that are far away."""
+    with contextlib.suppress(OSError):  # systems without these options
+        if plain.family == socket.AF_UNIX:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT)
+            return
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT)
+        plain.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, max(1, int(io_timeout * 1000)))
+
+
+class Departures:
+    """A client's socket for gunicorn's answers. ``sendall`` raises ``TimeoutError`` where the client takes nothing for
+    the socket's timeout, and not where it takes long in all, as that of the socket itself would."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._plain.send(left[:PIECE]) :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
