@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...serving.bundle import Bundle
+from ...serving.dialects.errors import openai_error
 from ...serving.dialects.fields import unknown_field
-from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError
+from ...serving.errors import InternalError, InvalidField, PackagingError, RequestError, ServingError, ShuttingDown
+from ...serving.readers import one_of
+from ...serving.reply import Reply
+from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks.endpoint import Profile
 from ...serving.tasks.reply_size import MAX_REPLY_BYTES
@@ -20,7 +24,7 @@ from . import errors, scoring_server
 from .enforcement import Given
 from .frames import requests_of
 from .session import Session
-from .signature import request_fields
+from .signature import ON_ERROR, request_fields
 
 if TYPE_CHECKING:
     from .model import LanguageModel
@@ -54,23 +58,58 @@ class PyfuncModel:
         Args:
             model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of them;
                 or a DataFrame with a row for each (``frames``).
-            params: request fields for all rows, used where a row says nothing of a field itself.
+            params: request fields for all rows, used where a row says nothing of a field itself; and ``on_error``, what
+                is made of a request that is refused or fails: "raise" (the default) ends the call, "null" gives None
+                in its place, "return" ``{"error": {"message", "type", "param", "code"}}``. The others are answered.
 
         Returns:
             One reply object for one request or text; for a list or a DataFrame, also of one row, a list in order.
             Many rows show a progress bar on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
 
         Raises:
-            MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named.
+            MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named. Input
+                that holds no requests, wrong ``params``, and a model that was closed or cannot be loaded raise always.
         """
         with _told():
             bodies, single = self._requests(model_input)
-            _check_params(params)
+            on_error = _check_params(params)
             rows = [_with_params(body, params) for body in bodies]
+            if on_error != "raise":
+                found = self._predict_each(rows, on_error)
+                return found[0] if single else found
             if single:
                 request = self.session.valid(_unstreamed(rows[0]))
                 return self.session.encode(request, self.session.reply(request))
             return self._predict_rows(rows)
+
+    def _predict_each(self, rows: list[dict[str, Any]], on_error: str) -> list[dict[str, Any] | None]:
+        """Each answered or failed for itself."""
+        if rows:
+            self.session.connect()
+        asked = [self._valid_or_error(body) for body in rows]
+        requests = [request for request in asked if isinstance(request, ValidRequest)]
+        outcomes = iter(self.session.outcomes(requests, _progress if _shows_progress(len(rows)) else None))
+        told: list[dict[str, Any] | None] = []
+        failed: list[str] = []
+        for row, request in enumerate(asked):
+            outcome = next(outcomes) if isinstance(request, ValidRequest) else request
+            if isinstance(outcome, ShuttingDown):
+                raise outcome
+            if isinstance(request, ValidRequest) and isinstance(outcome, Reply):
+                told.append(self.session.encode(request, outcome))
+            else:
+                assert isinstance(outcome, ServingError)
+                failed.append(f"row {row}: {outcome.logged}")
+                told.append(openai_error(outcome) if on_error == "return" else None)
+        if failed:
+            logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
+        return told
+
+    def _valid_or_error(self, body: dict[str, Any]) -> ValidRequest | RequestError:
+        try:
+            return self.session.valid(_unstreamed(body))
+        except RequestError as error:
+            return error
 
     def _predict_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         requests = []
@@ -92,7 +131,8 @@ class PyfuncModel:
         """
         with _told():
             bodies, _ = self._requests(model_input)
-            _check_params(params)
+            if _check_params(params) != "raise":
+                raise RequestError("params.on_error: it is for predict; a stream tells its error where it comes")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
             request = self.session.valid(_with_params(bodies[0], params), stream=True)
@@ -125,18 +165,22 @@ class PyfuncModel:
         self.close()
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: Any) -> str:
+    """What is to be done on an error. Raises ``InvalidField``."""
     if params is not None and not isinstance(params, dict):
         raise InvalidField("params", params, "an object of request fields")
-    known = request_fields()
+    known = [name for name in (*request_fields(), ON_ERROR) if name not in CONTENT]
     for name, value in (params or {}).items():
-        if name not in known or name in CONTENT:
-            raise unknown_field(name, value, [field for field in known if field not in CONTENT], "params.")
+        if name not in known:
+            raise unknown_field(name, value, known, "params.")
+    on_error = (params or {}).get(ON_ERROR)
+    return "raise" if on_error is None else str(one_of("raise", "null", "return")(on_error, f"params.{ON_ERROR}"))
 
 
 def _with_params(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
     """``body`` with what ``params`` says of the fields that it leaves out or gives as null."""
-    given = {name: value for name, value in (params or {}).items() if value is not None and body.get(name) is None}
+    said = {name: value for name, value in (params or {}).items() if name != ON_ERROR}
+    given = {name: value for name, value in said.items() if value is not None and body.get(name) is None}
     return {**body, **given}
 
 

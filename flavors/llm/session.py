@@ -21,7 +21,7 @@ from ...serving.dialects import DIALECTS
 from ...serving.dialects.defaults import defaults_of
 from ...serving.dialects.fields import task_of
 from ...serving.engine.interface import Engine, EngineInfo
-from ...serving.errors import Aborted, ShuttingDown
+from ...serving.errors import Aborted, ServingError, ShuttingDown
 from ...serving.reply import Piece, Reply
 from ...serving.request import Task, ValidRequest
 from ...serving.settings import EngineSettings
@@ -138,15 +138,35 @@ class Session:
                 yield from _events(encoder.encode(piece))
 
     def replies(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply]:
-        """Replies in order. All run in one batch: as many are under way at a time as the engine runs at once.
+        """Replies in order. The first error stops the rest and is raised; ``failed_at`` on it is the row's number."""
+        return self._batch(requests, self.reply, watch)
+
+    def outcomes(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply | ServingError]:
+        """Replies in order, and in the place of one that failed its error."""
+
+        def outcome(request: ValidRequest, stop: threading.Event) -> Reply | ServingError:
+            try:
+                return self.reply(request, stop)
+            except ServingError as error:
+                return error
+
+        return self._batch(requests, outcome, watch)
+
+    def _batch(
+        self,
+        requests: Sequence[ValidRequest],
+        ask: Callable[[ValidRequest, threading.Event], T],
+        watch: Watch | None,
+    ) -> list[T]:
+        """All run in one batch: as many are under way at a time as the engine runs at once.
 
         Each is read by a thread of its own, so that a stop string ends its text when it comes, not when its turn to
-        be read does. The first error stops the rest and is raised; ``failed_at`` on it is the row's number.
+        be read does.
         """
         stop = threading.Event()
         width = max(1, min(len(requests), self.settings.max_num_seqs))
         with ThreadPoolExecutor(width, thread_name_prefix="mlflow-llm-predict") as pool:
-            futures = [pool.submit(self.reply, request, stop) for request in requests]
+            futures = [pool.submit(ask, request, stop) for request in requests]
             try:
                 waited = _in_order(futures)
                 return list(waited if watch is None else watch(waited, len(futures)))

@@ -21,6 +21,7 @@ from ...serving.dialects import FIELDS, REFUSED_FIELDS
 from ...serving.dialects.tables import MLFLOW
 from ...serving.request import Task
 
+ON_ERROR = "on_error"  # of predict itself, no field of a request
 ROW_MARKER = "_one_request_per_row"
 
 REPLY_FIELDS = {
@@ -61,7 +62,8 @@ def params_schema() -> ParamSchema:
             if field.target is not None and name not in (table.required, "stream"):
                 kinds.setdefault(name, set()).add(str(field.read.schema.get("type")))
     one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
-    return ParamSchema([ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None])
+    fields = [ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None]
+    return ParamSchema([*fields, ParamSpec(ON_ERROR, DataType.string, default=None)])
 
 
 def is_lossless(schema: Schema | None) -> bool:
