@@ -10,6 +10,7 @@ from mlflow_llm import __version__
 
 from ..errors import PackagingError, ServingError
 from .audit import audit
+from .batch import batch
 from .bench import bench
 from .chat import chat
 from .doctor import doctor
@@ -28,7 +29,7 @@ def cli() -> None:
     """Serve language models logged with MLflow."""
 
 
-for command in (serve, engine, engine_key, keys, limits, prices, usage, audit, endpoints, chat, bench, doctor):
+for command in (serve, engine, engine_key, keys, limits, prices, usage, audit, endpoints, chat, batch, bench, doctor):
     cli.add_command(command)
 
 

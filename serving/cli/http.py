@@ -74,6 +74,18 @@ class Client:
     def delete(self, path: str) -> Any:
         return self._json("DELETE", path, None)
 
+    def ask(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any], float | None]:
+        """Status, JSON object and ``Retry-After`` of the answer to a POST, whatever its status."""
+        with self._open("POST", path, body) as answer:
+            text, after = answer.read(), answer.headers.get("Retry-After", "")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise click.ClickException(f"{self._host}:{self._port}{path} answers no JSON object: not our server?")
+        return answer.status, found, float(after) if after.isdecimal() else None
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The JSON chunks of a streamed reply, up to ``[DONE]``; an error among them is raised."""
         with self._answer("POST", path, body) as answer:
@@ -114,12 +126,18 @@ class Client:
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """The open answer, its status checked. The connection is kept only where the answer was read to its end."""
+        """The open answer, its status checked."""
+        with self._open(method, path, body) as answer:
+            if answer.status >= 400:
+                raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}")
+            yield answer
+
+    @contextlib.contextmanager
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        """The open answer. The connection is kept only where the answer was read to its end."""
         done = False
         try:
             answer = self._ask(method, self._prefix + path, body)
-            if answer.status >= 400:
-                raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}")
             yield answer
             done = answer.isclosed() and not answer.will_close
         except (OSError, http.client.HTTPException) as error:

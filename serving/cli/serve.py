@@ -361,9 +361,9 @@ def name_of(uri: str) -> str:
     return path.split("@")[0].split("/")[0] if uri.startswith("models:/") else os.path.basename(path) or "model"
 
 
-def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text. Raises ``UsageError``,
-    ``InvalidField``."""
+def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str, Any]:
+    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text. ``here``: of an engine
+    for this command alone, which may be in its own process. Raises ``UsageError``, ``InvalidField``."""
     found: dict[str, Any] = {}
     for pair in config:
         key, equals, value = pair.partition("=")
@@ -374,7 +374,10 @@ def engine_overrides(config: tuple[str, ...]) -> dict[str, Any]:
             found[key] = json.loads(value)
         except ValueError:
             found[key] = value
-    check_server_engine(found)
+    if here:
+        EngineSettings.read(found)
+    else:
+        check_server_engine(found)
     return found
 
 

@@ -1,0 +1,197 @@
+"""``mlflow-llm batch``: a file of requests answered into a file, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from ..errors import PackagingError, ServingError
+from .batch_asking import Answered, AskAgain, Asking, ModelAsking, ServerAsking, line_of
+from .batch_journal import Journal
+from .batch_rows import Row, Rows
+from .http import url_options
+from .serve import engine_overrides
+
+FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds before a row is asked again
+INTERRUPTED = 130
+
+
+class Stopped(click.ClickException):
+    """Before the end. What is written stays, and the same command goes on."""
+
+    exit_code = 2
+
+
+@click.command()
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="A line a row.")
+@click.option("-m", "--model-uri", help="Answer with this model, loaded here (else a server at --url answers).")
+@click.option("-C", "--config", multiple=True, metavar="KEY=VALUE", help="With -m: an engine setting; repeatable.")
+@url_options
+@click.option("--model", help="For rows that name none: endpoint or endpoint:adapter (default: the server's first).")
+@click.option("--concurrency", type=click.IntRange(1, 4096), help="Rows at once (default: 32; with -m max_num_seqs).")
+@click.option(
+    "--retries", default=8, show_default=True, type=click.IntRange(0), help="Where the server is busy or away."
+)
+@click.option("--retry-failed", is_flag=True, help="Ask rows again whose last answer was an error.")
+@click.option(
+    "--order",
+    default="input",
+    show_default=True,
+    type=click.Choice(["input", "completion"]),
+    help="Of the lines once all are written.",
+)
+@click.pass_context
+def batch(
+    context: click.Context,
+    source: Path,
+    output: Path,
+    model_uri: str | None,
+    config: tuple[str, ...],
+    url: str,
+    key: str | None,
+    model: str | None,
+    concurrency: int | None,
+    retries: int,
+    retry_failed: bool,
+    order: str,
+) -> None:
+    """Answer the requests of SOURCE, a JSON object a line, into -o.
+
+    A line is OpenAI's {"custom_id", "method", "url", "body"}, or a request itself (messages, prompt or input). Each
+    answer is on the disk before it counts: run again after whatever ended it, the same command answers the rows that
+    have none. Exit status: 0 where every row was answered, 1 where some failed, 2 where it stopped before the end.
+    """
+    if model_uri is not None and model is not None:
+        raise click.UsageError("--model is for a server; with -m a row may name an adapter")
+    if config and model_uri is None:
+        raise click.UsageError("-C goes with -m; a running server has its own settings")
+    if output.exists() and output.samefile(source):
+        raise click.UsageError("-o: it is the input")
+    started = time.monotonic()
+    with _stopping(source):
+        settings = engine_overrides(config, here=True)
+        rows = Rows(source)
+    with _stopping(output):
+        journal = Journal(output, rows.keys)
+    try:
+        kept = {key for key, entry in journal.done.items() if not (retry_failed and entry.failed)}
+        run = _Run(rows, journal, kept, retries)
+        if len(kept) < len(rows):
+            with _stopping(url if model_uri is None else model_uri):
+                asking: Asking = (
+                    ServerAsking(url, key, model) if model_uri is None else ModelAsking(model_uri, settings, run.stop)
+                )
+            try:
+                run.answer(asking, concurrency or asking.concurrency)
+            finally:
+                asking.close()
+        _finish(journal, rows, order)
+    finally:
+        _summary(journal, len(rows), time.monotonic() - started)
+        journal.close()
+    context.exit(1 if journal.failed else 0)
+
+
+@contextmanager
+def _stopping(what: Path | str) -> Iterator[None]:
+    """Errors inside, which are of ``what``, stop the batch."""
+    try:
+        yield
+    except click.ClickException as error:
+        raise Stopped(error.message) from None
+    except (ServingError, PackagingError) as error:
+        raise Stopped(f"{what}: {error}") from None
+    except OSError as error:
+        raise Stopped(f"{what}: {error.strerror or error}") from None
+
+
+class _Run:
+    """The rows that are still to be answered, and the threads that do it."""
+
+    def __init__(self, rows: Rows, journal: Journal, kept: set[str], retries: int) -> None:
+        self.stop = threading.Event()
+        self._journal, self._retries = journal, retries
+        self._left = rows.without(kept)
+        self._lock = threading.Lock()
+        self._broken: BaseException | None = None
+        self._bar = tqdm(total=len(rows), initial=len(kept), unit="row", desc="batch", disable=None)
+
+    def answer(self, asking: Asking, concurrency: int) -> None:
+        """Raises ``Stopped`` where the rest cannot be answered."""
+        threads = [threading.Thread(target=self._work, args=(asking,), daemon=True) for _ in range(concurrency)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(1.0)  # in turns: Ctrl-C is heard between them
+        except KeyboardInterrupt:
+            self.stop.set()
+            raise SystemExit(INTERRUPTED) from None
+        finally:
+            self._bar.close()
+        if isinstance(self._broken, click.ClickException | OSError):
+            told = self._broken.message if isinstance(self._broken, click.ClickException) else self._broken.strerror
+            raise Stopped(f"{told}; the same command goes on with the rows that are left")
+        if self._broken is not None:
+            raise self._broken
+
+    def _work(self, asking: Asking) -> None:
+        try:
+            for row in self._rows():
+                answered = self._ask(asking, row)
+                if answered is None:
+                    return
+                self._journal.write(line_of(row, answered))
+                self._bar.update()
+        except BaseException as error:
+            self._broken = self._broken or error
+            self.stop.set()
+
+    def _rows(self) -> Iterator[Row]:
+        while not self.stop.is_set():
+            with self._lock:
+                row = next(self._left, None)
+            if row is None:
+                return
+            yield row
+
+    def _ask(self, asking: Asking, row: Row) -> Answered | None:
+        """None where the batch has stopped meanwhile. Raises ``ClickException``."""
+        for attempt in range(self._retries + 1):
+            try:
+                answered = asking.ask(row)
+                return None if self.stop.is_set() and answered.status == 499 else answered
+            except AskAgain as again:
+                told = str(again)
+                wait = again.after or min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
+            if attempt < self._retries and self.stop.wait(wait):
+                return None
+        raise click.ClickException(f"line {row.line} was not answered: {told}")
+
+
+def _finish(journal: Journal, rows: Rows, order: str) -> None:
+    """Where all is written: in order, and one line a row. Raises ``Stopped``."""
+    by = list(rows.keys) if order == "input" else sorted(rows.keys, key=lambda key: journal.done[key].place)
+    try:
+        journal.put_in_order(by)
+    except OSError as error:
+        raise Stopped(f"the answers are all written, but not in order: {error.strerror}") from None
+
+
+def _summary(journal: Journal, total: int, seconds: float) -> None:
+    usage: dict[str, Any] = journal.usage
+    failed, left = journal.failed, total - len(journal.done)
+    parts = [f"{len(journal.done) - failed} of {total} rows answered", f"{failed} failed"]
+    parts += [f"{left} left"] if left else []
+    tokens = f"{usage['prompt_tokens']} prompt tokens ({usage['cached_tokens']} cached)"
+    click.echo(f"{', '.join(parts)}; {tokens}, {usage['completion_tokens']} new; {seconds:.1f} s", err=True)

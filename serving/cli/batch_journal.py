@@ -1,0 +1,142 @@
+"""The output of a batch, which is also what a restart knows of it.
+
+An answer is one line, appended and on the disk before it counts; a line that a kill cut short is the file's last and is
+cut off. Each carries its row's key, so that answers to another input are recognised. When every row has its line the
+file is put into the input's order under another name, and takes its place at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import RequestError
+
+
+class Written(NamedTuple):
+    place: int
+    size: int
+    failed: bool
+
+
+class Journal:
+    """Thread-safe. ``done`` has what is written, by row's key. Raises ``RequestError`` where another process writes the
+    file, or it holds what is no answer to these rows; ``OSError`` where it cannot be written."""
+
+    def __init__(self, file: Path, keys: Iterable[str]) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self.done: dict[str, Written] = {}
+        self.usage = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sync_folder(file)
+            self._size = self._read(frozenset(keys))
+            os.ftruncate(self._descriptor, self._size)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise RequestError("another process writes it") from None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _read(self, keys: frozenset[str]) -> int:
+        """The size of what is whole."""
+        size, number = 0, 0
+        with open(self._file, "rb") as stream:
+            for text in stream:
+                number += 1
+                if not text.endswith(b"\n"):
+                    break
+                key, answer = self._answer(text, number)
+                if key not in keys:
+                    raise RequestError(
+                        f"line {number} answers no row of this input, which has changed or is another; "
+                        "write to another file"
+                    )
+                self._note(key, size, len(text), answer)
+                size += len(text)
+        return size
+
+    def _answer(self, text: bytes, number: int) -> tuple[str, dict[str, Any]]:
+        try:
+            found = json.loads(text)
+            key = found["id"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            found = key = None
+        if key is None or not {"custom_id", "response", "error"} <= found.keys():
+            raise RequestError(f"line {number} is no answer of a batch; write to another file")
+        return str(key), found
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """On the disk when this returns. Raises ``OSError``; then nothing of it stays."""
+        text = json.dumps(answer).encode() + b"\n"
+        with self._lock:
+            try:
+                self._append(text)
+            except OSError:
+                os.ftruncate(self._descriptor, self._size)
+                raise
+            self._note(answer["id"], self._size, len(text), answer)
+            self._size += len(text)
+
+    def _append(self, text: bytes) -> None:
+        place, rest = self._size, memoryview(text)
+        while rest:
+            count = os.pwrite(self._descriptor, rest, place)
+            place, rest = place + count, rest[count:]
+        os.fdatasync(self._descriptor)
+
+    def _note(self, key: str, place: int, size: int, answer: dict[str, Any]) -> None:
+        self.done[key] = Written(place, size, answer["error"] is not None)
+        usage = ((answer["response"] or {}).get("body") or {}).get("usage") or {}
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.usage[name] += usage.get(name) or 0
+        self.usage["cached_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    def put_in_order(self, keys: Iterable[str]) -> None:
+        """A line a row, the last one written of each, in the order of ``keys``. Raises ``OSError``; then nothing has
+        changed."""
+        entries = [self.done[key] for key in keys]
+        if [entry.place for entry in entries] == _starts(entries) and sum(e.size for e in entries) == self._size:
+            return
+        ordered = self._file.with_name(self._file.name + ".ordered")
+        with ordered.open("wb") as target:
+            for entry in entries:
+                target.write(os.pread(self._descriptor, entry.size, entry.place))
+            target.flush()
+            os.fsync(target.fileno())
+        os.replace(ordered, self._file)
+        _sync_folder(self._file)
+
+    @property
+    def failed(self) -> int:
+        return sum(entry.failed for entry in self.done.values())
+
+    def close(self) -> None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1  # a thread that comes late writes nowhere
+            os.close(descriptor)
+
+
+def _starts(entries: list[Written]) -> list[int]:
+    starts, place = [], 0
+    for entry in entries:
+        starts.append(place)
+        place += entry.size
+    return starts
+
+
+def _sync_folder(file: Path) -> None:
+    """So that the file's name is on the disk."""
+    folder = os.open(file.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,121 @@
+"""The rows of a batch's input: OpenAI's batch lines, or plain request bodies, one JSON object a line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..dialects.fields import task_of, unknown_field
+from ..errors import InvalidField, RequestError, shown
+from ..request import Task
+
+PATHS: dict[str, Task] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+}
+PATH_OF = {task: path for path, task in PATHS.items()}
+KEYS = ("custom_id", "method", "url", "body")
+MAX_ID = 512  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``key`` stands for the row's id and content: an answer that carries it is the answer to just this."""
+
+    line: int
+    custom_id: str
+    key: str
+    path: str | None
+    body: dict[str, Any]
+
+    @property
+    def asked(self) -> tuple[str, dict[str, Any]]:
+        """Path and body to ask. Raises ``InvalidField`` for a body of another task, or one that streams."""
+        task = task_of(self.body, None)
+        if self.path is not None and PATHS[self.path] != task:
+            raise InvalidField("url", self.path, f"{PATH_OF[task]}, by the body")  # type: ignore[index]
+        if self.body.get("stream") not in (None, False):
+            raise InvalidField("stream", self.body["stream"], "false: a batch has whole replies")
+        return PATH_OF[task], self.body  # type: ignore[index]
+
+
+class Rows:
+    """The rows of a file, read line by line each time they are asked for. Raises ``RequestError`` where one is none.
+
+    ``keys`` are theirs in order; what else is kept of a row is where its line stands.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._places = array("Q")
+        self._lines = array("L")
+        self.keys: dict[str, int] = {}  # to the place in this order
+        ids: dict[bytes, int] = {}
+        with file.open("rb") as stream:
+            for line, place, text in _lines(stream):
+                row = _row(text, line)
+                digest = hashlib.sha256(row.custom_id.encode(errors="surrogatepass")).digest()[:12]
+                if digest in ids:
+                    first = ids[digest]
+                    raise RequestError(f"line {line}: custom_id {shown(row.custom_id)} is that of line {first} too")
+                ids[digest] = line
+                self.keys[row.key] = len(self._places)
+                self._places.append(place)
+                self._lines.append(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def without(self, keys: set[str]) -> Iterator[Row]:
+        with self._file.open("rb") as stream:
+            for key, number in self.keys.items():
+                if key not in keys:
+                    stream.seek(self._places[number])
+                    yield _row(stream.readline(), self._lines[number])
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """``(number, place, text)`` of the lines that are not blank."""
+    place = 0
+    for number, text in enumerate(stream, 1):
+        if text.strip():
+            yield number, place, text
+        place += len(text)
+
+
+def _row(text: bytes, line: int) -> Row:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"line {line}: it is no JSON") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"line {line}: {shown(found)} is no JSON object")
+    try:
+        custom_id, path, body = _batch_line(found) if "body" in found else (None, None, found)
+    except InvalidField as error:
+        raise RequestError(f"line {line}: {error.message}") from None
+    custom_id = f"line-{line}" if custom_id is None else custom_id
+    key = hashlib.sha256(custom_id.encode(errors="surrogatepass") + b"\0" + text.strip()).hexdigest()
+    return Row(line, custom_id, f"batch_req_{key[:32]}", path, body)
+
+
+def _batch_line(found: dict[str, Any]) -> tuple[str | None, str | None, dict[str, Any]]:
+    for name in found:
+        if name not in KEYS:
+            raise unknown_field(name, found[name], KEYS)
+    custom_id, body, path = found.get("custom_id"), found["body"], found.get("url")
+    if custom_id is not None and (not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID):
+        raise InvalidField("custom_id", custom_id, f"a text of 1 to {MAX_ID} characters")
+    if found.get("method") not in (None, "POST"):
+        raise InvalidField("method", found["method"], '"POST"')
+    if path is not None and path not in PATHS:
+        raise InvalidField("url", path, "one of " + ", ".join(PATHS))
+    if not isinstance(body, dict):
+        raise InvalidField("body", body, "a request, an object")
+    return custom_id, path, body
