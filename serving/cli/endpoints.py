@@ -53,7 +53,7 @@ def _states(client: Client) -> dict[str, Any]:
 def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str, Any]:
     """What an endpoint does, and how it is; an engine that stands still does not say what it runs."""
     state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
-    load = {key: state[key] for key in ("status", "running", "waiting")}
+    load = {key: state.get(key) for key in ("status", "running", "waiting")}
     parts = [state, *state.get("entities", {}).values()]
     load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason")}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}

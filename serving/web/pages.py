@@ -18,6 +18,7 @@ from .endpoints import Endpoint
 from .invoke import Server
 from .replicas import BEST_FIRST
 
+NO_FIGURES = ("status", "kernels", "kernels_reason")  # of an endpoint's health
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
 
@@ -80,16 +81,25 @@ def version(server: Server, caller: Caller, **_: str) -> Answer:
 def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
     """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise.
 
-    Who shows no key to a server that asks for one sees the status alone.
+    Who shows no key to a server that asks for one sees the status alone. Who does not manage sees no figures: steps and
+    requests are every tenant's, to the token where one of them is alone.
     """
     found: dict[str, dict[str, Endpoint]] = {}
     for endpoint in server.endpoints.entities():
         found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
     told = {name: _progress_of_all(entities) for name, entities in found.items()}
     well = all(state["status"] == "ready" for state in told.values())
-    seen = {name: state for name, state in told.items() if caller.may_see(name)}
+    seen = {name: _shown(state, caller) for name, state in told.items() if caller.may_see(name)}
     body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
     return json_answer(body, status=200 if well else 503)
+
+
+def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    if caller.manages:
+        return state
+    shown = {key: value for key, value in state.items() if key in NO_FIGURES}
+    entities = {name: _shown(one, caller) for name, one in state.get("entities", {}).items()}
+    return shown | ({"entities": entities} if entities else {})
 
 
 def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
