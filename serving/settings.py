@@ -34,7 +34,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use,
     by affinity and within the CPU quota of its control groups.
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
-    ``in_process`` runs the engine on a thread
+    ``standby``: 1 keeps a second process loaded, which takes over when the engine dies (it takes the memory of the
+    weights once more). ``in_process`` runs the engine on a thread
     of this process (debugging and small tests: about half the speed, see docs/performance.md).
     """
 
@@ -55,7 +56,13 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_timeout: SecondsOrZero = 3.0
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 900.0
+    standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.standby and self.in_process:
+            raise InvalidField("standby", self.standby, "0 with in_process: the engine dies with its process")
 
 
 def check_server_engine(values: Mapping[str, Any], parent: str = "") -> None:

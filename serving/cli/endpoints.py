@@ -55,6 +55,8 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     state = states.get(name, {"status": "unhealthy", "running": None, "waiting": None})
     load = {key: state.get(key) for key in ("status", "running", "waiting")}
     parts = [state, *state.get("entities", {}).values()]
+    if standbys := [part["standbys"] for part in parts if "standbys" in part]:
+        load["standbys"] = sum(standbys)
     load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason")}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
 
@@ -69,7 +71,8 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         return (f"  {model['id']}", *[""] * (len(HEADS) - 1))
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
     named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
-    return (*named, model["kernels"] or "?", model["status"], *counts)
+    waiting = f", {model['standbys']} standby" if "standbys" in model else ""
+    return (*named, model["kernels"] or "?", f"{model['status']}{waiting}", *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -17,6 +17,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
+    ``kv_cache_memory``: bytes. ``num_standbys`` are to be kept beside it.
     ``threads`` is how many of them compute on CPU.
     """
 
@@ -32,6 +33,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     kernels: str = "torch"
     kernels_reason: str = ""
+    kv_cache_memory: int = 0
+    num_standbys: int = 0
     threads: int = 1
     pid: int = 0
 
@@ -55,6 +58,8 @@ class Health(Struct, frozen=True, kw_only=True):
     idle. What runs, waits and is held in the KV cache is 0 where there is no engine; what has been counted (steps and
     tokens) is the last that was heard, and begins at 0 with each engine process.
 
+    ``num_standbys`` are loaded and ready to take the engine's place.
+
     ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
     ``reserved_prompt_tokens`` of those read are within a provisioned reserve. ``processor_wait`` is the part of
     the time in which the engine's thread could have run, but had to wait for a processor (``contention.py``).
@@ -74,6 +79,7 @@ class Health(Struct, frozen=True, kw_only=True):
     reserved_tokens: int = 0
     reserved_prompt_tokens: int = 0
     processor_wait: float = 0.0
+    num_standbys: int = 0
 
 
 class EventStream(Protocol):

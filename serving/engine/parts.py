@@ -48,7 +48,8 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
     if "embeddings" in bundle.tasks:
         return _embedding_parts(bundle, settings)
     loaded = load_model(bundle, settings)
-    cache = make_cache(loaded, settings)
+    memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
+    cache = make_cache(loaded, settings, memory)
     lora = LoraPool(loaded.model, loaded.holder, settings.max_adapters)
     info = EngineInfo(
         content_hash=bundle.content_hash,
@@ -62,6 +63,7 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
         quantization=settings.quantization,
         kernels="torch" if loaded.decoder is None else "native",
         kernels_reason=loaded.kernels_reason,
+        kv_cache_memory=memory,
         threads=torch.get_num_threads(),
         pid=os.getpid(),
     )
@@ -84,11 +86,8 @@ def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> Parts:
     return Parts(loaded.info, embedder=loaded)
 
 
-def make_cache(loaded: LoadedModel, settings: EngineSettings) -> KVCache:
-    """A cache within ``settings.kv_cache_memory``, by default half of the memory that is free now."""
-    memory = settings.kv_cache_memory
-    if memory is None:
-        memory = free_memory(loaded.device) // 2
+def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KVCache:
+    """A cache within ``memory`` bytes."""
     itemsize = torch.empty((), dtype=loaded.dtype).element_size()
     token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
     num_tokens = memory // token_bytes

@@ -29,7 +29,8 @@ from .stream import EventBuffer, Place, RemoteStream
 from .wait import ThreadWait, Wait
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
-AWAY = {"num_running": 0, "num_waiting": 0, "num_reserved": 0, "kv_tokens_used": 0}  # in an engine that is not there
+# in an engine that is not there
+AWAY = dict.fromkeys(("num_running", "num_waiting", "num_reserved", "kv_tokens_used", "num_standbys"), 0)
 
 
 class _Call:

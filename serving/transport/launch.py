@@ -24,7 +24,7 @@ from ..settings import EngineSettings
 from .auth import check_address, read_key
 from .locks import FileLock, acquire
 from .membership import Membership
-from .process import ENGINE_CORE, Spec
+from .process import ENGINE_CORE, MODULE, Spec
 from .rundir import (
     KEY_LENGTH,
     SOCKET,
@@ -41,7 +41,6 @@ Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
 LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: who only looks whether it is held holds it for a moment
-PROCESS_MODULE = "serving.transport.process"
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
@@ -165,6 +164,7 @@ class Launcher:
             status = self.state.read_status()
             if stalled and status is not None and status.generation == stalled:
                 self._kill_now(status)
+                status = self.state.read_status()
             if self.state.engine_alive and status is not None and status.state != "failed":
                 return status.generation
             self._await_end()
@@ -210,7 +210,7 @@ class Launcher:
                 # last line where an engine is killed while it loads
                 quiet = ("-W", "ignore::RuntimeWarning:runpy")
                 subprocess.run(
-                    child.python_command(PROCESS_MODULE, self.state.file("spec.json"), flags=quiet),
+                    child.python_command(MODULE, self.state.file("spec.json"), flags=quiet),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -262,10 +262,13 @@ class Launcher:
                 self._kill_now(status)
 
     def _kill_now(self, status: Status) -> None:
-        """Under the lock: end an engine that makes no progress. It holds its lock, so the pid is still its own."""
+        """Under the lock: end an engine that makes no progress. It holds its lock, so the pid is still its own, or
+        until its standby, which holds the lock as well, has taken its place."""
         deadline = time.monotonic() + KILL_TIMEOUT
         while self.state.engine_alive:
             current = self.state.read_status() or status
+            if current.generation != status.generation:
+                return
             if current.pid > 0:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(current.pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
 of its own and is nobody's child (it forks once at the start), so it outlives whoever started it and leaves no zombie.
-It ends by itself when its last client is gone.
+It ends by itself when its last client is gone. With a ``line_fd`` it is a standby (``standby``) until its engine dies.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from ..processors import num_threads
 from ..settings import EngineSettings
 from .locks import FileLock
 from .rundir import SOCKET, StateDir, Status, check_private
+from .standby import StandbyKeeper, Successor, standby_settings
 
 logger = logging.getLogger("mlflow_llm.engine")
 
+MODULE = "serving.transport.process"
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
 class Spec(Struct, frozen=True, kw_only=True):
     """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
     ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
-    ``drain_timeout``: seconds that requests have after SIGTERM; SIGQUIT ends them at once."""
+    ``drain_timeout``: seconds that requests have after SIGTERM; SIGQUIT ends them at once. ``line_fd``: a standby's
+    socket to its engine, whose lock it holds too."""
 
     bundle: Bundle
     settings: EngineSettings
@@ -46,6 +49,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     listen: str | None = None
     key_file: str | None = None
     drain_timeout: float = 0.0
+    line_fd: int = -1
 
 
 class Terminated(BaseException):
@@ -68,34 +72,45 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for ending in (signal.SIGTERM, signal.SIGQUIT):
         signal.signal(ending, _interrupt_load)
+    successor = Successor(spec.line_fd, state, lock, spec.generation) if spec.line_fd >= 0 else None
     try:
-        state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
-        return _serve(spec, state, lock)
+        if successor is None:
+            state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
+        return _serve(spec, state, lock, successor)
     except Terminated:
-        state.remove(state.lock(timeout=10.0))
+        if successor is None or successor.took_over:
+            state.remove(state.lock(timeout=10.0))
         return 0
     except BaseException as error:
-        _report(state, spec, error)
+        if successor is None or successor.took_over:
+            _report(state, spec, error)
+        else:
+            logger.exception("the standby ends")
         return 1
     finally:
-        lock.release()
+        lock.give_away()  # without unlocking: the other of engine and standby holds the lock as well
 
 
 def _interrupt_load(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _serve(spec: Spec, state: StateDir, lock: FileLock) -> int:
+def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | None) -> int:
     _set_threads(spec.settings)
     import zmq
 
     from .server import EngineServer
 
     context = zmq.Context()
-    socket = _bound(context.socket(zmq.ROUTER), spec, state)
+    socket: Any = None if successor is not None else _bound(context.socket(zmq.ROUTER), spec, state)
     module, _, name = spec.core.partition(":")
     core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
-    info = msgspec.structs.replace(core.info, pid=os.getpid())
+    if successor is not None:
+        successor.wait()
+        state.remove_file(SOCKET)
+        socket = _bound(context.socket(zmq.ROUTER), spec, state)
+    info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
+    keeper = _standby_keeper(spec, state, lock, info.kv_cache_memory)
     logger.info("kernels: %s; package: %s", info.kernels_told, child.package_place())
     server = EngineServer(
         core,
@@ -106,6 +121,7 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock) -> int:
         spec.generation,
         drain_timeout=spec.drain_timeout,
         in_place=lambda: lock.is_current,
+        standby=keeper,
     )
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -114,10 +130,24 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock) -> int:
     logger.info("ready, pid %d", os.getpid())
     try:
         server.run()
+        if keeper is not None:
+            keeper.dismiss()
     finally:
         socket.close()
         context.term()
     return 0
+
+
+def _standby_keeper(spec: Spec, state: StateDir, lock: FileLock, kv_cache_memory: int) -> StandbyKeeper | None:
+    if not spec.settings.standby:
+        return None
+    settings = standby_settings(spec.settings, kv_cache_memory)
+
+    def describe(generation: str, lock_fd: int, line_fd: int) -> Spec:
+        places = {"generation": generation, "lock_fd": lock_fd, "line_fd": line_fd}
+        return msgspec.structs.replace(spec, settings=settings, **places)
+
+    return StandbyKeeper(MODULE, state, lock, describe, start_timeout=settings.start_timeout)
 
 
 def _bound(socket: Any, spec: Spec, state: StateDir) -> Any:

@@ -5,9 +5,9 @@
     <runtime>/                  0700   $XDG_RUNTIME_DIR/mlflow-llm, else <tmp>/mlflow-llm-<uid>
         <key>.lock              held while somebody looks for, starts, ends or removes the engine <key>
         <key>/                  0700
-            engine.lock         held by the engine process as long as it lives
+            engine.lock         held by the engine process, and its standby, as long as one of them lives
             socket              where it listens
-            spec.json           what it was started with
+            spec.json           what it was started with, standby-spec.json its standby
             status.json         loading | ready | failed, written by the engine
             adapters.json       adapters loaded at run time, for its successor after a crash
             engine.log

@@ -23,6 +23,7 @@ from .drain import Drain
 from .metered import MeteredRequests
 from .rundir import StateDir
 from .running import is_terminal
+from .standby import StandbyKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,13 @@ class EngineServer:
         *,
         drain_timeout: float = 0.0,
         in_place: Callable[[], bool] = lambda: True,
+        standby: StandbyKeeper | None = None,
     ) -> None:
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
         self._drain = Drain(drain_timeout)
-        self._in_place = in_place
+        self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
@@ -239,6 +241,8 @@ class EngineServer:
             self.core.close()  # what ran goes on in the next engine, so its end is told to nobody
             self._send_away("the engine's directory was removed")
             return True
+        if self._standby is not None:
+            self._standby.tick()
         alive = self.state.live_clients()
         for identity, peer in list(self._peers.items()):
             gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
@@ -254,6 +258,8 @@ class EngineServer:
 
     def _health(self) -> Health:
         health = self.core.health()
+        if self._standby is not None:
+            health = msgspec.structs.replace(health, num_standbys=self._standby.num_ready)
         return msgspec.structs.replace(health, status="draining") if self._drain.under_way else health
 
     def _drop(self, identity: bytes) -> None:

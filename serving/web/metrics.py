@@ -75,6 +75,7 @@ class EngineCollector(Collector):
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
         ("processor_wait_ratio", "Time the engine waited for a processor, of that it wanted one", "processor_wait"),
+        ("standbys", "Loaded engine processes that would take over", "num_standbys"),
     )
     COUNTERS = (
         ("engine_steps", "Forward passes", "steps"),

@@ -109,14 +109,24 @@ def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
     worst = max(healths.values(), key=lambda health: BEST_FIRST.index(health.status))
     names = ("steps", "num_running", "num_waiting")
     sums = {name: sum(getattr(health, name) for health in healths.values()) for name in names}
-    each = {name: _progress(healths[name]) | _kernels(entity.engine.info) for name, entity in entities.items()}
-    more = {"entities": each} if len(each) > 1 else _kernels(next(iter(entities.values())).engine.info)
+    each = {name: _progress(healths[name]) | _facts(entity) for name, entity in entities.items()}
+    more = {"entities": each} if len(each) > 1 else _facts(next(iter(entities.values())))
     return _progress(structs.replace(worst, **sums)) | more
+
+
+def _facts(entity: Endpoint) -> dict[str, Any]:
+    return _kernels(entity.engine.info) | _standbys(entity)
 
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
     reason = {"kernels_reason": info.kernels_reason} if info.kernels_reason else {}
     return {"kernels": info.kernels, **reason}
+
+
+def _standbys(entity: Endpoint) -> dict[str, Any]:
+    """Those that are ready, where any are to be."""
+    health = entity.engine.health()
+    return {"standbys": health.num_standbys} if entity.engine.info.num_standbys or health.num_standbys else {}
 
 
 def _progress(health: Health) -> dict[str, Any]:

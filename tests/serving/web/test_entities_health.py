@@ -83,3 +83,14 @@ def test_what_an_engine_runs_on_is_told() -> None:
     assert found["one"].items() >= told_of.items()
     assert found["two"]["entities"]["v2"].items() >= told_of.items()
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
+
+
+def test_standbys_are_told_where_there_are_to_be_any() -> None:
+    """The number that is ready, of an endpoint whose engine is to have one; they are no replicas, and lack of one is
+    no 503."""
+    asked = [engine("ready", num_standbys=number) for number in (0, 1)]
+    for one in asked:
+        one.info = msgspec.structs.replace(NATIVE, num_standbys=1)
+    code, found = told(lacking={"v1": asked[0]}, backed={"v1": asked[1]}, plain={"v1": engine("ready")})
+    assert (code, found["lacking"]["standbys"], found["backed"]["standbys"]) == (200, 0, 1)
+    assert "standbys" not in found["plain"]

@@ -131,7 +131,7 @@ def test_every_figure_of_a_heartbeat() -> None:
     from mlflow_llm.serving.web.metrics import EngineCollector
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
-    fields += ("prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
+    fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
     told = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
     runs = SimpleNamespace(health=lambda: told, count=3, info=SimpleNamespace(**runs_on))
@@ -141,13 +141,14 @@ def test_every_figure_of_a_heartbeat() -> None:
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")
     names += (
         "kv_tokens_total",
+        "standbys",
         "prefix_hit_tokens_total",
         "prefix_query_tokens_total",
         "generated_tokens_total",
         "processor_wait_ratio",
     )
     found = [registry.get_sample_value(f"mlflow_llm_{name}", {"endpoint": "a", "entity": "model"}) for name in names]
-    assert found == list(range(1, 11))
+    assert found == list(range(1, 12))
     assert registry.get_sample_value("mlflow_llm_engine_ready", {"endpoint": "a", "entity": "model"}) == 0
     assert registry.get_sample_value("mlflow_llm_replicas", {"endpoint": "a", "entity": "model"}) == 3
     labels = {"endpoint": "a", "entity": "model", **runs_on}
