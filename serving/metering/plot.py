@@ -1,16 +1,24 @@
-"""A picture of usage by day, tenant and model. Needs matplotlib (``pip install mlflow-llm[plot]``)."""
+"""A picture of usage by day: tokens by kind, cost by tenant and by model. Needs matplotlib (``mlflow-llm[plot]``)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from .usage import GroupBy, Usage, UsageFilter
+from .money import MILLION
+from .usage import GroupBy, Usage, UsageFilter, UsageSum
 
-_PANELS: tuple[GroupBy, ...] = ("tenant", "entity")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Stacks = Mapping[str, Sequence[int]]
+MOST_SHOWN = 9  # groups with a colour of their own; the rest are one
+OTHERS = "others"
 
 
 def plot_usage(usage: Usage, what: UsageFilter, path: str) -> None:
-    """Write tokens a day, stacked by tenant and by model, to ``path`` (its ending chooses PNG, SVG or PDF).
+    """Write tokens a day by kind, cost a day by tenant and by model, to ``path`` (its ending chooses PNG, SVG or PDF).
 
     Raises ``ModuleNotFoundError`` naming the extra where matplotlib is missing.
     """
@@ -18,26 +26,56 @@ def plot_usage(usage: Usage, what: UsageFilter, path: str) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("plots need matplotlib: pip install 'mlflow-llm[plot]'") from error
-    figure = Figure(figsize=(10, 7), layout="constrained")  # no pyplot: no display, no global state
-    for axes, by in zip(figure.subplots(len(_PANELS), 1, sharex=True), _PANELS, strict=True):
-        days, stacks = tokens_by_day(usage, what, by)
-        bottom = [0] * len(days)
-        for name, tokens in stacks.items():
-            axes.bar(days, tokens, bottom=bottom, label=name)
-            bottom = [below + more for below, more in zip(bottom, tokens, strict=True)]
-        axes.set_ylabel("tokens a day")
-        axes.set_title("by " + ("model" if by == "entity" else by))
-        if stacks:
-            axes.legend(fontsize="small")
-        axes.tick_params(axis="x", rotation=45)
+    figure = Figure(figsize=(10, 10), layout="constrained")  # no pyplot: no display, no global state
+    tokens, tenants, models = figure.subplots(3, 1, sharex=True)
+    days, kinds = tokens_by_kind(usage, what)
+    _stacked(tokens, days, kinds)
+    tokens.set(title="tokens by kind", ylabel="tokens a day")
+    unit = usage.currency() or "currency units"
+    for axes, by, title in ((tenants, "tenant", "cost by tenant"), (models, "entity", "cost by model")):
+        days, stacks = cost_by_day(usage, what, by)
+        _stacked(axes, days, stacks, unit=MILLION)
+        axes.set(title=title, ylabel=f"{unit} a day")
     figure.savefig(path)
 
 
-def tokens_by_day(usage: Usage, what: UsageFilter, by: GroupBy) -> tuple[list[str], dict[str, list[int]]]:
-    """(days in order, prompt + completion tokens of each day by group)."""
+def _stacked(axes: Axes, days: Sequence[str], stacks: Stacks, unit: int = 1) -> None:
+    bottom = [0] * len(days)
+    for name, values in stacks.items():
+        axes.bar(days, [value / unit for value in values], bottom=[below / unit for below in bottom], label=name)
+        bottom = [below + more for below, more in zip(bottom, values, strict=True)]
+    if stacks:
+        axes.legend(fontsize="small")
+    axes.tick_params(axis="x", rotation=45)
+
+
+def tokens_by_kind(usage: Usage, what: UsageFilter) -> tuple[list[str], dict[str, list[int]]]:
+    """(days in order, tokens of each day by kind): prompt tokens that were computed, those that were cached,
+    completion. Their sum is what was used: ``prompt_tokens`` of the ledger has the cached ones in it."""
+    sums = sorted(usage.sums(what, by=("day",)), key=lambda total: total.group)
+    kinds = {
+        "prompt": [total.prompt_tokens - total.cached_tokens for total in sums],
+        "cached": [total.cached_tokens for total in sums],
+        "completion": [total.completion_tokens for total in sums],
+    }
+    return [total.group[0] for total in sums], kinds
+
+
+def cost_by_day(usage: Usage, what: UsageFilter, by: GroupBy) -> tuple[list[str], dict[str, list[int]]]:
+    """(days in order, micro-units of each day by group), the most expensive first and small ones as one."""
     sums = usage.sums(what, by=("day", by))
     days = sorted({total.group[0] for total in sums})
-    stacks: dict[str, list[int]] = defaultdict(lambda: [0] * len(days))
+    named = _largest(sums)
+    stacks: dict[str, list[int]] = {name: [0] * len(days) for name in named}
     for total in sums:
-        stacks[total.group[1]][days.index(total.group[0])] += total.prompt_tokens + total.completion_tokens
-    return days, dict(stacks)
+        name = total.group[1] if total.group[1] in named else OTHERS
+        stacks.setdefault(name, [0] * len(days))[days.index(total.group[0])] += total.cost
+    return days, stacks
+
+
+def _largest(sums: Sequence[UsageSum]) -> list[str]:
+    cost: dict[str, int] = defaultdict(int)
+    for total in sums:
+        cost[total.group[1]] += total.cost
+    ordered = sorted(cost, key=lambda name: (-cost[name], name))
+    return ordered if len(ordered) <= MOST_SHOWN + 1 else ordered[:MOST_SHOWN]

@@ -10,7 +10,7 @@ from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.metering import Limits, Minutes, Price, Usage, UsageFilter
 from mlflow_llm.serving.metering.export import csv_lines, write_parquet
 from mlflow_llm.serving.metering.limits import check_integrity
-from mlflow_llm.serving.metering.plot import plot_usage, tokens_by_day
+from mlflow_llm.serving.metering.plot import OTHERS, cost_by_day, plot_usage, tokens_by_kind
 
 
 @pytest.fixture
@@ -83,10 +83,13 @@ def test_csv_and_parquet_have_every_row(store, filled, tmp_path):
 
 
 def test_a_plot_is_written(store, filled, tmp_path):
-    """Stacks hold every token of the day, and a picture comes out, with rows and without."""
-    days, stacks = tokens_by_day(Usage(store), UsageFilter(), "tenant")
+    """Stacks hold every token and micro-unit of the day, and a picture comes out, with rows and without."""
+    usage = Usage(store)
+    days, kinds = tokens_by_kind(usage, UsageFilter())
     assert days == ["2027-01-15", "2027-01-16"]
-    assert stacks == {"acme": [24, 15], "zeta": [22, 14]}
+    assert [sum(values) for values in zip(*kinds.values(), strict=True)] == [46, 29]
+    assert kinds["completion"] == [6, 9]
+    assert cost_by_day(usage, UsageFilter(), "tenant") == (days, {"acme": [28, 20], "zeta": [24, 18]})
     for name, what in (("a.png", UsageFilter()), ("b.svg", UsageFilter(tenant="nobody"))):
         plot_usage(Usage(store), what, str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 1000
@@ -115,3 +118,13 @@ def test_provisioned_minutes_spend_the_budget(store, ledger, clock, reserve_of):
     assert lease.limits[0].remaining == 100 - 10 - 75 - 10
     lease.settle()
     check_integrity(store)
+
+
+def test_a_plot_has_colours_for_the_largest(store, ledger, reserve_of):
+    """Of many tenants the most expensive have bars of their own, and the others one, with nothing lost."""
+    ledger.prices.set("*", Price(input=1_000_000))
+    for number in range(14):
+        ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number:02}")).settle()
+    _, stacks = cost_by_day(Usage(store), UsageFilter(), "tenant")
+    assert list(stacks) == [*(f"t{number:02}" for number in range(9)), OTHERS]
+    assert sum(map(sum, stacks.values())) == sum(total.cost for total in Usage(store).sums(UsageFilter(), ("day",)))
