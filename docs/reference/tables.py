@@ -1,0 +1,74 @@
+"""A hook of MkDocs: tables of settings, environment variables and errors, made from the code that they describe."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from mlflow_llm.serving import errors
+from mlflow_llm.serving.checked import Checked
+from mlflow_llm.serving.dialects import DIALECTS
+
+ROOT = Path(__file__).parents[2]
+DIRECTIVE = re.compile(r"^\{\{ (\w+)(?:: ([\w.]+))? \}\}$", re.MULTILINE)
+VARIABLE = re.compile(r"\bMLFLOW_LLM_[A-Z_]+\b")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace ``{{ settings: module.Class }}``, ``{{ environment }}`` and ``{{ errors }}``."""
+    makers = {"settings": settings, "environment": environment, "errors": error_tree}
+    return DIRECTIVE.sub(lambda found: makers[found[1]](*[found[2]] if found[2] else []), markdown)
+
+
+def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def settings(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    cls: type[Checked] = getattr(importlib.import_module(module), name)
+    rows = [(f"`{name}`", f"`{json.dumps(value)}`", allowed) for name, value, allowed in cls.described()]
+    described = re.sub(r"``([^`]*)``", r"`\1`", re.sub(r"\n\s*", " ", cls.__doc__ or ""))
+    return f"{described}\n\n{table(('setting', 'default', 'allowed'), rows)}"
+
+
+def environment() -> str:
+    """Every variable of ours that the code reads, with the files that name it."""
+    places: dict[str, set[str]] = {}
+    for folder in ("flavors", "plugin", "serving"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for name in VARIABLE.findall(file.read_text(encoding="utf-8")):
+                places.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
+    rows = [
+        (f"`{name}`", ", ".join(f"`{place}`" for place in sorted(where)[:3])) for name, where in sorted(places.items())
+    ]
+    return table(("variable", "read or told in"), rows)
+
+
+def error_tree() -> str:
+    rows = []
+    for cls in errors.walk():
+        depth = len([base for base in cls.__mro__ if issubclass(base, errors.ServingError)]) - 1
+        error = cls("a", "b", "c") if cls is errors.InvalidField else _example(cls)
+        codes = [_code(DIALECTS[name].error(error).body) for name in ("openai", "databricks", "mlflow")]
+        rows.append((f"{'· ' * depth}`{cls.__name__}`", str(cls.status), *(f"`{code}`" for code in codes)))
+    tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\nA class")[0]
+    return (
+        f"{table(('class', 'status', 'OpenAI', 'Databricks', 'MLflow'), rows)}\n\n```text\n{textwrap.dedent(tree)}\n```"
+    )
+
+
+def _example(cls: type[errors.ServingError]) -> errors.ServingError:
+    found = cls.__new__(cls)
+    errors.ServingError.__init__(found, "message")
+    return found
+
+
+def _code(body: Any) -> str:
+    told = body.get("error", body)
+    return str(told.get("code") or told.get("error_code") or told.get("type"))
