@@ -32,7 +32,11 @@ def plot_usage(usage: Usage, what: UsageFilter, path: str) -> None:
     _stacked(tokens, days, kinds)
     tokens.set(title="tokens by kind", ylabel="tokens a day")
     unit = usage.currency() or "currency units"
-    for axes, by, title in ((tenants, "tenant", "cost by tenant"), (models, "entity", "cost by model")):
+    panels: tuple[tuple[Axes, GroupBy, str], ...] = (
+        (tenants, "tenant", "cost by tenant"),
+        (models, "entity", "cost by model"),
+    )
+    for axes, by, title in panels:
         days, stacks = cost_by_day(usage, what, by)
         _stacked(axes, days, stacks, unit=MILLION)
         axes.set(title=title, ylabel=f"{unit} a day")
