@@ -27,6 +27,8 @@ from .membership import Membership
 from .process import ENGINE_CORE, MODULE, Spec
 from .rundir import (
     KEY_LENGTH,
+    LOG,
+    LOG_BYTES,
     SOCKET,
     Sleep,
     StateDir,
@@ -108,6 +110,7 @@ class Launcher:
         self.client_id = uuid.uuid4().hex
         self.generation = ""
         self.secret: bytes | None = None
+        self.failed_log = ""
         self._sleep = sleep
         self._progress = progress
         self._said = ""
@@ -126,6 +129,7 @@ class Launcher:
             while generation is None:  # one that ends just as we come to it is not our failure
                 generation = self._wait(self._join(stalled), deadline, cancelled)
         except BaseException:
+            self.failed_log = self.state.log_tail(LOG_BYTES)  # which goes with the engine
             self.close()
             raise
         self._say("ready")
@@ -205,7 +209,7 @@ class Launcher:
             self.state.remove_file(SOCKET)
             self.state.write_json("spec.json", spec)
             self.state.write_json("status.json", Status(state="loading", generation=generation, pid=0))
-            with open(self.state.file("engine.log"), "ab") as log:
+            with open(self.state.file(LOG), "ab") as log:
                 # the package has imported the module before it is run: no words about that, which would be the log's
                 # last line where an engine is killed while it loads
                 quiet = ("-W", "ignore::RuntimeWarning:runpy")

@@ -24,7 +24,7 @@ from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
 from .locks import FileLock
-from .rundir import SOCKET, StateDir, Status, check_private
+from .rundir import LOG, SOCKET, StateDir, Status, check_private
 from .standby import StandbyKeeper, Successor, standby_settings
 
 logger = logging.getLogger("mlflow_llm.engine")
@@ -73,10 +73,12 @@ def main(argv: list[str]) -> int:
     for ending in (signal.SIGTERM, signal.SIGQUIT):
         signal.signal(ending, _interrupt_load)
     successor = Successor(spec.line_fd, state, lock, spec.generation) if spec.line_fd >= 0 else None
+    began = _log_size(state)
+    logger.info("loading %s, pid %d", spec.bundle.content_hash, os.getpid())
     try:
         if successor is None:
             state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
-        return _serve(spec, state, lock, successor)
+        return _serve(spec, state, lock, successor, began)
     except Terminated:
         if successor is None or successor.took_over:
             state.remove(state.lock(timeout=10.0))
@@ -95,7 +97,15 @@ def _interrupt_load(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | None) -> int:
+def _log_size(state: StateDir) -> int:
+    try:
+        return os.stat(state.file(LOG)).st_size
+    except OSError:
+        return 0
+
+
+def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | None, began: int) -> int:
+    """``began``: how long the log was before."""
     _set_threads(spec.settings)
     import zmq
 
@@ -126,8 +136,9 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
-    state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
     logger.info("ready, pid %d", os.getpid())
+    state.keep_load_log(began)
+    state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
     try:
         server.run()
         if keeper is not None:

@@ -40,6 +40,7 @@ class Replica:
         self.state: ReplicaState = "starting"
         self.message = ""
         self.proven = False
+        self._finder: Finder | None = None
         self.engine: RemoteEngine | None = None
         self._model = model
         self._prove, self._changed, self._in_use, self._ended = prove, changed, in_use, ended
@@ -50,7 +51,8 @@ class Replica:
         self._ready_since: float | None = None
 
         def make() -> Finder:
-            return model.finder(index, state_dir, self._over)
+            self._finder = model.finder(index, state_dir, self._over)
+            return self._finder
 
         self._make = make
         self.address = model.address(index, state_dir)
@@ -60,6 +62,11 @@ class Replica:
     @property
     def restarts(self) -> int:
         return max(0, self._proofs - 1)
+
+    @property
+    def failed_log(self) -> str:
+        """What the engine wrote whose start has failed last."""
+        return getattr(self._finder, "failed_log", "")
 
     def drain(self) -> None:
         """Go on until nobody uses the engine."""

@@ -11,6 +11,7 @@
             status.json         loading | ready | failed, written by the engine
             adapters.json       adapters loaded at run time, for its successor after a crash
             engine.log
+            load.log            the part of it that the last load wrote
             clients/<id>        held by each client as long as it lives
 
 Nothing here outlives its owners: the engine removes all at its end, a client removes what a killed engine left, and
@@ -36,6 +37,9 @@ from .locks import FileLock, acquire, is_held, try_acquire
 
 KEY_LENGTH = 16
 SOCKET = "socket"
+LOG = "engine.log"
+LOAD_LOG = "load.log"
+LOG_BYTES = 64 * 1024  # of a load's log that are kept
 MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing NUL
 MAX_REMAKES = 100  # of the runtime directory in a row
 
@@ -201,13 +205,24 @@ class StateDir:
         return True
 
     def log_tail(self, num_bytes: int = 2000) -> str:
-        try:
-            with open(self.file("engine.log"), "rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - num_bytes))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
+        return tail(self.file(LOG), num_bytes)
+
+    def keep_load_log(self, start: int) -> None:
+        """What the log has from byte ``start`` on, by itself: the log goes on."""
+        text = tail(self.file(LOG), LOG_BYTES, start=start)
+        with contextlib.suppress(OSError), open(self.file(LOAD_LOG), "w", encoding="utf-8", opener=_private) as file:
+            file.write(text)
+
+
+def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
+    """The last ``num_bytes`` of a file, of what follows ``start``; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _private(path: str, flags: int) -> int:

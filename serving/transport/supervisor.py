@@ -33,8 +33,8 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
-    """``address`` is what ``attach`` takes, ``message`` the last failure; ``restarts`` are starts after the first;
-    ``proven``: it has been ready, whatever it is now."""
+    """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
+    ``restarts`` are starts after the first; ``proven``: it has been ready, whatever it is now."""
 
     index: int
     address: str
@@ -43,6 +43,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     message: str = ""
     proven: bool = False
+    failed_log: str = ""
 
 
 class EntityStatus(Struct, frozen=True, kw_only=True):
@@ -239,6 +240,7 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         health=health,
         restarts=replica.restarts,
         message=replica.message,
+        failed_log=replica.failed_log,
         proven=replica.proven,
     )
 

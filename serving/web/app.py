@@ -30,6 +30,7 @@ from .answer import Answer, error_answer
 from .bodies import is_large, read_body
 from .connections import came_to_probes, settle
 from .endpoints import Endpoints
+from .engine_logs import ANSWERS as ENGINE_LOGS
 from .exchange import REQUEST_ID, Exchange, request_id_from
 from .gate import Gate
 from .intake import Intake
@@ -47,7 +48,7 @@ from .tracing import OFF, Tracer
 
 REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
 PROBES = ("ping", "health", "ready", "metrics")
-ANSWERS = {**MANAGEMENT, **ACCOUNTS, "usage": usage.answer}
+ANSWERS = {**MANAGEMENT, **ACCOUNTS, **ENGINE_LOGS, "usage": usage.answer}
 
 
 def make_server(

@@ -5,6 +5,7 @@
     plan.json            what is served, replaced as a whole; ``generation`` grows with every change
     workers/<id>         held (flock) by a worker as long as it lives
     workers/<id>.json    ``Held``: the generation it has adopted, and the engines it may still have requests on
+    logs/<hash>          what an engine wrote whose load failed, by endpoint and served entity
     wanted/<key>         touched by a worker that has a request and no replica to run it
 
 The endpoints' store is the truth; the plan is what the keeper has made of it on this machine.
@@ -13,6 +14,7 @@ The endpoints' store is the truth; the plan is what the keeper has made of it on
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 import uuid
@@ -115,6 +117,27 @@ class Board:
     def join(self) -> Post:
         """A worker's place on the board."""
         return Post(self._workers)
+
+    def keep_log(self, endpoint_id: str, entity: str, text: str) -> None:
+        """What an engine wrote that failed to load; no ``text``: it loads again."""
+        path = self._log_of(endpoint_id, entity)
+        if not text:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.new")
+        draft.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(draft, path)
+
+    def kept_log(self, endpoint_id: str, entity: str) -> str:
+        try:
+            return self._log_of(endpoint_id, entity).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return ""
+
+    def _log_of(self, endpoint_id: str, entity: str) -> Path:
+        name = hashlib.sha256(f"{endpoint_id}\n{entity}".encode()).hexdigest()
+        return self._plan.parent / "logs" / name
 
     def want(self, key: str) -> None:
         """A worker has a request for the engine ``key`` and no replica."""

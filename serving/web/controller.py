@@ -172,6 +172,8 @@ class Controller:
             stage = rollout.poll()
             row = rows[rollout.row.id]
             if stage == "ready":
+                for served in rollout.served:
+                    self._board.keep_log(row.id, served.entity.name, "")
                 old = self._deployed.get(row.id)
                 self._deployed[row.id] = rollout.deployed()
                 rollout.generation = -1  # published with the next plan
@@ -180,6 +182,8 @@ class Controller:
             elif stage == "failed":
                 if before != "failed":
                     logger.warning("endpoint %s, config %d: %s", row.name, rollout.version, rollout.message)
+                    for entity, text in rollout.failed_logs.items():
+                        self._board.keep_log(row.id, entity, text or rollout.message)
                 if row.pending_version == rollout.version:  # until the store has taken it
                     with contextlib.suppress(NotFound):
                         self._endpoints.mark_failed(row.name, rollout.version, rollout.message)

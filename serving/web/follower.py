@@ -62,6 +62,10 @@ class Follower:
         self._complete = True
         self.generation = -1
 
+    def kept_log(self, endpoint_id: str, entity: str) -> str:
+        """What an engine of ``entity`` wrote whose load failed; empty where none has."""
+        return self._board.kept_log(endpoint_id, entity)
+
     def run(self) -> None:
         """For ever: adopt each new plan, and let go of what is not used any more."""
         turns = 0

@@ -65,6 +65,7 @@ class Server:
     store: Any = None
     management: Any = None
     follower: Any = None
+    runtime_dir: str | None = None
 
     @property
     def asks_who(self) -> bool:

@@ -11,6 +11,7 @@ from ..readers import Reader
 
 BASE = "/api/2.0/serving-endpoints"
 ONE = f"{BASE}/<name>"
+SERVED = f"{ONE}/served-models/<path:served>"
 
 _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
 _TIME = {"type": "string", "description": "A day, an ISO 8601 time or milliseconds since the epoch"}
@@ -52,4 +53,6 @@ TABLE: tuple[tuple[str, str, str, str, Reader[Any] | None], ...] = (
     ("PATCH", f"{ONE}/tags", "patch_serving_tags", "Add and delete tags", TAG_CHANGES),
     ("GET", f"{ONE}/openapi", "get_serving_openapi", "The OpenAPI document of one endpoint", None),
     ("GET", f"{ONE}/metrics", "get_serving_metrics", "The metrics of one endpoint", None),
+    ("GET", f"{SERVED}/logs", "get_serving_logs", "The end of what a served model's engines wrote", None),
+    ("GET", f"{SERVED}/build-logs", "get_serving_build_logs", "What they wrote while they loaded", None),
 )

@@ -59,6 +59,7 @@ class Rollout:
         self.row, self.version, self.config = row, version, config
         self.stage: Stage = "finding"
         self.message = ""
+        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by served entity
         self.served: tuple[Served, ...] = ()
         self.facts = dict(known or {})
         self.generation: int | None = None  # of the plan that has it
@@ -130,6 +131,7 @@ class Rollout:
         for served in self.served:
             status = self._supervisor.status(served.key)
             if status.failed and not status.ready:
+                self.failed_logs[served.entity.name] = status.failed[0].failed_log
                 self._fail(f"{served.entity.name}: {status.failed[0].message}")
                 return
             if not status.ready:

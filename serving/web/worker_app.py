@@ -61,7 +61,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
             generate_one(endpoint.engine)
     if ledger is not None:
         ledger.start()  # here we are after the fork
-    server.follower = follower
+    server.follower, server.runtime_dir = follower, spec.runtime_dir
     gevent.spawn(follower.run)
     app = create_app(server)
     give_way()

@@ -173,13 +173,17 @@ def test_an_update_drops_no_request(live: Running, endpoints: Endpoints) -> None
 
 
 def test_a_failed_update_falls_back(live: Running, endpoints: Endpoints) -> None:
-    """A version that does not load leaves the old one serving, with the reason in the state."""
+    """A version that does not load leaves the old one serving, with the reason in the state, and what its engine wrote
+    in its log of the build."""
     serve(live, endpoints, ("1", 100))
     with Callers(live, 2) as callers:
         endpoints.update_config("assistant", config(("broken", 100)))
         state = settled(live)
     assert (state["ready"], state["config_update"]) == ("READY", "UPDATE_FAILED")
     assert "instant.json" in state["message"]
+    log = get(live, "/api/2.0/serving-endpoints/assistant/served-models/vbroken/build-logs")["logs"]
+    assert "Traceback" in log
+    assert "instant.json" in log
     assert callers.failures == []
     assert {served_by(live) for _ in range(4)} == {"v1"}
     until(lambda: len(engines(live)) == 1)
