@@ -60,6 +60,12 @@ def _beginning(value: Any) -> Any:
     return value
 
 
+def reason(error: BaseException) -> str:
+    """Why, in one short line: of what another library has raised, which may say pages, or nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def without_password(url: str) -> str:
     """A store's URL as it may appear in a message."""
     for secret in _SECRETS:

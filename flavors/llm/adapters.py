@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from ...serving.errors import PackagingError, shown
-from .checkpoints import convert, place_file
+from .checkpoints import convert, place_file, real_file
+from .manifest import is_adapter_name
 from .skeleton import linear_shapes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED_WEIGHTS = "adapter_model.bin"
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 def check_name(name: Any) -> str:
     """An adapter's name is a folder here and a part of ``endpoint:adapter`` on the wire."""
-    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith("."):
+    if not isinstance(name, str) or not is_adapter_name(name):
         raise PackagingError(
             f"adapters: the name {shown(name)} is not allowed; expected up to 128 letters, digits, '_', '-' and '.',"
             " not starting with '-' or '.' and not ending with '.'"
@@ -92,8 +92,10 @@ def _place_directory(name: str, source: Path, target: Path, *, link: bool) -> No
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text())
-    except ValueError:
+        config = json.loads(real_file(file, file.parent).read_text())
+    except PackagingError:
+        raise
+    except (OSError, ValueError, RecursionError):
         raise PackagingError(f"adapters: {CONFIG} in {file.parent.name} is not valid JSON") from None
     if not isinstance(config, dict):
         raise PackagingError(f"adapters: {CONFIG} in {file.parent.name} is not an object")

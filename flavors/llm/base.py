@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ...serving.bundle import Bundle
-from ...serving.errors import ModelNotFound, PackagingError, shown
+from ...serving.errors import ModelNotFound, PackagingError, reason, shown
 from . import manifest as manifests
 from . import registry
 from .manifest import BaseReference, Verify
@@ -17,7 +17,7 @@ URI = re.compile(r"(models|runs):/+[^/].*")
 def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
     """The reference to store for ``uri``, and the base's parts. An alias or ``latest`` becomes the version it names
     now, so that what is stored never moves. Raises ``PackagingError`` for a path, or a base that has a base itself."""
-    if not URI.fullmatch(uri):
+    if not _is_uri(uri):
         raise PackagingError(
             f"base: {shown(uri)} is not allowed; expected models:/<name>/<version> or runs:/<id>/<path>"
         )
@@ -36,6 +36,11 @@ def pinned_base(uri: str) -> tuple[BaseReference, Bundle]:
 
 def resolve_base(reference: BaseReference, verify: Verify | None, *, weights: bool = True) -> Bundle:
     """The parts of the base that an adapter was logged over. Raises ``PackagingError`` where it is another."""
+    if not _is_uri(reference.uri):  # a manifest is trusted no more than a caller: no path, no http
+        raise PackagingError(
+            f"{manifests.MANIFEST}: base: {shown(reference.uri)} is not allowed; expected models:/<name>/<version> or"
+            " runs:/<id>/<path>"
+        )
     root = fetch(reference.uri, weights=weights)
     found = manifests.read(root).content_hash
     if found != reference.content_hash:
@@ -46,6 +51,10 @@ def resolve_base(reference: BaseReference, verify: Verify | None, *, weights: bo
     from .resolve import load_bundle_from
 
     return load_bundle_from(root, verify=verify, weights=weights)
+
+
+def _is_uri(uri: str) -> bool:
+    return URI.fullmatch(uri) is not None and ".." not in uri.split("/")
 
 
 def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Path:
@@ -60,8 +69,7 @@ def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Pat
             return _fetch_few(uri)
         return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=dst_path))
     except (MlflowException, OSError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise registry.not_found_in_store(uri, reason) from None
+        raise registry.not_found_in_store(uri, reason(error)) from None
 
 
 def _fetch_few(uri: str) -> Path:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, reason
 
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -30,7 +30,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         try:
             with safe_open(str(file), framework="numpy") as stored:
                 shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise PackagingError(f"{file.name} is not a readable safetensors file: {error}") from None
     return shapes
 
@@ -58,9 +58,11 @@ def place_weights(source: Path, target: Path, *, link: bool) -> None:
         )
 
 
-def place_file(source: Path, target_dir: Path, *, link: bool, name: str | None = None) -> None:
-    """Hard-link or copy one file. A symbolic link (as in the hub's cache) is followed first."""
-    real = source.resolve()
+def place_file(
+    source: Path, target_dir: Path, *, link: bool, name: str | None = None, within: Path | None = None
+) -> None:
+    """Hard-link or copy one file. A symbolic link is followed first, ``within`` a directory (None: the file's)."""
+    real = real_file(source, within or source.parent)
     if not real.is_file():
         raise PackagingError(f"{source.name} is listed in {source.parent.name} but is not there")
     target = target_dir / (name or source.name)
@@ -74,11 +76,26 @@ def place_file(source: Path, target_dir: Path, *, link: bool, name: str | None =
     shutil.copyfile(real, target)
 
 
-def convert(pickled: Path, target: Path) -> list[str]:
+def real_file(source: Path, within: Path) -> Path:
+    """Where ``source`` lies. Raises ``PackagingError`` where that is outside of ``within``: a link in a model that was
+    downloaded may point at any file of this machine. A snapshot in the hub's cache links to the blobs beside it.
+    """
+    real, root = source.resolve(), within.resolve()
+    allowed = [root]
+    for place in (root, *root.parents):  # also a folder of a snapshot
+        if place.parent.name == "snapshots" and (place.parent.parent / "blobs").is_dir():
+            allowed.append((place.parent.parent / "blobs").resolve())
+            break
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise PackagingError(f"{source.name} is a symbolic link that leaves {within.name}; it is not followed")
+    return real
+
+
+def convert(pickled: Path, target: Path, within: Path | None = None) -> list[str]:
     """Write the tensors of a pickled state dict as safetensors; gives their names."""
     from safetensors.torch import save_file
 
-    tensors = _separate(_load(pickled))
+    tensors = _separate(_load(real_file(pickled, within or pickled.parent)))
     target.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(target), metadata={"format": "pt"})
     return list(tensors)
@@ -99,26 +116,25 @@ def _convert_shards(source: Path, target: Path) -> None:
 
 def _shards(index: Path) -> list[str]:
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
+        names = set(json.loads(real_file(index, index.parent).read_text())["weight_map"].values())
+    except PackagingError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise PackagingError(f"{index.name} is not an index of weights") from None
-    if escaping := [name for name in names if Path(name).name != name]:
+    if escaping := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise PackagingError(f"{index.name}: {escaping[0]!r} is not a plain file name")
     return sorted(names)
 
 
 def _load(pickled: Path) -> dict[str, Any]:
     """The state dict in ``pickled``, also where it is wrapped once as ``{"state_dict": …}``."""
-    import pickle
-
     import torch
 
     try:
         loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # what a damaged pickle makes torch raise is anything
         raise PackagingError(
-            f"{pickled.name} cannot be converted: it is damaged or holds more than tensors ({reason[:120]});"
+            f"{pickled.name} cannot be converted: it is damaged or holds more than tensors ({reason(error)[:120]});"
             " save it as safetensors"
         ) from None
     for wrapper in ("state_dict", "model_state_dict", "model"):

@@ -2,13 +2,16 @@
 
 The content hash is SHA-256 over the lines ``<path> <sha256 of the file>`` in order of path: the same hash means the
 same bytes wherever they lie. Sizes and the list of files are checked on every load; the files themselves are hashed
-again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte.
+again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte. What a Python environment is
+made of (requirements and the project's own wheel) is recorded too, and hashed on every load; it is no part of the
+content hash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -17,13 +20,15 @@ import msgspec
 from msgspec import Struct
 
 from ...serving.bundle import EmbeddingSpec
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"
 COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
+ENVIRONMENT = ("requirements.txt", "conda.yaml", "python_env.yaml", "constraints.txt", "wheels")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 VERIFY_VARIABLE = "MLFLOW_LLM_VERIFY"
 
 Verify = Literal["size", "full"]
@@ -43,7 +48,8 @@ class BaseReference(Struct, frozen=True, kw_only=True):
 
 class Manifest(Struct, frozen=True, kw_only=True):
     """``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is elsewhere.
-    ``default_adapter`` answers requests that name none."""
+    ``default_adapter`` answers requests that name none. ``environment`` are the files of the Python environment, None
+    where an earlier release saved the model."""
 
     format_version: int = FORMAT_VERSION
     content_hash: str
@@ -52,6 +58,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     base: BaseReference | None = None
     default_adapter: str | None = None
     embedding: EmbeddingSpec | None = None
+    environment: dict[str, FileEntry] | None = None
 
     @property
     def adapters(self) -> list[str]:
@@ -68,7 +75,7 @@ def describe(
     embedding: EmbeddingSpec | None = None,
 ) -> Manifest:
     """The manifest of the files that now lie under ``root``; reads each of them once."""
-    files = {path: FileEntry(size=(root / path).stat().st_size, sha256=_sha256(root / path)) for path in _walk(root)}
+    files = _entries(root, COVERED)
     return Manifest(
         content_hash=_content_hash(files),
         tasks=tasks,
@@ -77,6 +84,11 @@ def describe(
         default_adapter=default_adapter,
         embedding=embedding,
     )
+
+
+def with_environment(manifest: Manifest, root: Path) -> Manifest:
+    """``manifest`` with the environment's files that now lie under ``root``."""
+    return msgspec.structs.replace(manifest, environment=_entries(root, ENVIRONMENT))
 
 
 def write(manifest: Manifest, root: Path) -> None:
@@ -98,7 +110,25 @@ def read(root: Path) -> Manifest:
             f"{MANIFEST} has format version {manifest.format_version}; this release of mlflow-llm reads up to"
             f" {FORMAT_VERSION}: install a later one"
         )
+    _check_paths(manifest)
     return manifest
+
+
+def is_adapter_name(name: str) -> bool:
+    """An adapter's name is a folder here and a part of ``endpoint:adapter`` on the wire."""
+    return ADAPTER_NAME.fullmatch(name) is not None and not name.endswith(".")
+
+
+def _check_paths(manifest: Manifest) -> None:
+    """Before any of them is fetched or opened: each lies where this package puts such files."""
+    for path in (*manifest.files, *(manifest.environment or ())):
+        top, *rest = path.split("/")
+        plain = "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in rest)
+        if top not in COVERED + ENVIRONMENT or not plain:
+            raise PackagingError(f"{MANIFEST}: {shown(path)} is no path of a file in a saved model")
+    for name in manifest.adapters:
+        if not is_adapter_name(name):
+            raise PackagingError(f"{MANIFEST}: the adapter's name {shown(name)} is not allowed")
 
 
 def is_weights(path: str) -> bool:
@@ -116,7 +146,8 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
         raise PackagingError(f'verify: {chosen!r} is not allowed; expected "size" or "full"')
     if _content_hash(manifest.files) != manifest.content_hash:
         raise PackagingError(f"{MANIFEST} was changed: its content hash does not match its list of files")
-    present = set(_walk(root))
+    _check_environment(manifest.environment, root, weights=weights)
+    present = set(_walk(root, COVERED))
     if extra := sorted(present - manifest.files.keys()):
         raise PackagingError(f"{extra[0]}: this file is not in {MANIFEST}; it was added after the model was saved")
     for path, entry in manifest.files.items():
@@ -127,6 +158,20 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
         _check_file(root / path, path, entry, full=chosen == "full")
 
 
+def _check_environment(environment: dict[str, FileEntry] | None, root: Path, *, weights: bool) -> None:
+    """It is small, and decides which code runs: hashed every time. Without weights it may not have been fetched."""
+    if environment is None:
+        return
+    present = set(_walk(root, ENVIRONMENT))
+    if extra := sorted(present - environment.keys()):
+        raise PackagingError(f"{extra[0]}: this file is not in {MANIFEST}; it was added after the model was saved")
+    for path, entry in environment.items():
+        if path in present:
+            _check_file(root / path, path, entry, full=True)
+        elif weights:
+            raise PackagingError(f"{path} is missing from the saved model")
+
+
 def _check_file(file: Path, path: str, entry: FileEntry, *, full: bool) -> None:
     size = file.stat().st_size
     if size != entry.size:
@@ -135,14 +180,28 @@ def _check_file(file: Path, path: str, entry: FileEntry, *, full: bool) -> None:
         raise PackagingError(f"{path} was changed: its SHA-256 is not the one in {MANIFEST}")
 
 
-def _walk(root: Path) -> Iterator[str]:
-    """Every file of the covered folders; dot files are the desktop's and the network file system's, not ours."""
-    for name in COVERED:
+def _entries(root: Path, names: tuple[str, ...]) -> dict[str, FileEntry]:
+    return {
+        path: FileEntry(size=(root / path).stat().st_size, sha256=_sha256(root / path)) for path in _walk(root, names)
+    }
+
+
+def _walk(root: Path, names: tuple[str, ...]) -> Iterator[str]:
+    """Every file of the covered folders; dot files are the desktop's and the network file system's, not ours.
+
+    Raises ``PackagingError`` for a symbolic link that leaves the model: it could be any file of this machine.
+    """
+    whole = root.resolve()
+    for name in names:
         top = root / name
+        if top.is_symlink() and not top.resolve().is_relative_to(whole):
+            raise PackagingError(f"{name} is a symbolic link that leaves the model; it is not followed")
         if top.is_file():
             yield name
         for file in sorted(top.rglob("*")) if top.is_dir() else ():
             relative = file.relative_to(root)
+            if file.is_symlink() and not file.resolve().is_relative_to(whole):
+                raise PackagingError(f"{relative} is a symbolic link that leaves the model; it is not followed")
             if file.is_file() and not any(part.startswith(".") for part in relative.parts):
                 yield relative.as_posix()
 

@@ -7,6 +7,7 @@ MLflow's private names are used here alone (``mlflow.utils.environment``).
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, shown
 from .wheel import DISTRIBUTION, distribution, write_wheel
 
 CONDA_ENV = _CONDA_ENV_FILE_NAME
@@ -70,6 +71,44 @@ def write_environment(
         # Relative to requirements.txt, so it holds wherever the model lies (pip and uv resolve it so).
         lines = [f"--find-links {write_wheel(root)}", *lines, f"{DISTRIBUTION}=={distribution().version}"]
     _write_files(root, lines, constraints, conda)
+
+
+def check_requirements(*, pip_requirements: Requirements, extra_pip_requirements: Requirements, conda_env: Any) -> None:
+    """Packages by name and version, from whatever index the environment is built with. A line that brings a file, a URL
+    or an index of its own along would decide, in a model, what code is run where the model is served.
+
+    Raises ``PackagingError`` naming the line.
+    """
+    for given in (pip_requirements, extra_pip_requirements, _pip_lines(conda_env)):
+        _check_lines(given)
+
+
+def _check_lines(given: Requirements) -> None:
+    if given is None:
+        return
+    try:
+        lines = Path(given).read_text().splitlines() if isinstance(given, str) else list(given)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackagingError(f"pip requirements: {shown(given)} cannot be read: {type(error).__name__}") from None
+    for line in lines:
+        plain = re.sub(r"(^|\s)#.*", "", str(line)).strip()
+        if not plain:
+            continue
+        if plain.startswith(("-c ", "--constraint")):
+            _check_lines(re.split(r"[\s=]+", plain, maxsplit=1)[1])
+        elif plain.startswith("-") or "://" in plain or _is_direct(plain):
+            raise PackagingError(
+                f"pip requirements: {shown(plain)} is not allowed; expected a package's name and version"
+                " (index and credentials belong to where the environment is built: PIP_INDEX_URL)"
+            )
+
+
+def _is_direct(line: str) -> bool:
+    """Whether a line is a file or a direct reference instead of a name."""
+    try:
+        return Requirement(line.partition(" --")[0]).url is not None
+    except InvalidRequirement:
+        return True
 
 
 def _write_files(root: Path, lines: list[str], constraints: list[str], conda: dict[str, Any]) -> None:

@@ -19,12 +19,13 @@ from mlflow.utils.model_utils import _validate_and_copy_code_paths
 
 from ...serving.errors import PackagingError, shown
 from . import generation_config as generation_configs
+from . import manifest as manifests
 from . import model_config as configs
 from .bundle_writer import Parts, write_bundle
 from .failures import FLAVOR_NAME, LOADER_MODULE, public
 from .manifest import FORMAT_VERSION, Manifest
 from .options import EngineOptions
-from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, write_environment
+from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 from .signature import default_example, lossless_signature
 from .templates import Templates
 
@@ -106,6 +107,9 @@ def save_model(
         link=link_files,
         trust_remote_code=config.settings.trust_remote_code,
     )
+    check_requirements(
+        pip_requirements=pip_requirements, extra_pip_requirements=extra_pip_requirements, conda_env=conda_env
+    )
     root = Path(path).absolute()
     existed = root.exists()
     _prepare(root)
@@ -121,6 +125,8 @@ def save_model(
             extra_pip_requirements=extra_pip_requirements,
             conda_env=conda_env,
         )
+        manifest = manifests.with_environment(manifest, root)
+        manifests.write(manifest, root)
         mlflow_model = mlflow_model if mlflow_model is not None else Model()
         _describe(mlflow_model, manifest, config, signature, metadata)
         _write_mlmodel(root, mlflow_model, manifest, config, code_paths, without_effect)

@@ -5,24 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...serving.errors import PackagingError
+from ...serving.errors import PackagingError, reason
 from .tasks import config_file, is_causal, read_config
 
 
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
-    """An empty model of the architecture in ``model_dir``. Raises ``PackagingError`` where transformers has none."""
+    """An empty model of the architecture in ``model_dir``, no larger than its weights are.
+
+    Raises ``PackagingError`` where transformers has none, or cannot make one of this configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+    from ...serving.engine.proportion import in_proportion
+
     folder = config_file(model_dir).parent
     try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
-        with torch.device("meta"):
-            return auto.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, AttributeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise PackagingError(f"model: its architecture cannot be built: {reason}") from None
+        with in_proportion(folder):
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+            auto = AutoModelForCausalLM if is_causal(read_config(model_dir)) else AutoModel
+            with torch.device("meta"):
+                # eager: a configuration may name attention that is code to be fetched from the hub
+                return auto.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
+    except PackagingError as error:
+        raise PackagingError(f"model: {error}") from None
+    except Exception as error:  # of transformers, or of the model's own code
+        raise PackagingError(f"model: its architecture cannot be built: {reason(error)}") from None
 
 
 def check_supported(skeleton: Any) -> None:

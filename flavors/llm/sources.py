@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import PackagingError, reason, shown
 from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
 from .tokenizers import is_tokenizer_file
 
@@ -65,8 +65,8 @@ def save_model_object(model: Any, target: Path) -> None:
         raise PackagingError("model: some weights are on the meta device (offloaded); load it whole first")
     try:
         model.save_pretrained(target)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise PackagingError(f"model: save_pretrained failed: {str(error).splitlines()[0][:200]}") from None
+    except Exception as error:  # of transformers, safetensors, or the model's own code
+        raise PackagingError(f"model: save_pretrained failed: {reason(error)}") from None
 
 
 def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revision: str | None) -> Placed:
@@ -92,10 +92,10 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
         raise PackagingError(f"model: {source.name} holds no config.json")
     transformer = _transformer_folder(source)
     for relative in _plain_files(source, transformer):
-        place_file(source / relative, target, link=link, name=relative)
+        place_file(source / relative, target, link=link, name=relative, within=source)
     place_weights(transformer, target / transformer.relative_to(source), link=link)
     for module in _further_modules(source, transformer):
-        _place_module_weights(module, target / module.name, link=link)
+        _place_module_weights(module, target / module.name, source, link=link)
     return Placed(tokenizer=transformer)
 
 
@@ -115,11 +115,11 @@ def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
         yield from (p for p in sorted(source.glob("[0-9]*_*/")) if p != transformer)
 
 
-def _place_module_weights(module: Path, target: Path, *, link: bool) -> None:
+def _place_module_weights(module: Path, target: Path, source: Path, *, link: bool) -> None:
     if (module / "model.safetensors").is_file():
-        place_file(module / "model.safetensors", target, link=link)
+        place_file(module / "model.safetensors", target, link=link, within=source)
     elif (module / "pytorch_model.bin").is_file():
-        convert(module / "pytorch_model.bin", target / "model.safetensors")
+        convert(module / "pytorch_model.bin", target / "model.safetensors", source)
 
 
 def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
@@ -141,10 +141,12 @@ def _place_gguf(file: Path, target: Path) -> Placed:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise PackagingError(f"model: {file.name} cannot be read: {str(error).splitlines()[0][:200]}") from None
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, attn_implementation="eager", local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except Exception as error:  # of gguf's reader and of transformers'
+        raise PackagingError(f"model: {file.name} cannot be read: {reason(error)}") from None
     # The weights are plain floats now; what is left of the quantisation would refuse to be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -163,8 +165,7 @@ def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
         if not any(snapshot.rglob("*.safetensors")):
             snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise PackagingError(
-            f"model: {repo_id!r} is no local path and was not fetched from the hub: {reason}"
+            f"model: {repo_id!r} is no local path and was not fetched from the hub: {reason(error)}"
         ) from None
     return snapshot

@@ -89,7 +89,7 @@ def config_file(model_dir: Path) -> Path:
 def read_config(model_dir: Path) -> dict[str, Any]:
     try:
         config = json.loads(config_file(model_dir).read_text())
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         raise PackagingError("model: config.json is not valid JSON") from None
     return config if isinstance(config, dict) else {}
 

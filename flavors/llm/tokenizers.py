@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...serving.errors import PackagingError, shown
+from ...serving.errors import PackagingError, reason, shown
 from .checkpoints import place_file, read_shapes
 
 TOKENIZER_FILES = frozenset(
@@ -62,11 +62,13 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer stored in ``directory``. Raises ``PackagingError`` with the reason where it cannot be read."""
     from transformers import AutoTokenizer
 
+    from ...serving.tasks.tokenizer_check import check_tokenizer
+
+    check_tokenizer(directory)
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise PackagingError(f"tokenizer: it cannot be loaded: {reason}") from None
+    except Exception as error:  # tokenizers raises bare Exceptions; a tokenizer's own code may raise anything
+        raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from None
 
 
 def check_vocabulary(tokenizer: Any, model_dir: Path) -> None:
@@ -99,7 +101,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> None:
     if not any(not file.name.startswith("chat_template") for file in files):
         raise PackagingError(f"tokenizer: {source.name} holds none; pass tokenizer= (an object or a directory)")
     for file in [*files, *sorted(source.glob(f"{NAMED_TEMPLATES}/*.jinja"))]:
-        place_file(file, target, link=link, name=file.relative_to(source).as_posix())
+        place_file(file, target, link=link, name=file.relative_to(source).as_posix(), within=source)
     config = _json(source / "tokenizer_config.json")
     # AutoTokenizer finds the class in config.json where tokenizer_config.json does not say it
     if "tokenizer_class" not in config and (source / "config.json").is_file():
@@ -114,6 +116,6 @@ def _json(file: Path) -> dict[str, Any]:
         parsed = json.loads(file.read_text())
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         raise PackagingError(f"{file.name} is not valid JSON") from None
     return parsed if isinstance(parsed, dict) else {}

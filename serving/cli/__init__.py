@@ -9,6 +9,7 @@ import click
 from mlflow_llm import __version__
 
 from ..errors import PackagingError, ServingError
+from ..visible import visible
 from .audit import audit
 from .batch import batch
 from .bench import bench
@@ -38,5 +39,5 @@ def main() -> None:
     try:
         cli()
     except (ServingError, PackagingError) as error:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {visible(str(error))}", err=True)
         sys.exit(1)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import click
 
+from ..visible import visible, visible_line
 from .http import Client, first_model, url_options
 from .local_model import LocalModel
 from .terminal import Wrapped, turns
@@ -102,7 +103,7 @@ def chat(
 def _converse(talk: Conversation) -> None:
     """Turn by turn; a turn that the server refuses is taken back, and the conversation goes on."""
     failed = False
-    for text in turns(f"chatting with {talk.fields['model']}; /help lists commands, Ctrl-D ends"):
+    for text in turns(f"chatting with {visible_line(str(talk.fields['model']))}; /help lists commands, Ctrl-D ends"):
         try:
             if text.startswith("/") and not text.startswith("//"):
                 if _command(talk, text.strip()):
@@ -172,7 +173,9 @@ def _choose(talk: Conversation, name: str) -> None:
     with talk.server.understood():
         names = [entry["id"] for entry in talk.server.get("/v1/models")["data"]]
     if not name:
-        click.echo("\n".join(f"{'*' if one == talk.fields['model'] else ' '} {one}" for one in names), err=True)
+        click.echo(
+            "\n".join(f"{'*' if one == talk.fields['model'] else ' '} {visible_line(one)}" for one in names), err=True
+        )
     elif name.partition(":")[0] not in {one.partition(":")[0] for one in names}:
         raise click.ClickException(f"there is no {name}; there are {', '.join(names)}")
     else:
@@ -198,7 +201,7 @@ def _answer(talk: Conversation, messages: Messages) -> tuple[str, bool]:
                     if text := choice["delta"].get("content"):
                         first = first or time.perf_counter()
                         parts.append(text)
-                        shown.write(text)
+                        shown.write(visible(text))
     except KeyboardInterrupt:
         stopped = True
         click.echo(" [stopped]" if parts else "[stopped]", nl=False)
@@ -225,6 +228,6 @@ def _show_stats(last: dict[str, Any], started: float, first: float, ended: float
     pace = f", {(tokens - 1) / (ended - first):.1f} tokens/s" if tokens > 1 and ended > first else ""
     click.echo(
         f"[{usage['prompt_tokens']} prompt tokens ({cached} cached), {tokens} new; "
-        f"first after {(first - started) * 1e3:.0f} ms{pace}; {last['id']}]",
+        f"first after {(first - started) * 1e3:.0f} ms{pace}; {visible_line(str(last['id']))}]",
         err=True,
     )

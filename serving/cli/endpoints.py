@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..visible import visible_line
 from .http import Client, url_options
 
 HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "STATUS", "RUNNING", "WAITING")
@@ -30,7 +31,7 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
         return
     table(rows)
     for name, reason in _slow(states):
-        click.echo(f"{name}: torch's kernels, not ours: {reason}", err=True)
+        click.echo(f"{visible_line(name)}: torch's kernels, not ours: {visible_line(reason)}", err=True)
 
 
 def _slow(states: dict[str, Any]) -> list[tuple[str, str]]:
@@ -77,6 +78,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 def table(rows: list[tuple[str, ...]]) -> None:
     """Print rows in columns as wide as their widest cell."""
+    rows = [tuple(map(visible_line, row)) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

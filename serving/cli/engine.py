@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 from ..transport.auth import check_address, read_key, write_key
 from ..transport.engine_model import EngineModel
 from ..transport.host import NAME, EngineHost
+from ..visible import configure, visible
 from .serve import endpoint_specs, engine_overrides, settings_help
 from .spec_files import read_engine_spec
 
@@ -26,6 +26,13 @@ LISTEN = "tcp://127.0.0.1:5601"
 @click.option("--key-file", required=True, help="The key that servers share, made by mlflow-llm engine-key.")
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
 @click.option(
+    "--adapter-dir",
+    "adapter_dirs",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False),
+    help="Where servers may have adapters loaded from; repeatable. None: they may not.",
+)
+@click.option(
     "--drain-timeout", default=30.0, show_default=True, type=click.FloatRange(0), help="Seconds after SIGTERM."
 )
 @click.option(
@@ -37,6 +44,7 @@ def engine(
     listen: str,
     key_file: str,
     config: tuple[str, ...],
+    adapter_dirs: tuple[str, ...],
     drain_timeout: float,
     spec_file: str | None,
     runtime_dir: str | None,
@@ -44,11 +52,15 @@ def engine(
     """Keep an engine on this host for `mlflow-llm serve --engine tcp://HOST:PORT` elsewhere, until a signal ends it."""
     from ..web.warm import generate_one
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    configure(logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     check_address(listen)
     read_key(key_file)
     model = msgspec.structs.replace(
-        _model(model_uri, spec_file, config), listen=listen, key_file=key_file, drain_timeout=drain_timeout
+        _model(model_uri, spec_file, config),
+        listen=listen,
+        key_file=key_file,
+        adapter_dirs=adapter_dirs,
+        drain_timeout=drain_timeout,
     )
     host = EngineHost(model, prove=generate_one, say=say, state_dir=runtime_dir)
     for ending in (signal.SIGTERM, signal.SIGINT):
@@ -87,4 +99,4 @@ def say(stage: str, **told: Any) -> None:
         "draining": f"ending; what runs has {told.get('seconds')} s",
         "ended": "ended",
     }[stage]
-    click.echo(f"{time.strftime('%H:%M:%S')} {text}", err=True)
+    click.echo(f"{time.strftime('%H:%M:%S')} {visible(text)}", err=True)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from ..visible import visible, visible_line
 from .secret import key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
@@ -141,7 +142,7 @@ class Client:
             yield answer
             done = answer.isclosed() and not answer.will_close
         except (OSError, http.client.HTTPException) as error:
-            told = str(error) or type(error).__name__
+            told = visible_line(str(error)) or type(error).__name__
             raise click.ClickException(f"no server answers at {self._host}:{self._port} ({told})") from None
         finally:
             if not done:
@@ -165,12 +166,12 @@ def _refusal(text: bytes) -> str:
     try:
         return _message(json.loads(text))
     except ValueError:
-        return text.decode(errors="replace")[:200]
+        return visible(text.decode(errors="replace")[:200])
 
 
 def _message(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    return visible(str(error.get("message", error) if isinstance(error, dict) else error)[:500])
 
 
 def first_model(client: Client) -> str:

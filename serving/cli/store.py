@@ -9,6 +9,7 @@ import click
 
 from ..metering.opening import NoStore
 from ..metering.store import Store
+from ..visible import visible_line
 from ..web.settings import DATABASE_VARIABLE
 
 DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
@@ -30,6 +31,7 @@ def opened(url: str, *, make: bool = False) -> Iterator[Store]:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
     """Columns under ``header``; the last ``right`` of them are numbers and stand to the right."""
+    rows = [[visible_line(cell) for cell in row] for row in rows]
     widths = [max(len(line[place]) for line in [header, *rows]) for place in range(len(header))]
     first = len(header) - right
     lines = [

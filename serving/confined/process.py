@@ -20,6 +20,7 @@ from .limits import MIB, Ended, Exceeded, Limits, NoProcess, Refused
 Wait = Callable[[int, bool, float], bool]
 """``wait(fd, writing, seconds)``: whether ``fd`` can be read (or written) within the time."""
 
+LARGE = 2 << 30
 MAX_SOURCES = 64  # templates that one process knows; then it has served its time
 CHUNK = 1 << 18
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
@@ -49,13 +50,16 @@ class Process:
         self._handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
         self.owner = os.getpid()
         self._known: set[str] = set()
+        self._is_large = False
 
     @property
     def is_worn(self) -> bool:
-        return len(self._known) >= MAX_SOURCES
+        return self._is_large or len(self._known) >= MAX_SOURCES
 
     def run(self, work: dict[str, Any], source: str | None, limits: Limits, wait: Wait) -> Any:
         """The value of ``work``, which may speak of a template ``source``. Raises ``Exceeded``, ``Refused``, ``Ended``.
+
+        ``limits`` of gigabytes are for one time: the process is worn then.
 
         After anything but a value and ``Refused`` the process is gone, or has to be: ``close`` it.
         """
@@ -64,6 +68,7 @@ class Process:
             work = {**work, "key": key} if key in self._known else {**work, "key": key, "source": source}
             self._known.add(key)
         asked = json.dumps(work, default=_placeholder, ensure_ascii=False).encode(errors="surrogatepass")
+        self._is_large = limits.memory >= LARGE
         began = time.monotonic()
         until = began + limits.patience
         try:

@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import PackagingError
+from ..confined import POOL, Ended, Exceeded, Limits, NoProcess, Refused
+from ..errors import PackagingError, shown
+from .proportion import read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight$")
+NAME_ALONE = re.compile(r"\^?[\w.-]+\$?")  # as a regular expression it cannot backtrack
+MAX_HERE = 100_000  # names compared with modules in this process
+PATTERNS = Limits(seconds=5.0, memory=256 << 20, output=16 << 20)
+MAX_NUMBER = 1e9
 # Config keys that change the forward pass; each with the values that mean "not used".
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -116,7 +120,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PackagingError(f"adapter {folder.name!r}: no {CONFIG}; expected a directory in peft's layout") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PackagingError(f"adapter {folder.name!r}: {CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise PackagingError(f"adapter {folder.name!r}: {CONFIG} holds no JSON object")
@@ -125,33 +129,30 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise PackagingError(f"adapter {name!r}: peft type {config.get('peft_type')!r} is not supported, 'LORA' is")
+        raise PackagingError(
+            f"adapter {name!r}: peft type {shown(config.get('peft_type'))} is not supported, 'LORA' is"
+        )
     for key, unused in REFUSED.items():
         if config.get(key) not in unused:
-            raise PackagingError(f"adapter {name!r}: {key}={config[key]!r} is not supported; expected {unused[-1]!r}")
+            raise PackagingError(
+                f"adapter {name!r}: {key}={shown(config[key])} is not supported; expected {unused[-1]!r}"
+            )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(BASE_CHANGING_INITS):
         raise PackagingError(
-            f"adapter {name!r}: init_lora_weights={init!r} changes the base weights; save it converted to plain LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion)"
+            f"adapter {name!r}: init_lora_weights={shown(init)} changes the base weights; save it converted to plain "
+            "LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
 
 
 def read_safetensors_header(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by key. The header is 8 bytes of little-endian length, then JSON (safetensors' format)."""
+    """Shapes by key."""
+    if not (folder / WEIGHTS).is_file():
+        raise PackagingError(f"adapter {folder.name!r}: no {WEIGHTS}; other formats are not read when serving")
     try:
-        with (folder / WEIGHTS).open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-        return {key: tuple(value["shape"]) for key, value in header.items() if key != "__metadata__"}
-    except FileNotFoundError:
-        raise PackagingError(
-            f"adapter {folder.name!r}: no {WEIGHTS}; other formats are not read when serving"
-        ) from None
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise PackagingError(f"adapter {folder.name!r}: {WEIGHTS} cannot be read: {error}") from None
+        return read_header(folder / WEIGHTS)
+    except PackagingError as error:
+        raise PackagingError(f"adapter {folder.name!r}: {error}") from None
 
 
 def _pair_factors(
@@ -162,35 +163,84 @@ def _pair_factors(
         match = FACTOR.match(key.removeprefix(PREFIX))
         if match is None:
             raise PackagingError(
-                f"adapter {name!r}: tensor {key!r} is not supported; expected lora_A and lora_B of linears"
+                f"adapter {name!r}: tensor {shown(key)} is not supported; expected lora_A and lora_B of linears"
             )
         keys.setdefault(match["module"], {})[match["side"]] = key
     if not keys:
         raise PackagingError(f"adapter {name!r}: {WEIGHTS} holds no LoRA weights")
-    return {module: _module(name, module, config, sides, shapes) for module, sides in keys.items()}
+    ranks = _by_pattern(name, config, "rank_pattern", list(keys), _number(name, config, "r", 8))
+    alphas = _by_pattern(name, config, "alpha_pattern", list(keys), _number(name, config, "lora_alpha", 8))
+    return {
+        module: _module(name, module, sides, shapes, ranks[module], alphas[module], bool(config.get("use_rslora")))
+        for module, sides in keys.items()
+    }
 
 
 def _module(
-    name: str, module: str, config: Mapping[str, Any], sides: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+    name: str,
+    module: str,
+    sides: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: float,
+    alpha: float,
+    rslora: bool,
 ) -> AdapterModule:
     if set(sides) != {"A", "B"}:
         raise PackagingError(f"adapter {name!r}: module {module!r} has lora_{min(sides)} alone")
     a, b = shapes[sides["A"]], shapes[sides["B"]]
-    rank = _by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         raise PackagingError(f"adapter {name!r}: module {module!r} has factors of shapes {a} and {b} that do not join")
     if a[0] != rank:
         raise PackagingError(f"adapter {name!r}: module {module!r} has rank {a[0]}, its configuration says {rank}")
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     return AdapterModule(
         a_key=sides["A"], b_key=sides["B"], a_shape=(a[0], a[1]), b_shape=(b[0], b[1]), scaling=float(scaling)
     )
 
 
-def _by_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """peft's rule: the first key that is a regular expression for the end of the module's dotted name."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+def _number(name: str, config: Mapping[str, Any], key: str, default: float) -> float:
+    return _checked_number(name, key, config.get(key, default), rank=key == "r")
+
+
+def _checked_number(name: str, key: str, value: Any, *, rank: bool) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    if not known or (rank and not (isinstance(value, int) and value > 0)):
+        wanted = "an integer above 0" if rank else "a number"
+        raise PackagingError(f"adapter {name!r}: {CONFIG}: {key}: {shown(value)} is not allowed; expected {wanted}")
+    found: float = value
+    return found
+
+
+def _by_pattern(
+    name: str, config: Mapping[str, Any], key: str, modules: Sequence[str], default: float
+) -> dict[str, float]:
+    """peft's rule for each module: the first pattern that is a regular expression for the end of its dotted name."""
+    given = config.get(key) or {}
+    if not isinstance(given, dict):
+        raise PackagingError(f"adapter {name!r}: {CONFIG}: {key}: {shown(given)} is not allowed; expected an object")
+    rank = key == "rank_pattern"
+    values = [_checked_number(name, f"{key}[{shown(p)}]", value, rank=rank) for p, value in given.items()]
+    if not values:
+        return dict.fromkeys(modules, default)
+    return {
+        module: values[found] if found >= 0 else default
+        for module, found in zip(modules, _matches(name, key, list(given), modules), strict=True)
+    }
+
+
+def _matches(name: str, key: str, patterns: list[str], modules: Sequence[str]) -> list[int]:
+    """The place of each module's pattern, -1 for none.
+
+    Names alone, which is what nearly all adapters have, are compared here. Anything else may backtrack for ever: it is
+    tried in a process that can be killed.
+    """
+    if len(patterns) * len(modules) <= MAX_HERE and all(map(NAME_ALONE.fullmatch, patterns)):
+        compiled = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
+        return [next((i for i, one in enumerate(compiled) if one.match(module)), -1) for module in modules]
+    try:
+        found: list[int] = POOL.run("match", PATTERNS, patterns=patterns, names=list(modules))
+    except Refused as error:
+        raise PackagingError(f"adapter {name!r}: {CONFIG}: {key}: {error.reason}") from None
+    except (Exceeded, Ended, NoProcess) as error:
+        raise PackagingError(f"adapter {name!r}: {CONFIG}: {key}: its regular expressions took {error}") from None
+    return found

@@ -125,21 +125,15 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder |
 
     Raises ``PackagingError`` for an architecture whose result would be wrong.
     """
-    from .loader import resolve_device, resolve_dtype
+    from .loader import from_pretrained, resolve_device, resolve_dtype
 
     holder = holder or StepHolder()
     spec = bundle.embedding or EmbeddingSpec()
     if spec.pooling not in MODES:
         raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
     device = resolve_device(settings)
-    model = AutoModel.from_pretrained(
-        str(transformer_dir(bundle.model_dir)),
-        dtype=resolve_dtype(settings, device),
-        attn_implementation="sdpa",
-        use_safetensors=True,
-        trust_remote_code=settings.trust_remote_code,
-        local_files_only=True,
-    )
+    folder = str(transformer_dir(bundle.model_dir))
+    model = from_pretrained(AutoModel, folder, settings, resolve_dtype(settings, device))
     model = model.to(device).eval().requires_grad_(False)
     max_length = _max_length(model, spec, settings)
     embedder = Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))

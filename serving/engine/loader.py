@@ -19,6 +19,7 @@ from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
+from .proportion import in_proportion
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache
 from .step import StepHolder
@@ -79,14 +80,7 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
-    model = AutoModelForCausalLM.from_pretrained(
-        bundle.model_dir,
-        dtype=dtype,
-        attn_implementation="eager",
-        use_safetensors=True,
-        trust_remote_code=settings.trust_remote_code,
-        local_files_only=True,
-    )
+    model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
     model = model.to(device).eval()
     model.requires_grad_(False)
     config = model.config.get_text_config()
@@ -119,6 +113,26 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
     )
+
+
+def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:
+    """A model of safetensors alone, with attention that is transformers' own: a configuration may name one that is
+    code to be fetched. Raises ``PackagingError`` where the files make no model."""
+    try:
+        with in_proportion(folder):
+            return auto.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                local_files_only=True,
+            )
+    except (PackagingError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of transformers, safetensors, or the model's own code
+        told = " ".join(str(error).split())[:600]
+        raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {told}") from error
 
 
 def native_decoder(

@@ -9,10 +9,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..errors import AlreadyExists, InvalidField, LimitExceeded, NotFound, PackagingError
+from ..errors import AlreadyExists, InvalidField, LimitExceeded, NotFound, PackagingError, reason
 from .adapter_files import AdapterFiles, check_fits, read_adapter
 from .interface import AdapterInfo
 from .linear import EngineLinear, LinearGroup
@@ -56,9 +56,9 @@ class LoraPool:
         try:
             files = read_adapter(path)
             check_fits(files, self._shapes, self._head)
+            self._adapters[name] = self._read_factors(files)
         except PackagingError as error:
             raise InvalidField("adapter", name, f"a LoRA adapter that fits the base model ({error})") from None
-        self._adapters[name] = self._read_factors(files)
         self._infos[name] = AdapterInfo(name=name, rank=files.rank, path=path)
         return self._infos[name]
 
@@ -108,11 +108,14 @@ class LoraPool:
     def _read_factors(self, files: AdapterFiles) -> dict[str, Factors]:
         """Onto the device in the pool's dtype; adapted modules by name."""
         factors: dict[str, Factors] = {}
-        with safe_open(files.weights, framework="pt", device=str(self._device)) as tensors:
-            for module, entry in files.modules.items():
-                a = tensors.get_tensor(entry.a_key).to(self._dtype)
-                b = tensors.get_tensor(entry.b_key).to(self._dtype)
-                factors[module] = Factors(a, b, entry.scaling)
+        try:
+            with safe_open(files.weights, framework="pt", device=str(self._device)) as tensors:
+                for module, entry in files.modules.items():
+                    a = tensors.get_tensor(entry.a_key).to(self._dtype)
+                    b = tensors.get_tensor(entry.b_key).to(self._dtype)
+                    factors[module] = Factors(a, b, entry.scaling)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise PackagingError(f"{files.weights.name} cannot be read: {reason(error)}") from None
         return factors
 
     def _joined_alone(self, name: str) -> Groups:

@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from ..bundle import Bundle, EmbeddingSpec
 from ..confined import Refused
-from ..errors import InvalidField, PackagingError, RequestError, Unavailable
+from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from .rendering import Renderer, read_template
 from .template_reads import TemplateReads
+from .tokenizer_check import check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
 SHORT = 2048  # characters or tokens, which take less time than to hand the lock to and fro
@@ -158,8 +159,8 @@ class TextModel:
             raise
         except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
             roles = [message["role"] for message in messages[:16]]
-            reason = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
-            raise InvalidField("messages", roles, f"what the model's chat template accepts: {reason}") from None
+            why = error.reason if isinstance(error, Refused) else f"{type(error).__name__}: {str(error)[:200]}"
+            raise InvalidField("messages", roles, f"what the model's chat template accepts: {why}") from None
 
     def _prepends_bos(self) -> bool:
         ids = self._backend.encode("").ids
@@ -219,7 +220,11 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: b
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    check_tokenizer(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # tokenizers raises bare Exceptions; a tokenizer's own code may raise anything
+        raise PackagingError(f"tokenizer: it cannot be loaded: {reason(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise PackagingError(f"{type(tokenizer).__name__} has no fast form (tokenizer.json); convert it and log again")
     return tokenizer
@@ -227,8 +232,11 @@ def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
 
 def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
     """The bundle's templates; where it has none, those the tokenizer's own files hold."""
-    if bundle.chat_templates:
-        return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+    try:
+        if bundle.chat_templates:
+            return {name: Path(path).read_text(encoding="utf-8") for name, path in bundle.chat_templates.items()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise PackagingError(f"chat_template: it cannot be read: {reason(error)}") from None
     own = tokenizer.chat_template
     if isinstance(own, dict):
         return dict(own)
@@ -240,10 +248,20 @@ def _eos_ids(bundle: Bundle, tokenizer: Any) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(bundle.model_dir) / name
-        value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        value = _json(path).get("eos_token_id") if path.is_file() else None
         for entry in value if isinstance(value, list) else [value]:
             if isinstance(entry, int) and entry >= 0:
                 found[entry] = None
     if tokenizer.eos_token_id is not None:
         found[tokenizer.eos_token_id] = None
     return tuple(found)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PackagingError(f"{path.name} cannot be read: {reason(error)}") from None
+    if not isinstance(found, dict):
+        raise PackagingError(f"{path.name} holds no JSON object")
+    return found

@@ -18,7 +18,8 @@ class EngineModel(Struct, frozen=True, kw_only=True):
     """What an engine process is started with. Equal ``key``: the same engine.
 
     ``addresses`` (``tcp://host:port``) are those of engines that other hosts keep, a replica each: none is started
-    here. ``listen`` is where a process started here takes clients of other hosts. Either needs ``key_file``.
+    here. ``listen`` is where a process started here takes clients of other hosts, which may have adapters
+    loaded from below ``adapter_dirs``. Either needs ``key_file``.
     """
 
     bundle: Bundle
@@ -27,6 +28,7 @@ class EngineModel(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     listen: str | None = None
     key_file: str | None = None
+    adapter_dirs: tuple[str, ...] = ()
     drain_timeout: float = 0.0
 
     def key(self) -> str:
@@ -61,6 +63,7 @@ class EngineModel(Struct, frozen=True, kw_only=True):
             state_dir=state_dir,
             listen=self.listen,
             key_file=self.key_file,
+            adapter_dirs=self.adapter_dirs,
             drain_timeout=self.drain_timeout,
             over=over,
         )

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -96,6 +96,7 @@ class Launcher:
         core: str = ENGINE_CORE,
         listen: str | None = None,
         key_file: str | None = None,
+        adapter_dirs: Sequence[str] = (),
         drain_timeout: float = 0.0,
         replica: int = 0,
         sleep: Sleep = time.sleep,
@@ -107,6 +108,7 @@ class Launcher:
         self.bundle, self.settings, self.core = bundle, settings, core
         self.listen, self.drain_timeout = listen, drain_timeout
         self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has a working directory of its own
+        self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
         self.client_id = uuid.uuid4().hex
         self.generation = ""
         self.secret: bytes | None = None
@@ -203,6 +205,7 @@ class Launcher:
             core=self.core,
             listen=self.listen,
             key_file=self.key_file,
+            adapter_dirs=self.adapter_dirs,
             drain_timeout=self.drain_timeout,
         )
         try:

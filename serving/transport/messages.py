@@ -23,7 +23,8 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     """``client_id`` names the client's lock file in the state directory; "" for a client on another host.
 
     ``name`` is the same on all connections of a client: what it asked for on an earlier one is aborted first.
-    ``journal`` is a directory of this host in which the engine is to count what it generates for this client.
+    ``journal`` is a directory of this host in which the engine is to count what it generates for this client; of a
+    client that came over TCP it is not looked at, and neither is ``client_id``.
     """
 
     client_id: str

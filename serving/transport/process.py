@@ -23,6 +23,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
+from ..visible import configure
 from .locks import FileLock
 from .rundir import LOG, SOCKET, StateDir, Status, check_private
 from .standby import StandbyKeeper, Successor, standby_settings
@@ -36,8 +37,8 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 class Spec(Struct, frozen=True, kw_only=True):
     """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
     ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
-    ``drain_timeout``: seconds that requests have after SIGTERM; SIGQUIT ends them at once. ``line_fd``: a standby's
-    socket to its engine, whose lock it holds too."""
+    ``adapter_dirs``: where such clients may have adapters loaded from. ``drain_timeout``: seconds that requests have
+    after SIGTERM; SIGQUIT ends them at once. ``line_fd``: a standby's socket to its engine, whose lock it holds too."""
 
     bundle: Bundle
     settings: EngineSettings
@@ -48,6 +49,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     core: str = ENGINE_CORE
     listen: str | None = None
     key_file: str | None = None
+    adapter_dirs: tuple[str, ...] = ()
     drain_timeout: float = 0.0
     line_fd: int = -1
 
@@ -66,9 +68,7 @@ def main(argv: list[str]) -> int:
     state = StateDir(spec.runtime, spec.key)
     os.set_inheritable(spec.lock_fd, False)
     lock = FileLock(state.engine_lock_path, spec.lock_fd)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
+    configure(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for ending in (signal.SIGTERM, signal.SIGQUIT):
         signal.signal(ending, _interrupt_load)
@@ -112,13 +112,13 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
     from .server import EngineServer
 
     context = zmq.Context()
-    socket: Any = None if successor is not None else _bound(context.socket(zmq.ROUTER), spec, state)
+    socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
     module, _, name = spec.core.partition(":")
     core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
     if successor is not None:
         successor.wait()
         state.remove_file(SOCKET)
-        socket = _bound(context.socket(zmq.ROUTER), spec, state)
+        socket, remote = _bound(context, spec, state)
     info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
     keeper = _standby_keeper(spec, state, lock, info.kv_cache_memory)
     logger.info("kernels: %s; package: %s", info.kernels_told, child.package_place())
@@ -129,6 +129,8 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
         socket,
         info,
         spec.generation,
+        remote=remote,
+        adapter_dirs=spec.adapter_dirs,
         drain_timeout=spec.drain_timeout,
         in_place=lambda: lock.is_current,
         standby=keeper,
@@ -144,7 +146,8 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
         if keeper is not None:
             keeper.dismiss()
     finally:
-        socket.close()
+        for one in filter(None, (socket, remote)):
+            one.close()
         context.term()
     return 0
 
@@ -161,25 +164,45 @@ def _standby_keeper(spec: Spec, state: StateDir, lock: FileLock, kv_cache_memory
     return StandbyKeeper(MODULE, state, lock, describe, start_timeout=settings.start_timeout)
 
 
-def _bound(socket: Any, spec: Spec, state: StateDir) -> Any:
-    """``socket`` where clients find it, before the model is loaded: a port that is taken costs no load, and clients on
-    other hosts see that an engine is on its way."""
+def _bound(context: Any, spec: Spec, state: StateDir) -> tuple[Any, Any]:
+    """The sockets for clients of this host and of others, before the model is loaded: a port that is taken costs no
+    load, and clients on other hosts see that an engine is on its way."""
+    return _local_socket(context, state), _remote_socket(context, spec)
+
+
+def _local_socket(context: Any, state: StateDir) -> Any:
+    """Where clients of this host find it: in a directory that is the user's alone."""
+    socket = _router(context)
+    socket.bind(f"ipc://{state.file(SOCKET)}")
+    os.chmod(state.file(SOCKET), 0o600)
+    return socket
+
+
+def _remote_socket(context: Any, spec: Spec) -> Any:
+    """None where it listens to no other host."""
     import zmq
 
     from .auth import read_key, secure_server
 
+    if spec.listen is None:
+        return None
+    socket = _router(context)
+    secure_server(socket, read_key(spec.key_file))
+    try:
+        socket.bind(spec.listen)
+    except zmq.ZMQError as error:
+        raise PackagingError(f"{spec.listen}: {error.strerror}") from None
+    return socket
+
+
+def _router(context: Any) -> Any:
+    import zmq
+
+    socket = context.socket(zmq.ROUTER)
     # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    socket.bind(f"ipc://{state.file(SOCKET)}")
-    os.chmod(state.file(SOCKET), 0o600)
-    if spec.listen is not None:
-        secure_server(socket, read_key(spec.key_file))
-        try:
-            socket.bind(spec.listen)
-        except zmq.ZMQError as error:
-            raise PackagingError(f"{spec.listen}: {error.strerror}") from None
     return socket
 
 

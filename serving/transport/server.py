@@ -1,20 +1,23 @@
 """The engine process's loop: take messages, step, send, and see who lives. One thread, the one that loaded the model.
 
-A client's life is shown by its lock file (``rundir``), that of a client on another host by its pings.
+A client's life is shown by its lock file (``rundir``), that of a client on another host by its pings. Clients of other
+hosts have a socket of their own, by which they are told apart whatever they say of themselves: they name no file and no
+directory of this host but adapters below ``adapter_dirs``.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
 from ..engine.interface import AdapterInfo, EngineInfo, Health
-from ..errors import InternalError, ServingError
+from ..errors import InternalError, PermissionDenied, ServingError
 from ..events import Event, Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
@@ -29,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host is gone
+LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
 
 
@@ -51,17 +55,19 @@ class Core(Protocol):
 class _Peer:
     """A connected client and the sequences it still waits for, by request."""
 
-    __slots__ = ("client_id", "journal", "name", "open", "seen")
+    __slots__ = ("client_id", "is_local", "journal", "name", "open", "seen")
 
-    def __init__(self, client_id: str, name: str, journal: str) -> None:
-        self.client_id, self.name, self.journal = client_id, name, journal
+    def __init__(self, client_id: str, name: str, journal: str, *, is_local: bool) -> None:
+        self.client_id, self.name, self.journal, self.is_local = client_id, name, journal, is_local
         self.open: dict[str, int] = {}
         self.seen = time.monotonic()
 
 
 class EngineServer:
-    """``socket`` is a bound ROUTER. ``run`` returns when the last client is gone, when ``stop`` was called, or when it
-    is no longer the engine that clients find (``in_place``), because somebody has removed its directory."""
+    """``socket`` is a bound ROUTER for clients of this host, ``remote`` one for those of others.
+
+    ``run`` returns when the last client is gone, when ``stop`` was called, or when it is no longer the engine that
+    clients find (``in_place``), because somebody has removed its directory."""
 
     def __init__(
         self,
@@ -72,10 +78,17 @@ class EngineServer:
         info: EngineInfo,
         generation: str,
         *,
+        remote: Any = None,
+        adapter_dirs: Sequence[str] = (),
         drain_timeout: float = 0.0,
         in_place: Callable[[], bool] = lambda: True,
         standby: StandbyKeeper | None = None,
     ) -> None:
+        self._sockets: dict[bytes, Any] = {LOCAL: socket} if remote is None else {LOCAL: socket, REMOTE: remote}
+        self._poller = zmq.Poller()
+        for one in self._sockets.values():
+            self._poller.register(one, zmq.POLLIN)
+        self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
@@ -105,15 +118,20 @@ class EngineServer:
 
     def _take(self) -> None:
         wait = 0 if self.core.has_work() else int(TICK * 500)
-        if not self.socket.poll(wait):
+        if not self._poller.poll(wait):
             return
+        for side, socket in self._sockets.items():
+            self._take_from(side, socket)
+
+    def _take_from(self, side: bytes, socket: Any) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+                name, frame = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except ValueError:
                 continue  # not of our making: a wrong number of frames
+            identity = side + name
             try:
                 self._handle(identity, m.decode_for_engine(frame))
             except msgspec.DecodeError as error:
@@ -143,7 +161,7 @@ class EngineServer:
             case m.Goodbye():
                 self._drop(identity)
             case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
-                self._send(identity, self._call(message))
+                self._send(identity, self._call(peer, message))
             case _:
                 pass
 
@@ -151,11 +169,13 @@ class EngineServer:
         if hello.protocol != m.PROTOCOL:
             self._send(identity, m.Stranger(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
             return
+        is_local = identity.startswith(LOCAL)
         if hello.name:  # back after its connection broke: what it wants now, it submits anew
-            for known in [identity for identity, peer in self._peers.items() if peer.name == hello.name]:
+            named = ((known, peer) for known, peer in self._peers.items() if peer.name == hello.name)
+            for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
-        journal = hello.journal if hello.client_id else ""  # a client on another host names no directory of ours
-        self._peers[identity] = _Peer(hello.client_id, hello.name, journal)
+        client_id = hello.client_id if is_local else ""
+        self._peers[identity] = _Peer(client_id, hello.name, hello.journal if client_id else "", is_local=is_local)
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:
@@ -172,10 +192,11 @@ class EngineServer:
         if peer.open.pop(request_id, None) is not None:
             self.core.abort(request_id)
 
-    def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
+    def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
         try:
             match message:
                 case m.LoadAdapter(call, name, path):
+                    path = path if peer.is_local else self._allowed(path)
                     adapter = self.core.load_adapter(name, path)
                     self._remember(name, path)
                     return m.Answer(call, (adapter,))
@@ -189,6 +210,14 @@ class EngineServer:
         except Exception:
             logger.exception("adapter call")
             return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
+
+    def _allowed(self, path: str) -> str:
+        """A path that a client of another host may name. What is there outside of its directories, it is not told."""
+        real = os.path.realpath(path)
+        if not any(real != root and os.path.commonpath((root, real)) == root for root in self._adapter_dirs):
+            below = ", ".join(self._adapter_dirs) or "none; mlflow-llm engine --adapter-dir allows one"
+            raise PermissionDenied(f"adapter: an engine of another host loads from its own directories: {below}")
+        return real
 
     def _remember(self, name: str, path: str | None) -> None:
         """Keep what is loaded at run time for a successor, should this process be killed."""
@@ -229,7 +258,7 @@ class EngineServer:
             self._send(client, m.Events(steps, tuple(items)))
 
     def _send(self, identity: bytes, message: m.ToClient) -> None:
-        self.socket.send_multipart([identity, m.encode(message)])
+        self._sockets[identity[:1]].send_multipart([identity[1:], m.encode(message)])
 
     # lives
 

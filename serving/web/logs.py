@@ -8,12 +8,16 @@ import sys
 import time
 from typing import Any
 
+from ..visible import visible
+
 PACKAGE = "mlflow_llm"  # what its other parts say is told in the same form
 NAME = f"{PACKAGE}.server"
 
 
 class JsonLines(logging.Formatter):
-    """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string."""
+    """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string.
+
+    Texts in it are as they were for who reads the JSON; for who reads the line, nothing in them is hidden."""
 
     converter = staticmethod(time.gmtime)
 
@@ -27,7 +31,7 @@ class JsonLines(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return visible(json.dumps(line, ensure_ascii=False, default=str))
 
 
 def logger() -> logging.Logger:

@@ -198,8 +198,9 @@ def test_hub_id(tmp_path, llama_dir, monkeypatch):
     """A hub id is fetched at its revision, without pickles where there are safetensors, following the cache's links."""
     snapshot = tmp_path / "cache/snapshots/abc"
     snapshot.mkdir(parents=True)
+    shutil.copytree(llama_dir, tmp_path / "cache/blobs")
     for file in llama_dir.iterdir():
-        (snapshot / file.name).symlink_to(file)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     calls = []
 
     def fetch(repo_id, revision=None, ignore_patterns=None):

@@ -18,6 +18,7 @@ from transport_place import SETTINGS, completion, eventually, timeless
 from mlflow_llm.serving.engine.instant import InstantCore
 from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import PackagingError, Unavailable
+from mlflow_llm.serving.events import Finished
 from mlflow_llm.serving.transport import attach, messages, server
 from mlflow_llm.serving.transport.auth import secure_client
 from mlflow_llm.serving.transport.rundir import StateDir
@@ -182,7 +183,7 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
     core.add = lambda request, client, **_: taken.update({request.request_id: request})
     engine = server.EngineServer(core, SETTINGS, state, _Deaf(), core.info, "generation")
     for client_id, name in (("", "far"), ("near", "near")):
-        identity = name.encode()
+        identity = server.LOCAL + name.encode()
         engine._handle(identity, messages.Hello(client_id, name=name))
         request = msgspec.structs.replace(completion(name, max_tokens=5), deadline=3.0)
         engine._handle(identity, messages.Submit(request, time_left=600.0))
@@ -227,3 +228,40 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
     for socket_ in (*clients, router):
         socket_.close(0)
     context.term()
+
+
+def test_a_key_opens_no_files(place, make_bundle, key, tmp_path):
+    """Who has an engine's key, and says that it is a client of the engine's host, names no journal there; adapters are
+    loaded from below the directories that the host allows alone, links and dots followed."""
+    address, journal = free_address(), tmp_path / "journal"
+    (tmp_path / "allowed/own").mkdir(parents=True)
+    (tmp_path / "other/own").mkdir(parents=True)
+    (tmp_path / "allowed/link").symlink_to(tmp_path / "other")
+    allowed = str(tmp_path / "allowed")
+    context = zmq.Context()
+    with place.connect(make_bundle(), listen=address, key_file=key, adapter_dirs=(allowed,)) as local:
+        stranger = context.socket(zmq.DEALER)
+        with open(key, "rb") as file:
+            secure_client(stranger, file.read().strip())
+        stranger.connect(address)
+
+        def ask(message, kind):
+            stranger.send(messages.encode(message))
+            while True:
+                assert stranger.poll(60_000)
+                if isinstance(found := messages.decode_for_client(stranger.recv()), kind):
+                    return found
+
+        ask(messages.Hello("x" * 32, journal=str(journal)), messages.Welcome)
+        stranger.send(messages.encode(messages.Submit(completion("metered", max_tokens=5))))
+        while not isinstance(ask(messages.Ping(), messages.Events).items[-1][1], Finished):
+            pass
+        assert not journal.exists()
+        for number, path in enumerate(("/etc", f"{allowed}/../other/own", f"{allowed}/link/own", allowed, "", "own")):
+            answer = ask(messages.LoadAdapter(number, "own", path), messages.Answer)
+            assert (answer.kind, answer.call) == ("permission_denied", number)
+        assert ask(messages.LoadAdapter(9, "own", f"{allowed}/own"), messages.Answer).kind is None
+        assert local.load_adapter("near", str(tmp_path / "other/own")).name == "near"
+        stranger.close(0)
+    context.term()
+    place.assert_clean()

@@ -1,0 +1,146 @@
+"""A model is built only as large as its weights are: a configuration that asks for a million layers, or for terabytes
+of parameters, beside a small file of weights is refused before that is built.
+
+    with in_proportion(model_dir):
+        AutoModelForCausalLM.from_pretrained(model_dir, ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from ..errors import PackagingError, shown
+
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_CONFIG_BYTES = 16 << 20
+MAX_MODULES = 500_000  # the largest open models have 100,000
+# Numbers that a configuration's own code makes lists of.
+COUNTS = re.compile(r"(^|_)(n|num)_(.*_)?(layers?|blocks?|stages?|experts?)$|^(depth|layers)$")
+
+
+class Stored(Struct, frozen=True):
+    """How many tensors are stored, and how many numbers they have."""
+
+    tensors: int
+    elements: int
+
+    @property
+    def max_modules(self) -> int:
+        """Modules and parameters: every layer has weights, but activations, norms and containers may have none."""
+        return min(MAX_MODULES, 2000 + 32 * self.tensors)
+
+    @property
+    def max_elements(self) -> int:
+        """Tied weights count twice, masks and positions may be made anew."""
+        return 200_000_000 + 8 * self.elements
+
+
+def read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by key, without the weights: 8 bytes of little-endian length, then JSON (safetensors' format).
+
+    Raises ``PackagingError`` naming the file.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        return {key: _shape(value["shape"]) for key, value in header.items() if key != "__metadata__"}
+    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise PackagingError(f"{file.name} cannot be read as safetensors: {error}") from None
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"a tensor of shape {shown(value)}")
+    return tuple(value)
+
+
+def stored(folder: Path) -> Stored:
+    """What the safetensors files in ``folder`` hold, by their headers."""
+    shapes = [shape for file in sorted(folder.glob("*.safetensors")) for shape in read_header(file).values()]
+    return Stored(len(shapes), sum(map(math.prod, shapes)))
+
+
+@contextlib.contextmanager
+def in_proportion(folder: str | Path) -> Iterator[None]:
+    """What this thread builds within is bounded by the weights in ``folder``. Raises ``PackagingError``.
+
+    To be built on torch's meta device, or as ``from_pretrained`` does it: tensors have their memory only afterwards.
+    """
+    from torch.nn.modules import module as nn
+
+    there = stored(Path(folder))
+    check_config(Path(folder) / "config.json", there)
+    me, modules, elements = threading.get_ident(), 0, 0
+
+    def count_module(parent: Any, name: str, child: Any) -> None:
+        nonlocal modules
+        if threading.get_ident() == me:
+            modules += 1
+            if modules > there.max_modules:
+                raise _out_of_proportion(f"more than {there.max_modules} modules", there)
+
+    def count_tensor(parent: Any, name: str, tensor: Any) -> None:
+        nonlocal elements
+        if threading.get_ident() == me and tensor is not None:
+            count_module(parent, name, tensor)
+            elements += tensor.numel()
+            if elements > there.max_elements:
+                raise _out_of_proportion(f"{elements} parameters", there)
+
+    hooks = (
+        nn.register_module_module_registration_hook(count_module),
+        nn.register_module_parameter_registration_hook(count_tensor),
+        nn.register_module_buffer_registration_hook(count_tensor),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_config(file: Path, there: Stored) -> None:
+    """Before a configuration's own code makes lists as long as its numbers say. Raises ``PackagingError``."""
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise PackagingError(f"{file.name}: more than {MAX_CONFIG_BYTES} bytes")
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return  # whoever builds the model says so
+    except PackagingError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise PackagingError(f"{file.name} cannot be read: {error}") from None
+    for name, value in _numbers(config, ""):
+        if COUNTS.search(name.rpartition(".")[2]) and value > there.max_modules:
+            raise PackagingError(
+                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {there.max_modules} beside"
+                f" {there.tensors} tensors of weights"
+            )
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _numbers(entry, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+
+
+def _out_of_proportion(what: str, there: Stored) -> PackagingError:
+    return PackagingError(
+        f"config.json asks for {what}, beside {there.tensors} tensors of {there.elements} numbers in the weights"
+    )
