@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos import databricks_pb2 as codes
 
 KEY_VARIABLE = "MLFLOW_LLM_KEY"
+CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate and its key
 CONNECT_SECONDS = 10
 SECONDS = 600.0
 CODES = {
@@ -36,8 +37,17 @@ def ask(
     """The answer. Raises ``MlflowException`` with the server's own message for a status of 400 and above."""
     timeout = (min(CONNECT_SECONDS, seconds), seconds)
     try:
-        answer = requests.request(method, url, json=body, headers=_headers(), timeout=timeout, stream=stream)
-    except requests.RequestException as error:
+        answer = requests.request(
+            method,
+            url,
+            json=body,
+            headers=_headers(),
+            timeout=timeout,
+            stream=stream,
+            verify=os.environ.get(CA_VARIABLE) or None,  # requests' own variable (REQUESTS_CA_BUNDLE) holds then
+            cert=os.environ.get(CERT_VARIABLE) or None,
+        )
+    except OSError as error:  # requests' own are; a file that is not there, too
         raise MlflowException(f"no server answers at {url} ({type(error).__name__})") from None
     if answer.status_code >= 400:
         raise _refusal(answer)

@@ -1,4 +1,5 @@
-"""MLflow's deployments target ``llm``: servers on this machine, or one that runs elsewhere (``llm://host:port``).
+"""MLflow's deployments target ``llm``: servers on this machine, or one that runs elsewhere (``llm://host:port``,
+``llm:https://host:port``).
 
 MLflow loads this module by entry point and wants exactly one client class in it, beside ``run_local`` and
 ``target_help``.
@@ -48,9 +49,10 @@ def target_help() -> str:
         f"endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
         "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
         "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
-        "Target llm://host:port is a server that runs already: the same commands manage its endpoints\n"
-        f"(-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
-        f"An API key is read from {calls.KEY_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
+        "Target llm://host:port, or llm:https://host:port, is a server that runs already: the same commands manage\n"
+        f"its endpoints (-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
+        f"An API key is read from {calls.KEY_VARIABLE}, PEM files of authorities and of our certificate from\n"
+        f"{calls.CA_VARIABLE} and {calls.CERT_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
     )
 
 
@@ -73,13 +75,23 @@ def _one_name(name: str | None, endpoint: str | None) -> Any:
     return endpoint if name is None else name
 
 
+def _server_of(target: str) -> str | None:
+    """``llm://host:port`` is plain HTTP, ``llm:https://host:port`` (or ``llm:http://…``) as written; else None."""
+    parts = urlsplit(target)
+    if parts.scheme != "llm":
+        return None
+    if parts.netloc:
+        return f"http://{parts.netloc}"
+    written = urlsplit(parts.path)
+    return f"{written.scheme}://{written.netloc}" if written.scheme in ("http", "https") and written.netloc else None
+
+
 class LlmDeploymentClient(BaseDeploymentClient):
     """Deployments and endpoints are the same here: endpoints of a running server, or a server with one of its name."""
 
     def __init__(self, target_uri: str) -> None:
         super().__init__(target_uri)
-        parts = urlsplit(target_uri)
-        self._remote = f"http://{parts.netloc}" if parts.scheme == "llm" and parts.netloc else None
+        self._remote = _server_of(target_uri)
 
     def create_deployment(
         self,

@@ -101,7 +101,7 @@ def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
     end = time.monotonic() + wait
     while True:
         try:
-            return try_address(host, port)
+            return try_address((host, port))
         except OSError as error:
             if time.monotonic() >= end:
                 raise MlflowException(

@@ -198,7 +198,7 @@ def _accelerator() -> str:
 
 def _free(port: int) -> bool:
     try:
-        try_address("127.0.0.1", port)
+        try_address(("127.0.0.1", port))
     except OSError:
         return False
     return True

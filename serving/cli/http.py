@@ -8,11 +8,11 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
 from ..visible import visible, visible_line
+from .connecting import connecting, tls_options
 from .secret import key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
@@ -39,21 +39,13 @@ class _Kept(threading.local):
 class Client:
     """One server, with a kept connection for each thread that calls.
 
-    ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix. Every method raises
+    ``url``: see ``connecting``. Every method raises
     ``ClickException`` with a message for people, whatever goes wrong.
     """
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float = 600.0) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise click.BadParameter(f"{url!r} is no http(s) URL")
+        self._connect, self._place, self._prefix = connecting(url)
         self._url = url
-        self._secure = parts.scheme == "https"
-        self._host, self._port, self._prefix = parts.hostname, port, parts.path.rstrip("/")
         self._timeout = timeout
         self._kept = _Kept()
         self._headers = {"Content-Type": "application/json"}
@@ -84,7 +76,7 @@ class Client:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise click.ClickException(f"{self._host}:{self._port}{path} answers no JSON object: not our server?")
+            raise click.ClickException(f"{self._place}{path} answers no JSON object: not our server?")
         return answer.status, found, float(after) if after.isdecimal() else None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -123,7 +115,7 @@ class Client:
         try:
             return json.loads(text)
         except ValueError:
-            raise click.ClickException(f"{self._host}:{self._port}{path} answers no JSON: not our server?") from None
+            raise click.ClickException(f"{self._place}{path} answers no JSON: not our server?") from None
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
@@ -143,7 +135,7 @@ class Client:
             done = answer.isclosed() and not answer.will_close
         except (OSError, http.client.HTTPException) as error:
             told = visible_line(str(error)) or type(error).__name__
-            raise click.ClickException(f"no server answers at {self._host}:{self._port} ({told})") from None
+            raise click.ClickException(f"no server answers at {self._place} ({told})") from None
         finally:
             if not done:
                 self.close()
@@ -156,8 +148,7 @@ class Client:
                 kept.request(method, path, data, self._headers)
                 return kept.getresponse()
             self.close()
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = self._kept.slot.connection = kind(self._host, self._port, timeout=self._timeout)
+        connection = self._kept.slot.connection = self._connect(self._timeout)
         connection.request(method, path, data, self._headers)
         return connection.getresponse()
 
@@ -185,7 +176,8 @@ def first_model(client: Client) -> str:
 
 
 def url_options(command: Any) -> Any:
-    """``--url`` (also from MLFLOW_LLM_URL), ``--key`` and ``--key-file``."""
+    """``--url`` (also from MLFLOW_LLM_URL), ``--key`` and ``--key-file``, ``--ca`` and ``--cert``."""
+    command = tls_options(command)
     return click.option(
         "--url",
         envvar=URL_VARIABLE,

@@ -15,9 +15,10 @@ from click.core import ParameterSource
 from ..dialects.defaults import check_defaults, request_defaults
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
-from ..web.listening import addresses, try_address
+from ..web.listening import addresses, bind, try_address
 from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from ..web.spec import EndpointSpec, ProfileName, ServeSpec
+from ..web.tls import gateway_tls, probe_tls
 from .spec_files import read_serve_spec
 from .store import opened
 
@@ -42,12 +43,23 @@ def settings_help() -> str:
 )
 @click.option("--host", default=DEFAULTS.host, show_default=True, help="Address to listen on.")
 @click.option("--port", default=DEFAULTS.port, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--socket", help="Path of a Unix socket to listen on instead of host and port.")
+@click.option(
+    "--socket-mode",
+    default=DEFAULTS.socket_mode,
+    show_default=True,
+    help="Its permissions: whoever may write to it may use the server.",
+)
+@click.option("--tls-cert", help="PEM file of the certificate, and those above it. It is read again when it changes.")
+@click.option("--tls-key", help="PEM file of its key (default: it is in the same file).")
+@click.option("--tls-client-ca", help="PEM file of authorities: clients must have a certificate of one of them.")
+@click.option("--probe-tls-client-ca", help="The same for the listener for probes, which else asks for none.")
 @click.option(
     "--probe-port",
     type=click.IntRange(0, 65535),
     help="A listener for probes and metrics alone; /metrics is then there only.",
 )
-@click.option("--probe-host", help="Its address (default: --host).")
+@click.option("--probe-host", help="Address of that listener (default: --host).")
 @click.option(
     "--max-connections",
     default=DEFAULTS.max_connections,
@@ -265,11 +277,13 @@ def _check_place(settings: ServerSettings) -> None:
         ledger_dir(settings)
         with opened(settings.database, make=True):
             pass
-    for host, port in addresses(settings):
+    gateway_tls(settings)
+    probe_tls(settings)
+    for address in addresses(settings):
         try:
-            try_address(host, port)
+            try_address(address)
         except OSError as error:
-            raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            raise click.ClickException(f"cannot listen on {bind(address)}: {error.strerror}") from None
 
 
 def _check_tokens(settings: ServerSettings) -> None:
@@ -297,14 +311,19 @@ def say(told: dict[str, Any]) -> None:
     """A step of the start, for people, on standard error."""
     where = f" {told['endpoint']}" if "endpoint" in told else ""
     seconds = f" ({told['seconds']} s)" if "seconds" in told else ""
+    url = (
+        f"unix:{told['socket']}"
+        if "socket" in told
+        else f"{told.get('scheme')}://{told.get('host')}:{told.get('port')}"
+    )
     text = {
         "reading": "reading the models",
         "loading": f"loading{where}",
         "loaded": f"loaded{where}{seconds}",
         "token": f"first token of{where}{seconds}; kernels: {told.get('kernels')}",
         "ready": "engines ready",
-        "probes": f"probes and metrics on http://{told.get('host')}:{told.get('port')}",
-        "listening": f"listening on http://{told.get('host')}:{told.get('port')} (docs at /docs)",
+        "probes": f"probes and metrics on {url}",
+        "listening": f"listening on {url} (docs at /docs)",
     }.get(told["stage"], json.dumps(told))
     click.echo(text, err=True)
 

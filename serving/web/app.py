@@ -170,6 +170,8 @@ def _check_listener(server: Server, route: Route) -> str:
         raise NotFound(f"no route {request.path[:100]} here: this listener is for probes and metrics")
     if not probes and route.handler == "metrics" and server.settings.probe_port is not None:
         raise NotFound("no metrics here: this server has a listener of its own for them (probe_port)")
+    if server.settings.socket is not None and not probes:
+        return ""  # which no browser reaches, under any name
     return (server.settings.probe_host if probes else None) or server.settings.host
 
 

@@ -17,11 +17,16 @@ import gevent
 from gunicorn.http.errors import ParseException
 
 RATE = 2**10  # bytes of a body that pay for a second: the slowest of honest uploads are faster
+HANDSHAKE = b"\x16"  # TLS' content type, the first byte of its first record
 MOMENT = 0.001  # seconds: what is there already is taken, however late
 
 
 class TooSlow(ParseException):
     """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on behind one."""
+
+
+class PlainHttp(ParseException):
+    """Bytes that begin no TLS, where TLS is spoken."""
 
 
 class Arrivals:
@@ -65,8 +70,10 @@ class Arrivals:
         self._part, self._left, self._began = part, self._limit, monotonic()
 
     def start_tls(self, context: Any) -> None:
-        """Raises ``OSError``, also for a handshake that takes longer than a first byte may."""
+        """Raises ``OSError``, also for a handshake that takes longer than a first byte may, ``PlainHttp``."""
         with self._waiting(), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
+            if self.plain.recv(1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
+                raise PlainHttp("this server speaks https")
             self.plain = context.wrap_socket(self.plain, server_side=True, do_handshake_on_connect=False)
             self.plain.do_handshake()
         self.is_secure = True

@@ -12,6 +12,9 @@ from ..errors import InvalidField
 from ..settings import Count, Seconds
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+# 107 bytes are the kernel's limit
+SocketPath = Annotated[str, Meta(pattern=r"^[^\x00]{1,107}$", description="a path of 1 to 107 bytes")]
+Mode = Annotated[str, Meta(pattern=r"^0?[0-7]{3}$", description="permissions such as 600 or 660")]
 HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._~:-]{1,253}$")]
 HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' names or addresses, without ports")]
 
@@ -26,6 +29,11 @@ class Perimeter(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hold is then bounded. ``first_byte_timeout`` (seconds) ends one that has sent nothing at all. With ``probe_port``
     probes and metrics have a listener of their own, on ``probe_host`` (``host`` by default), with places of its own;
     ``/metrics`` is then there alone.
+
+    ``socket`` is the path of a Unix socket to listen on instead of ``host`` and ``port``, for those whom
+    ``socket_mode`` lets write to it. ``tls_cert``, ``tls_key`` (None: it is in the same PEM file) and
+    ``tls_client_ca``, whose certificates clients must then have, are for gateway and probes (``tls``); probes ask for
+    certificates of ``probe_tls_client_ca`` alone.
     """
 
     host: str = "127.0.0.1"
@@ -37,13 +45,38 @@ class Perimeter(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     first_byte_timeout: Seconds = 5.0
     probe_host: str | None = None
     probe_port: Port | None = None
+    socket: SocketPath | None = None
+    socket_mode: Mode = "600"
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    probe_tls_client_ca: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_probes()
+        self._check_socket()
+        for name in ("tls_key", "tls_client_ca", "probe_tls_client_ca"):
+            if getattr(self, name) is not None and self.tls_cert is None:
+                raise InvalidField(name, getattr(self, name), "null without tls_cert")
+
+    def _check_probes(self) -> None:
+        if self.probe_tls_client_ca is not None and self.probe_port is None:
+            raise InvalidField("probe_tls_client_ca", self.probe_tls_client_ca, "null without probe_port")
         if self.probe_host is not None and self.probe_port is None:
             raise InvalidField("probe_host", self.probe_host, "null without probe_port")
         if self.probe_port and self.probe_port == self.port and (self.probe_host or self.host) == self.host:
             raise InvalidField("probe_port", self.probe_port, f"another port than the server's own, {self.port}")
+
+    def _check_socket(self) -> None:
+        if self.socket is None:
+            if int(self.socket_mode, 8) != 0o600:
+                raise InvalidField("socket_mode", self.socket_mode, "no mode without socket")
+            return
+        if (self.host, self.port) != ("127.0.0.1", 8000):
+            raise InvalidField("socket", self.socket, "null beside host and port: a server listens at one of them")
+        if self.tls_cert is not None:
+            raise InvalidField("socket", self.socket, "null beside tls_cert: nobody listens in on a Unix socket")
 
     @property
     def most_of_an_address(self) -> int:

@@ -22,7 +22,7 @@ from ..tasks.cache_salt import SECRET_BYTES
 from . import logs
 from .directory import server_directory
 from .exporting import exporting
-from .listening import addresses, bind
+from .listening import addresses, bind, umask
 from .shares import Shares
 from .spec import ServeSpec
 
@@ -132,7 +132,8 @@ class Application(BaseApplication):
     def load_config(self) -> None:
         settings = self.spec.settings
         values = {
-            "bind": [bind(*address) for address in addresses(settings)],
+            "bind": [bind(address) for address in addresses(settings)],
+            "umask": umask(settings),
             "workers": settings.workers,
             "worker_class": "mlflow_llm.serving.web.worker.DrainingWorker",
             "logger_class": "mlflow_llm.serving.web.worker.JsonLogger",
@@ -182,8 +183,10 @@ class Application(BaseApplication):
         if self.progress is None:
             return
         for stage, listener in zip(("listening", "probes"), arbiter.LISTENERS, strict=False):
-            host, port = listener.sock.getsockname()[:2]
-            self.progress({"stage": stage, "host": host, "port": port})
+            name = listener.sock.getsockname()
+            place = {"socket": name} if isinstance(name, str) else {"host": name[0], "port": name[1]}
+            secure = self.spec.settings.tls_cert is not None
+            self.progress({"stage": stage, "scheme": "https" if secure else "http", **place})
 
     def _give_share(self, arbiter: Any, worker: Any) -> None:
         worker.share = self.shares.give()

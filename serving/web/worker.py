@@ -17,11 +17,12 @@ from gunicorn.workers.ggevent import GeventWorker
 
 from ..errors import ShuttingDown
 from . import framing, logs
-from .arrivals import Arrivals
+from .arrivals import Arrivals, PlainHttp
 from .departures import Departures
 from .gate import DRAIN_RETRY_AFTER
 from .places import Places
 from .shares import Share
+from .tls import Tls, gateway_tls, probe_tls
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
     from .accepting import Acceptor
@@ -40,6 +41,7 @@ class DrainingWorker(GeventWorker):
 
     wsgi: Any = None  # until it is loaded
     share: Share  # which the arbiter gives it
+    tls: list[Tls]  # of its listeners
     answering = 0  # requests from their head to the last byte of their answer
 
     def init_process(self) -> None:
@@ -77,9 +79,21 @@ class DrainingWorker(GeventWorker):
         # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
         AsyncWorker.notify(self)
 
-    def serve(self, listener: Any, connection: Arrivals) -> None:
+    def serve(self, listener: Any, tls: Tls | None, connection: Arrivals) -> None:
+        from .refusals import refuse
+
         # instead of the parent's handle, which sets no time: a peer that takes no byte loses its connection
         connection.plain.settimeout(self.server.settings.io_timeout)
+        if tls is not None:
+            try:
+                connection.start_tls(tls.context)
+            except PlainHttp as error:
+                refuse(connection.plain, error, connection.address)
+                return
+            except OSError as error:  # a scanner, a client that trusts another authority, one without a certificate
+                reason = getattr(error, "reason", None) or type(error).__name__
+                logs.event("no TLS connection", level=10, address=connection.address, error=str(reason))
+                return
         AsyncWorker.handle(self, listener, connection, connection.peer)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
@@ -88,6 +102,8 @@ class DrainingWorker(GeventWorker):
         framing.check(req)
         framing.strict(req)
         req.body = body = RequestBody(req, sock)
+        if sock.is_secure:
+            req.scheme = "https"
         self.answering += 1
         try:
             super().handle_request(listener_name, req, Departures(sock.plain), addr)
@@ -118,6 +134,7 @@ class DrainingWorker(GeventWorker):
         os._exit(0)
 
     def run(self) -> None:
+        self.tls = []
         acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
         self.share.open()
         last = 0.0
@@ -128,6 +145,8 @@ class DrainingWorker(GeventWorker):
             if time.monotonic() - last > 1.0:
                 last = time.monotonic()
                 self.notify()
+                for tls in self.tls:
+                    tls.look()
             gevent.sleep(TICK)
         self._drain()
         for acceptor in acceptors:
@@ -146,17 +165,20 @@ class DrainingWorker(GeventWorker):
         settings = self.server.settings
         sock.setblocking(1)
         share = None if probes else self.share
+        if (tls := (probe_tls if probes else gateway_tls)(settings)) is not None:
+            self.tls.append(tls)
         if probes:
             places = Places(PROBES, PROBES)
         else:
             places = Places(settings.max_connections, settings.most_of_an_address, left=self.share.remove)
         acceptor = Acceptor(
             sock,
-            partial(self.serve, sock),
+            partial(self.serve, sock, tls),
             places=places,
             share=share,
             make=partial(self._connection, probes=probes),
             io_timeout=settings.io_timeout,
+            secure=tls is not None,
         )
         acceptor.start()
         return acceptor

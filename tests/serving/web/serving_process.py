@@ -79,7 +79,7 @@ def running(
                 ),
                 *more,
             ),
-            settings=ServerSettings(port=port, **({"workers": 1} | settings)),
+            settings=ServerSettings(**({"workers": 1} | ({} if "socket" in settings else {"port": port}) | settings)),
             runtime_dir=runtime_dir or runtime,
         )
         path, log = Path(runtime, "serve.json"), Path(runtime, "log")

@@ -1,0 +1,102 @@
+"""How a command's connections are made: to a host, over TLS or not, or to a Unix socket of this machine."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import click
+
+CA, CERT = f"{__name__}.ca", f"{__name__}.cert"  # in click's context
+
+Connect = Callable[[float], http.client.HTTPConnection]
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over the Unix socket at ``path``."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def connecting(url: str) -> tuple[Connect, str, str]:
+    """What makes a connection (its argument is the timeout in seconds), where it leads, for people, and the prefix of
+    all paths.
+
+    ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix, or ``unix:/path/of/socket``. Raises
+    ``BadParameter``.
+    """
+    if url.startswith("unix:"):
+        path = unquote(url.removeprefix("unix:"))
+        path = "/" + path.lstrip("/") if path.startswith("//") else path
+        if not path or "\0" in path:
+            raise click.BadParameter(f"{url!r} names no Unix socket; write unix:/path/of/socket")
+        return functools.partial(UnixConnection, path), f"unix:{path}", ""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise click.BadParameter(f"{url!r} is no http(s) URL, and no unix: one")
+    place, prefix = f"{parts.hostname}:{port}", parts.path.rstrip("/")
+    if parts.scheme == "https":
+        context = client_context(_option(CA), _option(CERT))
+        return lambda timeout: _secure(parts.hostname or "", port, timeout, context), place, prefix
+    return lambda timeout: http.client.HTTPConnection(parts.hostname or "", port, timeout=timeout), place, prefix
+
+
+def _secure(host: str, port: int | None, timeout: float, context: ssl.SSLContext) -> http.client.HTTPConnection:
+    return http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+
+
+def client_context(ca: str | None, cert: str | None) -> ssl.SSLContext:
+    """The system's authorities, or those of the file ``ca``; ``cert``: our certificate and its key, in one PEM file.
+    Raises ``BadParameter``."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise click.BadParameter(f"--ca {ca}: {error.strerror or 'no PEM of certificates'}") from None
+    if cert is not None:
+        try:
+            context.load_cert_chain(cert)
+        except (OSError, ssl.SSLError) as error:
+            raise click.BadParameter(f"--cert {cert}: {error.strerror or 'no PEM with certificate and key'}") from None
+    return context
+
+
+def _option(name: str) -> Any:
+    context = click.get_current_context(silent=True)
+    return context.meta.get(name) if context is not None else None
+
+
+def tls_options(command: Any) -> Any:
+    """``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connecting``."""
+    for option, name, variable, text in (
+        ("--cert", CERT, "MLFLOW_LLM_CERT", "PEM file with the client's certificate and key, where a server asks."),
+        ("--ca", CA, "MLFLOW_LLM_CA", "PEM file of the authorities that https servers are checked by."),
+    ):
+        command = click.option(
+            option,
+            envvar=variable,
+            type=click.Path(dir_okay=False),
+            help=f"{text} ({variable})",
+            expose_value=False,
+            callback=functools.partial(_keep, name),
+        )(command)
+    return command
+
+
+def _keep(name: str, context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    context.meta[name] = value
