@@ -259,6 +259,11 @@ class Ledger:
             if stop.wait(interval):
                 return
 
+    def settle_open(self) -> None:
+        """Settle every lease by what it has counted: the process ends."""
+        for lease in list(self._open.values()):
+            lease.settle(finish_reason="error", status="error")
+
     def close(self) -> None:
         """Stop upkeep and hand over: what is still open or spooled is settled by the next process that recovers."""
         self._stop.set()
@@ -270,6 +275,7 @@ class Ledger:
             return
         try:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT))
+            journals.collect(self.store, self.state_dir)
         except Unavailable:
             log.warning("settlements stay in the spool until a process recovers them")
         owner.close(settled=not self._open and not self._unspooled)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +32,20 @@ if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokeni
 TICK = 0.1
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
+QUIT_SECONDS = 6.0
 PROBES = 64  # connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
 
 
 class DrainingWorker(GeventWorker):
-    """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event."""
+    """On SIGTERM: new requests get a 503, running ones go on for ``drain_timeout``, then end with a final event. On
+    SIGINT and SIGQUIT they end so at once."""
 
     wsgi: Any = None  # until it is loaded
     share: Share  # which the arbiter gives it
     tls: list[Tls]  # of its listeners
+    at_once = False
     answering = 0  # requests from their head to the last byte of their answer
 
     def init_process(self) -> None:
@@ -130,8 +134,15 @@ class DrainingWorker(GeventWorker):
         self.server.gate.draining = True
 
     def handle_quit(self, sig: int, frame: Any) -> None:
-        # at once means at once: engine and ledger take our death as they take kill -9, without loss
-        os._exit(0)
+        # at once: what runs is cut short and settled, and what that takes is bounded by the kernel, should our loop
+        # stand still; engine and ledger take our death then as they take kill -9
+        if self.wsgi is None:
+            os._exit(0)
+        if not self.at_once:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, QUIT_SECONDS)
+        self.at_once = True
+        self.handle_exit(sig, frame)
 
     def run(self) -> None:
         self.tls = []
@@ -149,6 +160,8 @@ class DrainingWorker(GeventWorker):
                     tls.look()
             gevent.sleep(TICK)
         self._drain()
+        if self.server.ledger is not None:
+            self.server.ledger.settle_open()  # of clients that take nothing, so that no error reached their requests
         for acceptor in acceptors:
             acceptor.close()
         gevent.wait([acceptor.greenlets for acceptor in acceptors], timeout=LAST_SECONDS)
@@ -193,15 +206,15 @@ class DrainingWorker(GeventWorker):
         self.server.gate.draining = True
         self.share.close()
         logs.event("draining", running=self.answering)
-        self._wait(self.server.settings.drain_timeout)
+        self._wait(self.server.settings.drain_timeout, lambda: self.at_once)
         if left := self.answering:
             self.server.running.interrupt_all(CUT_SHORT)
             logs.event("drain over", interrupted=left)
             self._wait(FLUSH_SECONDS)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
         until = time.monotonic() + seconds
-        while self.answering and time.monotonic() < until:
+        while self.answering and time.monotonic() < until and not over():
             self.notify()
             gevent.sleep(TICK)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from instant_model import write_instant_model
@@ -119,3 +124,40 @@ def test_limit(metered: Running, store: Store) -> None:
         assert set(rows(store)) == before
     finally:
         limits.remove("endpoint", "assistant", "qph")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGQUIT])
+def test_what_was_delivered_is_settled_before_the_server_leaves(tmp_path: Path, ending: signal.Signals) -> None:
+    """At SIGINT a stream gets its final error event, and no row is left open: not the stream's, not that of a client
+    that takes nothing, not that of a whole reply under way."""
+    store = Store(f"sqlite:///{tmp_path}/ledger.db")
+    bundle = write_instant_model(tmp_path, step_delay=0.02)
+    long = BODY | {"max_tokens": 4000, "ignore_eos": True}
+    options = {
+        "database": f"sqlite:///{tmp_path}/ledger.db",
+        "state_dir": str(tmp_path / "state"),
+        "drain_timeout": 300,
+    }
+    with running(bundle, **options) as server:
+        waiting = threading.Thread(target=asked_in_vain, args=(server, long))
+        waiting.start()
+        with asking(server, long | {"stream": True}) as answer, asking(server, long | {"stream": True}):
+            for _ in range(40):
+                answer.readline()
+            until(lambda: len(rows(store)) == 3)
+            server.process.send_signal(ending)
+            rest = answer.read().decode()
+        server.process.wait(60)
+        waiting.join()
+    assert "the server stopped before the reply was complete" in rest
+    found = list(rows(store).values())
+    assert [(row.status, row.finish_reason) for row in found] == [("error", "error")] * 3
+    received = 15 + rest.count('"content":')
+    assert max(row.completion_tokens for row in found) >= received
+    assert list((tmp_path / "state/ledger").glob("*/owners/*")) == []
+    store.close()
+
+
+def asked_in_vain(server: Running, body: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException), asking(server, body) as answer:
+        answer.read()
