@@ -53,7 +53,7 @@ class _Call:
 class RemoteEngine:
     """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
-    ``options`` are those of ``link.Link``; for ``journal`` and ``content_hash`` see ``ClientState``."""
+    ``options`` are those of ``link.Link``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class RemoteEngine:
         stall_timeout: float = 60.0,
         keep: bool = False,
         journal: str = "",
+        counts: str = "",
         content_hash: str = "",
         **options: Any,
     ) -> None:
-        self._journal, self._content_hash = journal, content_hash
+        self._told = {"journal": journal, "counts": counts, "content_hash": content_hash}
         self._reopening = threading.Lock()
         self._make_finder = make_finder
         self._options = {"stall_timeout": stall_timeout, "keep": keep, **options}
@@ -94,7 +95,7 @@ class RemoteEngine:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._state = ClientState(uuid.uuid4().hex[:8], journal=self._journal, content_hash=self._content_hash)
+        self._state = ClientState(uuid.uuid4().hex[:8], **self._told)
         self._link = Link(self._wait(), self._make_finder(), self._state, rest=self._rest, **self._options)
         started, link = self._queue(), self._link
         self._owner = self._spawn(lambda: _main(link, started))

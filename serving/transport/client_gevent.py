@@ -82,9 +82,10 @@ def attach(
     first_timeout: float | None = None,
     content_hash: str = "",
     journal: str = "",
+    counts: str = "",
 ) -> GeventEngine:
-    """As ``client.attach``, for a gevent worker. ``journal``: see ``messages.Hello``; ``first_timeout`` replaces
-    ``timeout`` before there was an engine."""
+    """As ``client.attach``, for a gevent worker. ``journal`` and ``counts``: see ``messages.Hello``; ``first_timeout``
+    replaces ``timeout`` before there was an engine."""
 
     def make() -> Attached:
         return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
@@ -97,6 +98,7 @@ def attach(
         away_timeout=timeout,
         content_hash=content_hash,
         journal=journal,
+        counts=counts,
     )
 
 

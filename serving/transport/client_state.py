@@ -35,12 +35,12 @@ class Waiter(Protocol):
 class ClientState:
     """``name`` makes this client's request ids unique in the engine, and its connections one client's.
 
-    ``journal`` is where the engine is to count what it generates for this client; "" nowhere. An engine of another
-    ``content_hash`` is not taken; "" takes any.
+    ``journal`` is where the engine is to count what it generates for this client, ``counts`` where what it does in
+    all; "" nowhere. An engine of another ``content_hash`` is not taken; "" takes any.
     """
 
-    def __init__(self, name: str, *, journal: str = "", content_hash: str = "") -> None:
-        self.name, self.journal, self.content_hash = name, journal, content_hash
+    def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
+        self.name, self.journal, self.counts, self.content_hash = name, journal, counts, content_hash
         self.outbox: deque[bytes] = deque()
         self.info: EngineInfo | None = None
         self.generation = ""
@@ -73,7 +73,7 @@ class ClientState:
         """Start over on a new connection: nothing of the old one is valid."""
         self.outbox.clear()
         self.generation, self.closing, self.lost, self.refused = "", None, False, ""
-        self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal)))
+        self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
 
     def submit(self, request: ValidRequest, sink: Sink) -> str:
         """The id under which the request runs: its own, made unique."""

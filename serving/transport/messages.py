@@ -23,14 +23,16 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     """``client_id`` names the client's lock file in the state directory; "" for a client on another host.
 
     ``name`` is the same on all connections of a client: what it asked for on an earlier one is aborted first.
-    ``journal`` is a directory of this host in which the engine is to count what it generates for this client; of a
-    client that came over TCP it is not looked at, and neither is ``client_id``.
+    ``journal`` is a directory of this host in which the engine is to count what it generates for this client,
+    ``counts`` one in which it is to keep what it counts in all (``serving.counts``); of a client that came over TCP
+    neither is looked at, and ``client_id`` is not.
     """
 
     client_id: str
     protocol: int = PROTOCOL
     name: str = ""
     journal: str = ""
+    counts: str = ""
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):

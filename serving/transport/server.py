@@ -22,6 +22,7 @@ from ..events import Event, Failed
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import messages as m
+from .counted import Counted
 from .drain import Drain
 from .metered import MeteredRequests
 from .rundir import StateDir
@@ -55,10 +56,13 @@ class Core(Protocol):
 class _Peer:
     """A connected client and the sequences it still waits for, by request."""
 
-    __slots__ = ("client_id", "is_local", "journal", "name", "open", "seen")
+    __slots__ = ("client_id", "counts", "is_local", "journal", "name", "open", "seen")
 
-    def __init__(self, client_id: str, name: str, journal: str, *, is_local: bool) -> None:
-        self.client_id, self.name, self.journal, self.is_local = client_id, name, journal, is_local
+    def __init__(self, hello: m.Hello, *, is_local: bool) -> None:
+        """Of a client that came over TCP only the name is taken: what it says of this host is not looked at."""
+        self.name, self.is_local = hello.name, is_local
+        self.client_id = hello.client_id if is_local else ""
+        self.journal, self.counts = (hello.journal, hello.counts) if self.client_id else ("", "")
         self.open: dict[str, int] = {}
         self.seen = time.monotonic()
 
@@ -98,6 +102,7 @@ class EngineServer:
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
         self._metered = MeteredRequests(generation)
+        self._counted = Counted(generation, core.health)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
@@ -109,7 +114,9 @@ class EngineServer:
         while not self._drain.over(any(peer.open for peer in self._peers.values())):
             self._take()
             if self.core.has_work():
-                self._send_events(self.core.step())
+                told = self.core.step()
+                self._counted.write()
+                self._send_events(told)
             if time.monotonic() - self._last_tick >= TICK and self._tick():
                 return
         self._shut_down()
@@ -174,8 +181,8 @@ class EngineServer:
             named = ((known, peer) for known, peer in self._peers.items() if peer.name == hello.name)
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
-        client_id = hello.client_id if is_local else ""
-        self._peers[identity] = _Peer(client_id, hello.name, hello.journal if client_id else "", is_local=is_local)
+        self._peers[identity] = _Peer(hello, is_local=is_local)
+        self._counted.keep({peer.counts for peer in self._peers.values()})
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:

@@ -6,21 +6,28 @@ Prometheus takes for a new beginning: it would count once more all that the othe
 knows by engine process, and of each the highest figures stay, in one file of all workers::
 
     engines.json    {endpoint: {served entity: {engine process: [figure, …]}}}
+
+An engine of this host keeps its counts in a file of its own instead (``serving.counts``), which says all that it ever
+counted, also of a process that came and went between two scrapes, up to the step in which it was killed::
+
+    engines/<key>/<engine process>    the counts, written by the engine
+    places/<place>/<key>              which engines are of an endpoint's served entity, its former versions included
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from ..counts import COUNTERS, read_counts
 from ..engine.interface import Engine, Health
 from .worker_figures import locked
 
 FILE = "engines.json"
-COUNTERS = ("steps", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens")
 KEPT = 256  # engine processes of an entity; what longer nobody has told of is added up
 EARLIER = ""  # under which it is
 
@@ -32,6 +39,35 @@ def figures_of(engine: Engine, name: str = "engine") -> Mapping[str, Health]:
     """The last figures of each engine process behind ``engine``, by generation; one without has ``name``."""
     figures = getattr(engine, "figures", None)
     return figures() if figures is not None else {name: engine.health()}
+
+
+class Kept:
+    """The files of one server's engines below ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._engines, self._places = directory / "engines", directory / "places"
+
+    def root(self, key: str) -> str:
+        """Where the engines of ``key`` are to keep their counts."""
+        root = self._engines / key
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return str(root)
+
+    def name(self, place: Place, key: str) -> None:
+        """The engines of ``key`` serve ``place``."""
+        named = self._places / _name(place) / key
+        named.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        named.touch()
+
+    def counts(self, place: Place) -> dict[str, tuple[int, ...]]:
+        """Of every engine process that ever served ``place``, by generation."""
+        named = self._places / _name(place)
+        keys = sorted(os.listdir(named)) if named.is_dir() else []
+        return {name: counts for key in keys for name, counts in read_counts(self._engines / key).items()}
+
+
+def _name(place: Place) -> str:
+    return hashlib.sha256("\n".join(place).encode()).hexdigest()
 
 
 class Tally:
@@ -46,18 +82,20 @@ class Tally:
 
         Raises ``FileNotFoundError`` where the directory is gone.
         """
-        told = list(told)
+        kept = Kept(self._directory).counts if self._directory is not None else lambda _: {}
+        found = [(place, figures, kept(place)) for place, figures in told]
+        others = [(place, {n: f for n, f in figures.items() if n not in own}) for place, figures, own in found]
         if self._directory is None:
-            _take(self._known, told)
+            _take(self._known, others)
         else:
             with locked(self._directory, alone=True):
                 self._known = _read(self._directory / FILE)
-                if _take(self._known, told):
+                if _take(self._known, others):
                     _write(self._directory / FILE, self._known)
-        return {place: self._sums(*place) for place, _ in told}
+        return {place: self._sums(place, own) for place, _, own in found}
 
-    def _sums(self, endpoint: str, entity: str) -> dict[str, int]:
-        columns = zip(*self._known[endpoint][entity].values(), strict=True)
+    def _sums(self, place: Place, own: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        columns = zip(*self._known[place[0]][place[1]].values(), *own.values(), strict=True)
         return dict(zip(COUNTERS, map(sum, columns), strict=True))
 
 

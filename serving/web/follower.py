@@ -19,6 +19,7 @@ from .adapter_names import AdapterNames
 from .admitting import mode_of
 from .board import Board, Held, Plan, PlannedEndpoint, PlannedEntity
 from .endpoints import Endpoint, Endpoints, Routed
+from .engine_figures import Kept
 from .gate import Gate
 from .profiles import PROFILES, profile_in
 from .replicas import Replicas
@@ -32,6 +33,7 @@ RETRY = 20  # turns after which a replica that did not answer is tried again
 class Follower:
     """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
     that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
+    ``kept``: where engines keep their counts.
 
     One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
     """
@@ -47,10 +49,11 @@ class Follower:
         profile: str = "open",
         profiles: Mapping[str, Profile] = PROFILES,
         engine_timeout: float | None = None,
+        kept: Kept | None = None,
     ) -> None:
         self._board, self._endpoints, self._gate = board, endpoints, gate
         self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
-        self._engine_timeout = engine_timeout
+        self._engine_timeout, self._kept = engine_timeout, kept
         self._engines: dict[str, Replicas] = {}
         self._retiring: dict[str, Replicas] = {}
         self._adapters: dict[str, AdapterNames] = {}  # of those in both
@@ -114,7 +117,7 @@ class Follower:
             engine = Replicas(
                 entity.info,
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
-                open=functools.partial(self._attach, source),
+                open=functools.partial(self._attach, source, "" if self._kept is None else self._kept.root(key)),
                 want=functools.partial(self._board.want, key),
                 away_timeout=self._engine_timeout if source.addresses else None,
             )
@@ -125,13 +128,14 @@ class Follower:
             self._adapters[key] = AdapterNames(engine, source.bundle.adapters)
         return complete
 
-    def _attach(self, source: Source, address: str) -> Engine:
+    def _attach(self, source: Source, counts: str, address: str) -> Engine:
         engine: Engine = self._open(
             address,
             key_file=source.key_file,
             stall_timeout=source.engine.stall_timeout,
             first_timeout=FIRST_SECONDS if source.addresses else None,
             content_hash=source.bundle.content_hash,
+            counts=counts,
         )
         return engine
 
@@ -148,6 +152,8 @@ class Follower:
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
         source, engine = entity.served.source, self._engines[entity.key]
         assert source is not None
+        if self._kept is not None:
+            self._kept.name((planned.name, entity.served.name), entity.key)
         mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,

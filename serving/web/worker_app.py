@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from . import green_wait, logs
 from .app import create_app, make_server
 from .board import Board
 from .endpoints import Endpoints
+from .engine_figures import Kept
 from .follower import Follower
+from .metrics import DIRECTORY as METRICS
 from .offload import give_way
 from .profiles import profiles_of
 from .registry import locate
@@ -54,6 +57,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
         profile=spec.profile,
         profiles=profiles_of(spec.settings),
         engine_timeout=spec.settings.engine_timeout,
+        kept=Kept(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )
     follower.adopt()
     for endpoint in endpoints.entities():

@@ -16,18 +16,20 @@ from test_server import BODY, ask, until
 from test_server_faults import engine_pid, well
 
 from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.transport.counted import Counted
 from mlflow_llm.serving.web import metrics
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints
-from mlflow_llm.serving.web.engine_figures import FILE, KEPT, Tally
+from mlflow_llm.serving.web.engine_figures import FILE, KEPT, Kept, Tally
 from mlflow_llm.serving.web.replicas import Replicas
 
 PLACE = ("chat", "v1")
+INFO = SimpleNamespace(**dict.fromkeys(metrics.EngineCollector.INFO, ""))
 
 
 class Engine:
     """An engine process that says to have counted what it is told."""
 
-    info = None
+    info = INFO
 
     def __init__(self, generation: str, counted: int) -> None:
         self.told = {generation: Health(status="ready", generated_tokens=counted)}
@@ -47,7 +49,7 @@ class Engine:
 
 def worker(**engines: Engine) -> Endpoints:
     """What a worker serves: ``chat`` with the entity v1 on replicas."""
-    replicas = Replicas(None, (), open=engines.__getitem__, want=lambda: None)
+    replicas = Replicas(INFO, (), open=engines.__getitem__, want=lambda: None)
     replicas.set_addresses(tuple(engines))
     return Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=replicas))
 
@@ -115,23 +117,53 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert len(tally._known["chat"]["v1"]) == KEPT + 1
 
 
+def test_what_engines_have_written_counts(tmp_path: Path) -> None:
+    """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
+    a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
+    kept, tally = Kept(tmp_path), Tally(tmp_path)
+    for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
+        kept.name(place, key)
+        for engine in ("a", "b"):
+            counted = Counted(f"{key}-{engine}", lambda: Health(status="ready", steps=1, generated_tokens=100))
+            counted.keep({kept.root(key), ""})
+    told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
+    for _ in range(2):
+        sums = tally.add([(PLACE, told)])[PLACE]
+        assert (sums["steps"], sums["generated_tokens"]) == (4, 409)
+    counted._health = lambda: Health(status="ready", generated_tokens=105)
+    counted.write()
+    assert tally.add([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
+
+
+def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
+    counted = Counted("a", lambda: Health(status="ready"))
+    counted.keep({str(tmp_path / "gone")})
+    counted.write()
+    assert "no counts can be kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    counted.keep(set())
+
+
 def test_an_engine_without_processes_counts() -> None:
     """One that has no generations is one engine by itself; two as replicas are two."""
-    told = SimpleNamespace(health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
+    told = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
     assert generated(Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=told))) == 3
     assert generated(worker(one=told, other=told)) == 6
 
 
 def test_a_killed_engine(tmp_path: Path) -> None:
-    """Two workers and a kill -9: every scrape shows at least what was generated before, and then more."""
+    """Two workers and a kill -9: every scrape shows at least what was generated before, and then more. The first one
+    comes when the engine is dead, and has every token of it."""
     bundle = write_instant_model(tmp_path / "model", step_delay=0.002)
     name = "mlflow_llm_generated_tokens_total"
     with running(bundle, workers=2) as server:
         for _ in range(4):
             ask(server, BODY)
-        until(lambda: pick(figures(server), name) >= 4 * 8)
-        before, pid = pick(figures(server), name), engine_pid(server)
+        pid = engine_pid(server)
         os.kill(pid, signal.SIGKILL)
+        before = pick(figures(server), name)
+        assert before >= 4 * 8
         seen = [before]
         until(lambda: bool(seen.append(pick(figures(server), name))) or (well(server) and engine_pid(server) != pid))
         for _ in range(4):
