@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokeni
 TICK = 0.1
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
-QUIT_SECONDS = 6.0
+QUIT_SECONDS = 10.0
 PROBES = 64  # connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
@@ -167,9 +167,9 @@ class DrainingWorker(GeventWorker):
         gevent.wait([acceptor.greenlets for acceptor in acceptors], timeout=LAST_SECONDS)
         for acceptor in acceptors:
             acceptor.greenlets.kill(timeout=LAST_SECONDS)
-        self.server.follower.close()
         if self.server.ledger is not None:
             self.server.ledger.close()
+        self.server.follower.close()
 
     def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
         """The first socket is the gateway's, the second that for probes alone, whose places nobody else takes."""

@@ -154,7 +154,6 @@ def test_what_was_delivered_is_settled_before_the_server_leaves(tmp_path: Path, 
     assert [(row.status, row.finish_reason) for row in found] == [("error", "error")] * 3
     received = 15 + rest.count('"content":')
     assert max(row.completion_tokens for row in found) >= received
-    assert list((tmp_path / "state/ledger").glob("*/owners/*")) == []
     store.close()
 
 
