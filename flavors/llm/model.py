@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
 from .failures import public, told
 from .session import Session
+
+if TYPE_CHECKING:
+    from .aio import AsyncLanguageModel
 
 Messages = str | Sequence[Mapping[str, Any]]
 
@@ -117,6 +120,13 @@ class LanguageModel:
     def settings(self) -> EngineSettings:
         return self._session.settings
 
+    @property
+    def aio(self) -> AsyncLanguageModel:
+        """The same model for coroutines: ``await model.aio.chat("Hi")``."""
+        from .aio import AsyncLanguageModel
+
+        return AsyncLanguageModel(self._session)
+
     @overload
     def chat(
         self, messages: Messages, *, adapter: str | None = None, stream: Literal[False] = False, **fields: Any
@@ -129,8 +139,7 @@ class LanguageModel:
         self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | TextStream:
         """Answer a conversation, or one user's text. ``stream=True`` gives a ``TextStream``."""
-        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self._generate({"messages": turns, "adapter": adapter, **fields}, stream)
+        return self._generate({"messages": turns_of(messages), "adapter": adapter, **fields}, stream)
 
     @overload
     def complete(
@@ -160,7 +169,7 @@ class LanguageModel:
         if stream:
             return self._vectors(request)
         reply = self._session.reply(request)
-        vectors = np.stack([_vector(data) for data in reply.vectors])
+        vectors = np.stack([vector_of(data) for data in reply.vectors])
         return vectors[0] if isinstance(texts, str) else vectors
 
     def close(self) -> None:
@@ -183,8 +192,7 @@ class LanguageModel:
     def _generate(self, body: dict[str, Any], stream: bool) -> Answer | TextStream:
         request = self._session.valid(body, stream=stream)
         if stream:
-            if len(request.sequences) > 1:
-                raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
+            check_streamable(request)
             return TextStream(self._session, request)
         reply: Reply = self._session.reply(request)
         return Answer(choices=reply.choices, usage=reply.usage)
@@ -198,9 +206,19 @@ class LanguageModel:
                 if not isinstance(piece, Done):
                     early[piece.index] = piece.data
                 while following in early:
-                    yield _vector(early.pop(following))
+                    yield vector_of(early.pop(following))
                     following += 1
 
 
-def _vector(data: bytes) -> npt.NDArray[np.float32]:
+def turns_of(messages: Messages) -> Any:
+    """A text is what the user says; what is no conversation is refused by its name, as in a request."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+def check_streamable(request: ValidRequest) -> None:
+    if len(request.sequences) > 1:
+        raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
+
+
+def vector_of(data: bytes) -> npt.NDArray[np.float32]:
     return np.frombuffer(data, dtype="<f4").astype(np.float32)

@@ -68,14 +68,15 @@ class ServerAsking:
 
 
 class ModelAsking:
-    """``settings`` are engine settings, which replace the saved ones."""
+    """``uri`` is a logged model's, or of a source that is logged on the way, as ``serve`` does. ``settings`` are engine
+    settings, which replace the saved ones."""
 
     def __init__(self, uri: str, settings: dict[str, Any], stop: threading.Event) -> None:
-        from mlflow_llm.flavors.llm.failures import public
+        from mlflow_llm.flavors.llm import unlogged
         from mlflow_llm.flavors.llm.resolve import _local, configured
         from mlflow_llm.flavors.llm.session import Session
 
-        bundle, config = public(configured)(public(_local)(uri), settings)
+        bundle, config = configured(unlogged.logged(uri) or _local(uri), settings)
         self._session = Session(bundle, config.settings, config.request_defaults)
         self._stop = stop
         self.concurrency = config.settings.max_num_seqs

@@ -97,6 +97,14 @@ class EventStream(Protocol):
     def finish(self, index: int) -> None: ...
 
 
+class EventQueue(Protocol):
+    """Where a stream's events wait for their reader. ``put`` is called on the engine's or its client's own thread."""
+
+    def put(self, event: Event, /) -> None: ...
+    def get(self) -> Event: ...
+    def qsize(self) -> int: ...
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Thread-safe: many callers submit at once and are batched together.

@@ -16,7 +16,7 @@ from ..events import Embedded, Event, Failed, Finished
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from .core import EngineCore
-from .interface import AdapterInfo, EngineInfo, EventStream, Health
+from .interface import AdapterInfo, EngineInfo, EventQueue, EventStream, Health
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 class LocalStream:
     """The events of one request; iterate it from one thread."""
 
-    def __init__(self, engine: LocalEngine, request: ValidRequest) -> None:
+    def __init__(self, engine: LocalEngine, request: ValidRequest, into: EventQueue | None = None) -> None:
         self._engine = engine
         self._request_id = request.request_id
         self._left = len(request.sequences)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: EventQueue = queue.SimpleQueue() if into is None else into
         self._done = False
 
     def put(self, event: Event) -> None:
@@ -79,8 +79,9 @@ class LocalEngine:
     def info(self) -> EngineInfo:
         return self._info
 
-    def submit(self, request: ValidRequest) -> EventStream:
-        stream = LocalStream(self, request)
+    def submit(self, request: ValidRequest, into: EventQueue | None = None) -> EventStream:
+        """``into`` replaces the queue, for a reader that is no thread."""
+        stream = LocalStream(self, request, into)
         if not self._send(lambda core: self._add(core, request, stream)):
             stream.put(Failed(ShuttingDown.kind, "the engine is closed"))
         return stream

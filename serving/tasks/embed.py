@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..engine.interface import Engine, EventStream
+from ..engine.interface import Engine
 from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Failed, Finished
+from ..events import Embedded, Event, Failed, Finished
 from ..reply import Done, Piece, Usage, Vector
 from ..request import ValidRequest
-from .pieces import Pieces, failure
+from .pieces import Pieces, all_pieces, failure
 
 
 def run(engine: Engine, request: ValidRequest) -> Pieces:
@@ -20,27 +20,39 @@ def run(engine: Engine, request: ValidRequest) -> Pieces:
     Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(request)
-    return Pieces(_pieces(stream, request), stream)
+    return Pieces(all_pieces(Run(request), stream), stream)
 
 
-def _pieces(stream: EventStream, request: ValidRequest) -> Iterator[Piece]:
-    missing = set(range(len(request.sequences)))
-    for event in stream:
+class Run:
+    """One request's inputs, for ``pieces.all_pieces`` or for who waits for events otherwise."""
+
+    def __init__(self, request: ValidRequest) -> None:
+        self._request = request
+        self._missing = set(range(len(request.sequences)))
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def begin(self) -> Iterator[Piece]:
+        return iter(())
+
+    def feed(self, event: Event) -> Iterator[Piece]:
         if isinstance(event, Failed):
             raise failure(event)
         if isinstance(event, Finished):
             if event.reason == "deadline":
                 raise DeadlineExceeded("timeout: the request's time limit passed before it was complete")
-            continue
+            return
         if not isinstance(event, Embedded):
             raise InternalError("the engine answered an embeddings request with tokens")
-        missing.discard(event.index)
-        yield Vector(index=event.index, data=shortened(event.vector, request.dimensions))
-        if not missing:
-            break
-    if missing:
-        raise InternalError("the engine ended the request without finishing it")
-    yield Done(usage=Usage(prompt_tokens=request.num_prompt_tokens))
+        self._missing.discard(event.index)
+        yield Vector(index=event.index, data=shortened(event.vector, self._request.dimensions))
+
+    def end(self) -> Iterator[Piece]:
+        if self._missing:
+            raise InternalError("the engine ended the request without finishing it")
+        yield Done(usage=Usage(prompt_tokens=self._request.num_prompt_tokens))
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:

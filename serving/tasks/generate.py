@@ -7,11 +7,11 @@ from typing import Any
 
 from ..engine.interface import Engine, EventStream
 from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Failed, Finished, PromptScored, Tokens
+from ..events import Embedded, Event, Failed, Finished, PromptScored, Tokens
 from ..reply import Delta, Done, Piece, Usage
 from ..request import ValidRequest
 from .choice import ChoiceText
-from .pieces import Pieces, failure, gather
+from .pieces import Pieces, all_pieces, failure, gather
 from .text import TextModel
 
 __all__ = ["OnTokens", "Pieces", "gather", "run"]
@@ -26,35 +26,38 @@ def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTok
     whatever a caller has seen. Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(request)
-    return Pieces(_Run(request, text, stream, on_tokens or _ignore).pieces(), stream)
+    return Pieces(all_pieces(Run(request, text, stream, on_tokens), stream), stream)
 
 
 def _ignore(index: int, count: int) -> None:
     pass
 
 
-class _Run:
-    """One request's choices. ``open``: indexes whose text goes on; ``reported``: those the engine has ended."""
+class Run:
+    """One request's choices, for ``pieces.all_pieces`` or for who waits for events otherwise. ``open``: indexes whose
+    text goes on; ``reported``: those the engine has ended."""
 
-    def __init__(self, request: ValidRequest, text: TextModel, stream: EventStream, on_tokens: OnTokens) -> None:
+    def __init__(
+        self, request: ValidRequest, text: TextModel, stream: EventStream, on_tokens: OnTokens | None = None
+    ) -> None:
         self._request = request
-        self._stream = stream
-        self._on_tokens = on_tokens
+        self._on_tokens = on_tokens or _ignore
         self._finish: Any = getattr(stream, "finish", None)
         self._choices = [ChoiceText(request, index, text) for index in range(len(request.sequences))]
         self._open = set(range(len(self._choices)))
         self._reported: set[int] = set()
         self._cached = [0] * len(self._choices)
 
-    def pieces(self) -> Iterator[Piece]:
+    def begin(self) -> Iterator[Piece]:
         for choice in self._choices:
             yield from choice.begin()
-        for event in self._stream:
-            if isinstance(event, Failed):
-                raise failure(event)
-            yield from self._on_event(event)
-            if self._complete():
-                break
+
+    def feed(self, event: Event) -> Iterator[Piece]:
+        if isinstance(event, Failed):
+            raise failure(event)
+        yield from self._on_event(event)
+
+    def end(self) -> Iterator[Piece]:
         if self._open:
             raise InternalError("the engine ended the request without finishing it")
         yield Done(usage=self._usage())
@@ -93,7 +96,8 @@ class _Run:
         if isinstance(piece, Delta) and piece.num_tokens:
             self._on_tokens(piece.index, piece.num_tokens)
 
-    def _complete(self) -> bool:
+    @property
+    def is_complete(self) -> bool:
         """All told. An engine that can end single sequences reports each; one that cannot is closed at once."""
         if self._open:
             return False

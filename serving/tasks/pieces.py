@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from ..engine.interface import EventStream
 from ..errors import ServingError, from_kind
-from ..events import Failed
+from ..events import Event, Failed
 from ..reply import Choice, Delta, Ended, Piece, Reply, Usage, Vector
 
 
@@ -42,6 +43,26 @@ class Pieces:
 
     def __del__(self) -> None:
         self.close()
+
+
+class Run(Protocol):
+    """What a request's events become, event by event: ``begin``, ``feed`` until it ``is_complete`` or the stream has
+    ended, ``end``. Each may raise a ``ServingError``."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    def begin(self) -> Iterator[Piece]: ...
+    def feed(self, event: Event) -> Iterator[Piece]: ...
+    def end(self) -> Iterator[Piece]: ...
+
+
+def all_pieces(run: Run, stream: EventStream) -> Iterator[Piece]:
+    yield from run.begin()
+    for event in stream:
+        yield from run.feed(event)
+        if run.is_complete:
+            break
+    yield from run.end()
 
 
 def failure(event: Failed) -> ServingError:

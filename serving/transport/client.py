@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..bundle import Bundle
-from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..engine.interface import AdapterInfo, EngineInfo, EventQueue, Health
 from ..errors import ServingError, ShuttingDown
 from ..events import Failed
 from ..request import ValidRequest
@@ -148,8 +148,9 @@ class RemoteEngine:
         """Another with every engine process; "" while there is none."""
         return self._state.generation
 
-    def submit(self, request: ValidRequest) -> RemoteStream:
-        events = EventBuffer(self._queue(), len(request.sequences))
+    def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
+        """``into`` replaces the queue that events wait in, for a reader that is no thread."""
+        events = EventBuffer(self._queue() if into is None else into, len(request.sequences))
         place = Place(self._link)  # what commands hold, and not the stream: one that nobody holds is to be collected
         stream = RemoteStream(place, events, len(request.sequences), owner=self)
 
