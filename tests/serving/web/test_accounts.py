@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -16,6 +17,12 @@ from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Ledger, Limits
 from mlflow_llm.serving.web.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.invoke import Server
+from mlflow_llm.serving.web.openapi import document
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, settings
 
 
 @pytest.fixture
@@ -156,6 +163,20 @@ def test_mistakes_are_named(client: FlaskClient, method: str, path: str, body: o
     answer = client.open(path, method=method, json=body)
     assert (answer.status_code, answer.json["message"].partition(":")[0]) == (400, field), answer.json
     assert len(client.get(AUDIT).json["audit"]) == before
+
+
+schema = schemathesis.openapi.from_dict(document()).include(path_regex="^/api/2.0/(keys|limits|prices|currency|audit)")
+
+
+@schema.parametrize()
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_no_request_is_a_5xx(case, client: FlaskClient) -> None:
+    """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
+    kwargs = case.as_transport_kwargs(base_url="http://localhost")
+    path = kwargs["url"].removeprefix("http://localhost")
+    body = {"json": kwargs["json"]} if "json" in kwargs else {"data": kwargs.get("data")}
+    answer = client.open(path, method=kwargs["method"], query_string=kwargs.get("params"), **body)
+    assert answer.status_code < 500, answer.text
 
 
 class Quiet(WSGIRequestHandler):
