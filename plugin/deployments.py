@@ -204,7 +204,12 @@ class LlmDeploymentClient(BaseDeploymentClient):
         assert self._remote is not None
         given = configs.cleaned(config)
         named = None if model_uri is None else model_uris.absolute(model_uri)
-        served = endpoints.entities(endpoints.get(self._remote, _named(name)))
+        endpoint = endpoints.get(self._remote, _named(name))
+        if endpoint.get("permission_level") in ("CAN_QUERY", "CAN_VIEW"):
+            raise MlflowException(
+                f"the key lacks the scope 'manage': it may not change {name!r}", error_code=int(calls.CODES[403])
+            )
+        served = endpoints.entities(endpoint)
         if len(served) == 1:
             return named or endpoints.uri_of(served[0]), {**endpoints.settings_of(served[0]), **given}
         if named is None:

@@ -96,7 +96,8 @@ def _look(record: Record) -> tuple[str, list[dict[str, Any]]]:
         known = {"RESOURCE_DOES_NOT_EXIST": "DELETED", "UNAUTHENTICATED": "RUNNING", "PERMISSION_DENIED": "RUNNING"}
         return known.get(error.error_code, silent), []
     served = endpoints.entities(endpoint)
-    return "RUNNING" if served else "STARTING", served
+    # a key that does not manage is not told the models
+    return "RUNNING" if served or endpoint["state"].get("ready") == "READY" else "STARTING", served
 
 
 def _as_served(record: Record, served: list[dict[str, Any]]) -> Record:
