@@ -57,13 +57,13 @@ if url.startswith("sqlite"):
     gevent.sleep(0.5)
     during = len(beats) - before
     other.execute("ROLLBACK")
-    waiting.join(10)
+    waiting.join(60)
     assert during >= 5, during  # a locked database holds up the request that needs it, not the worker
 if where == "threads":
     sleep = monkey.get_original("time", "sleep")
     before = len(beats)
     slow = [gevent.spawn(store.write, lambda connection: sleep(0.5)), gevent.spawn(store.read, lambda c: sleep(0.5))]
-    gevent.joinall(slow, timeout=10)
+    gevent.joinall(slow, timeout=60)
     assert len(beats) - before >= 20, len(beats) - before  # a slow store holds up nobody else
     def broken(connection):
         raise ValueError("of its own")

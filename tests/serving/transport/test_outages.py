@@ -164,7 +164,7 @@ def pair(place, make_bundle):
     """Clients of two replicas, and the bundle; nobody keeps the first, whose pid is ``pair[0].info.pid``."""
     bundle = make_bundle(step_delay=0.004)
     keepers = [place.connect(bundle, replica=i) for i in range(2)]
-    one, two = (attach(keeper._link.finder.state.path, timeout=20.0) for keeper in keepers)
+    one, two = (attach(keeper._link.finder.state.path, timeout=60.0) for keeper in keepers)
     keepers[0].close()
     yield one, two, bundle
     for client in (one, two, keepers[1]):

@@ -320,7 +320,7 @@ def test_a_conversation_in_a_terminal(observed: Running) -> None:
         process.send_signal(signal.SIGINT)
         read_until(ours, "[stopped]\r\n> ")
         os.write(ours, b"\x04")
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
 
 
 def test_an_interrupt_at_the_prompt(observed: Running) -> None:
@@ -338,7 +338,7 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
         os.write(ours, b"Hello\n")
         read_until(ours, f"Hello\r\n{first}\r\n> ")
         os.write(ours, b"\x04")
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
 
 
 def test_an_answer_that_is_interrupted(observed: Running) -> None:
@@ -348,7 +348,7 @@ def test_an_answer_that_is_interrupted(observed: Running) -> None:
         read_until(ours, first)
         process.send_signal(signal.SIGINT)
         read_until(ours, "[stopped]\r\n")
-        assert process.wait(20) == 130
+        assert process.wait(120) == 130
 
 
 def test_closed_loop_runs_all_at_once() -> None:
@@ -358,7 +358,7 @@ def test_closed_loop_runs_all_at_once() -> None:
     gate = threading.Barrier(4)
 
     def ask(body: dict) -> Sample:
-        gate.wait(10)
+        gate.wait(60)
         if body["n"] % 4 == 0:
             raise click.ClickException("no")
         return Sample(e2e=1.0, prompt_tokens=1, tokens=body["n"])

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from instant_model import write_instant_model
 from serving_process import Running, running
+from test_server import health, until
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(status_of(server, body)))
         asking.start()
-        time.sleep(0.5)
+        until(lambda: health(server)["running"] == 1)
         for meaningless in (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU):
             server.process.send_signal(meaningless)
         workers = [process for process in arbiter.children() if "keeper" not in " ".join(process.cmdline())]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,11 @@ def test_a_request_draws_from_the_reserve_and_gives_back(server: Running, store:
     assert not [subject for subject in subjects if subject.startswith("assistant")]
 
 
+def engine_pids(server: Running) -> set[int]:
+    """0 for one that is just being started."""
+    return {int(json.loads(path.read_text())["pid"]) for path in server.runtime.glob("*/status.json")}
+
+
 def engines(server: Running) -> int:
     return len(list(server.runtime.glob("*/spec.json")))
 
@@ -131,20 +137,25 @@ def engines(server: Running) -> int:
 def test_zero_replicas_and_back(server: Running) -> None:
     """Idle, the engine ends. The next requests wait for a new one as far as the queue goes, and each of these is
     answered; one more is told when to come again."""
-    until(lambda: engines(server) == 1, seconds=20)
+    until(lambda: engines(server) == 1)
+    awake = engine_pids(server)
     answers: list[tuple[int, dict[str, Any], Any]] = []
-    threads = [threading.Thread(target=lambda: answers.append(ask(server, "sleepy"))) for _ in range(3)]
-    began = time.monotonic()
+    threads = [threading.Thread(target=lambda: answers.append(ask(server, "sleepy"))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    until(lambda: engines(server) == 2, seconds=10)
-    status, reply, headers = ask(server, "sleepy")
-    assert status == 503, reply
-    assert int(headers["Retry-After"]) >= 1
+    until(lambda: bool(engine_pids(server) - awake - {0}))
+    (loading,) = engine_pids(server) - awake - {0}
+    os.kill(loading, signal.SIGSTOP)  # until all have come
+    try:
+        until(lambda: bool(answers))
+        ((status, reply, headers),) = answers
+        assert status == 503, reply
+        assert int(headers["Retry-After"]) >= 1
+    finally:
+        os.kill(loading, signal.SIGCONT)
     for thread in threads:
         thread.join()
-    assert [status for status, _, _ in answers] == [200, 200, 200]
-    assert time.monotonic() - began > 1.5
+    assert [status for status, _, _ in answers] == [503, 200, 200, 200]
     assert ask(server, "sleepy")[0] == 200
 
 

@@ -133,7 +133,8 @@ def leave_a_whole_reply(server: Running, path: str) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as caller:
         caller.sendall(head.encode() + payload)
         until(lambda: health(server)["running"] == 1)
-        time.sleep(0.7)
+        under_way = health(server)["steps"]
+        until(lambda: health(server)["steps"] > under_way)
 
 
 @pytest.mark.parametrize("leaves", [leave_a_stream, leave_a_whole_reply])
@@ -154,18 +155,15 @@ def steps_behind_a_disconnect(server: Running, leaves: Callable[[Running, str], 
     until(lambda: len(lines(server, path)) > known)
     found = lines(server, path)[-1]
     assert found["status"] == 499
-    steps = steps_at_rest(server) - before
+    steps = steps_at_rest(server, before) - before
     assert 1 <= found["completion_tokens"] <= steps < LONG["max_tokens"] // 4
     return steps - found["completion_tokens"]
 
 
-def steps_at_rest(server: Running) -> int:
-    """The engine's steps, once heartbeats have told the last of them."""
-    known = -1
-    while known != (now := health(server)["steps"]):
-        known = now
-        time.sleep(1.2)
-    return now
+def steps_at_rest(server: Running, more_than: int = -1) -> int:
+    """The engine's steps, told by a heartbeat of an engine that has nothing to do, after more than so many."""
+    until(lambda: idle(server) and health(server)["steps"] > more_than)
+    return int(health(server)["steps"])
 
 
 def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:

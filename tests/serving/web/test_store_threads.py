@@ -45,11 +45,11 @@ try:
     store.write(lambda connection: print("begun"), timeout=0.1)
 except Unavailable as error:
     print(error.message)
-print(store.read(lambda connection: connection.exec_driver_sql("SELECT 1").scalar_one(), timeout=5))
+print(store.read(lambda connection: connection.exec_driver_sql("SELECT 1").scalar_one(), timeout=60))
 for lock in held:
     lock.release()
 gevent.joinall(stuck, timeout=60)
-print(store.write(lambda connection: "again", timeout=5))
+print(store.write(lambda connection: "again", timeout=60))
 """
 
 
