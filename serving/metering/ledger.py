@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import sqlalchemy as sa
+from msgspec import Struct
 from sqlalchemy.exc import IntegrityError
 
 from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
@@ -41,12 +42,21 @@ UNHELD_SECONDS = 30
 MAX_TOKENS = 2**40
 
 
+class Standing(Struct, frozen=True, kw_only=True):
+    """``open_rows`` of the store, as its last upkeep saw them; settlements ``spooled`` on this host; whether the store
+    ``answers``."""
+
+    open_rows: int
+    spooled: int
+    answers: bool
+
+
 class Ledger:
     """``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end.
 
     ``state_dir`` holds locks, progress and spools of the processes of this host, of each store in a directory of its
     own: on a local disk, the same for all workers. ``clock`` is seconds since the epoch, which label rows;
-    ``monotonic`` counts every duration.
+    ``monotonic`` counts every duration. ``on_outage`` is called each time that the store ceases to answer.
     """
 
     def __init__(
@@ -68,6 +78,9 @@ class Ledger:
         self._owner: Owner | None = None
         self._open: dict[str, Lease] = {}
         self._unspooled: list[tuple[Owner, int | None, Settlement]] = []
+        self.on_outage: Callable[[], object] = lambda: None
+        self._away = False
+        self._open_rows = 0
         self._closed_until = 0.0  # for admissions
         self._spooling_until = 0.0  # for settlements: one that took too long refuses nobody
         self._thread: threading.Thread | None = None
@@ -134,6 +147,18 @@ class Ledger:
 
     def _close(self) -> None:
         self._closed_until = self._spooling_until = time.monotonic() + CLOSED_SECONDS
+        self._note(away=True)
+
+    def _note(self, *, away: bool) -> None:
+        """Whether the store answers; ``on_outage`` is called when it stops to."""
+        began, self._away = away and not self._away, away
+        if began:
+            self.on_outage()
+
+    def standing(self) -> Standing:
+        """How it stands, without asking the store."""
+        waiting = sum(_lines(path) for path in self.state_dir.glob("owners/*/spool-*.jsonl"))
+        return Standing(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
 
     def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:
@@ -189,6 +214,7 @@ class Ledger:
             settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
         except Unavailable:
             self._spooling_until = time.monotonic() + CLOSED_SECONDS
+            self._note(away=True)
             return False
         except Exception:
             log.exception("settlement of %s failed; it is spooled", settlement.request_id)
@@ -216,6 +242,14 @@ class Ledger:
 
     def maintain(self) -> None:
         """One round of upkeep; ``start`` does it every few seconds. Raises ``Unavailable`` with the store away."""
+        try:
+            self._maintain()
+        except Unavailable:
+            self._note(away=True)
+            raise
+        self._note(away=False)
+
+    def _maintain(self) -> None:
         owner = self._own()
         with self._lock:
             kept, self._unspooled = self._unspooled, []
@@ -227,6 +261,7 @@ class Ledger:
         self.recover()
         self._close_unheld(owner)
         journals.collect(self.store, self.state_dir)
+        self._open_rows = recovery.count_open(self.store)
 
     def _close_unheld(self, owner: Owner) -> None:
         """Close rows of this process that no request of it holds: an admission that ended inside its transaction."""
@@ -279,6 +314,13 @@ class Ledger:
         except Unavailable:
             log.warning("settlements stay in the spool until a process recovers them")
         owner.close(settled=not self._open and not self._unspooled)
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:  # it was settled just now
+        return 0
 
 
 def _check(reservation: Reservation) -> None:

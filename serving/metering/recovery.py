@@ -133,6 +133,12 @@ def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0
     )
 
 
+def count_open(store: Store) -> int:
+    """Open rows of all owners."""
+    query = sa.select(sa.func.count()).select_from(ledger).where(ledger.c.status == "open")
+    return store.read(lambda connection: connection.execute(query).scalar_one())
+
+
 def open_rows(store: Store, owner: str) -> list[str]:
     """Request ids of the rows of ``owner`` that are open."""
     query = sa.select(ledger.c.request_id).where(ledger.c.owner == owner, ledger.c.status == "open")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import sqlalchemy as sa
 from msgspec import Struct
 
 from ..errors import AlreadyExists
@@ -16,7 +15,6 @@ from .owner import living_owners
 from .silence import Silence
 from .state import former, state_of
 from .store import Store
-from .tables import ledger
 
 WATCH_SECONDS = 10.0
 """For how long a process of another host is watched for a heartbeat: it writes one every two seconds."""
@@ -56,8 +54,7 @@ def settle_ended(
         now = recovery.heartbeats(store, directory)
         silent = [name for name in away if name in now and now[name] == before.get(name)]
         count += sum(recovery.recover_rows(store, name, _now_ms()) for name in silent)
-    query = sa.select(sa.func.count()).select_from(ledger).where(ledger.c.status == "open")
-    return Settled(rows=count, living=store.read(lambda connection: connection.execute(query).scalar_one()))
+    return Settled(rows=count, living=recovery.count_open(store))
 
 
 def _settle(store: Store, directory: Path) -> int:

@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from ..errors import ShuttingDown
+from ..metering.ledger import Ledger
 from .endpoints import Endpoints
 from .engine_figures import Tally, figures_of
 from .worker_figures import locked
@@ -39,6 +40,9 @@ TOKENS = Counter("mlflow_llm_tokens", "Tokens by kind: prompt, cached, completio
 DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests that their client left", BY_ADAPTER, registry=OWN)
 TRACES_DROPPED = Counter(
     "mlflow_llm_traces_dropped", "Traces that their exporter was too far behind to take", registry=OWN
+)
+STORE_OUTAGES = Counter(
+    "mlflow_llm_store_outages", "Times that the store ceased to answer, as each worker saw it", registry=OWN
 )
 TTFT = Histogram(
     "mlflow_llm_time_to_first_token_seconds",
@@ -114,25 +118,47 @@ class EngineCollector(Collector):
         yield runs
 
 
+class LedgerCollector(Collector):
+    """What a ledger knows of itself."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.ledger.standing()
+        for name, text, value in (
+            (
+                "ledger_open_rows",
+                "Requests that the store has as open, those of ended processes included",
+                found.open_rows,
+            ),
+            ("ledger_spooled", "Settlements on this host that wait for the store", found.spooled),
+            ("store_up", "1 where the store answers", found.answers),
+        ):
+            yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
+
+
 _ALONE: WeakKeyDictionary[Endpoints, Tally] = WeakKeyDictionary()  # of processes that share no directory
 
 
-def exposition(endpoints: Endpoints) -> bytes:
+def exposition(endpoints: Endpoints, ledger: Ledger | None = None) -> bytes:
     """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
     if DIRECTORY not in os.environ:
-        return generate_latest(OWN) + _engines(endpoints, _ALONE.setdefault(endpoints, Tally()))
+        return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, Tally()), ledger)
     directory = Path(os.environ[DIRECTORY])
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
     try:
         with locked(directory, alone=False):
             counted = generate_latest(workers)
-        return counted + _engines(endpoints, Tally(directory))
+        return counted + _read(endpoints, Tally(directory), ledger)
     except FileNotFoundError:
         raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
 
 
-def _engines(endpoints: Endpoints, tally: Tally) -> bytes:
+def _read(endpoints: Endpoints, tally: Tally, ledger: Ledger | None) -> bytes:
     registry = CollectorRegistry()
     registry.register(EngineCollector(endpoints, tally))
+    if ledger is not None:
+        registry.register(LedgerCollector(ledger))
     return generate_latest(registry)

@@ -148,7 +148,7 @@ def ready(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
 
 
 def metrics_page(server: Server, caller: Caller, **_: str) -> Answer:
-    return Answer(body=metrics.exposition(server.endpoints), content_type=metrics.CONTENT_TYPE)
+    return Answer(body=metrics.exposition(server.endpoints, server.ledger), content_type=metrics.CONTENT_TYPE)
 
 
 def openapi_document(server: Server, caller: Caller, **_: str) -> Answer:

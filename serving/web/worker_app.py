@@ -19,6 +19,7 @@ from .endpoints import Endpoints
 from .engine_figures import Kept
 from .follower import Follower
 from .metrics import DIRECTORY as METRICS
+from .metrics import STORE_OUTAGES
 from .offload import give_way
 from .profiles import profiles_of
 from .registry import locate
@@ -103,4 +104,6 @@ def _metering(spec: ServeSpec, store: Any) -> tuple[Any, Any]:
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
 
-    return Keys(store), Ledger(store, state_dir=ledger_dir(spec.settings))
+    ledger = Ledger(store, state_dir=ledger_dir(spec.settings))
+    ledger.on_outage = STORE_OUTAGES.inc
+    return Keys(store), ledger

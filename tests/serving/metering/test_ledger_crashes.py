@@ -15,6 +15,7 @@ import pytest
 
 from mlflow_llm.serving.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering.ledger import Standing
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.metering.spool import spooled
 
@@ -129,6 +130,27 @@ def test_with_the_store_away_nothing_is_admitted_and_nothing_lost(store, ledger,
         f"r{number}": (2, "ok") for number in range(3)
     }
     check_integrity(store)
+
+
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
+def test_a_ledger_says_how_it_stands(store, ledger, reserve_of, locked):
+    """Open rows, what waits in the spool, whether the store answers; an outage is told once."""
+    outages = []
+    ledger.on_outage = lambda: outages.append(1)
+    leases = [ledger.reserve(reserve_of(f"r{number}")) for number in range(3)]
+    ledger.maintain()
+    assert ledger.standing() == Standing(open_rows=3, spooled=0, answers=True)
+    locked.execute("BEGIN EXCLUSIVE")
+    for lease in leases[:2]:
+        lease.settle()
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            ledger.maintain()
+    assert ledger.standing() == Standing(open_rows=3, spooled=2, answers=False)
+    locked.execute("ROLLBACK")
+    ledger.maintain()
+    assert ledger.standing() == Standing(open_rows=1, spooled=0, answers=True)
+    assert outages == [1]
 
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)

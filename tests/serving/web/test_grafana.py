@@ -18,6 +18,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlflow_llm.serving.metering import Ledger, Store
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.invoke import Server
 
@@ -28,9 +29,12 @@ EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target i
 
 
 @pytest.fixture
-def shown(make: Callable[..., Server]) -> dict[str, set[str]]:
+def shown(make: Callable[..., Server], tmp_path: Path) -> dict[str, set[str]]:
     """The labels of every sample that a scrape shows, by name."""
-    client = create_app(make()).test_client()
+    server = make()
+    store = Store(f"sqlite:///{tmp_path}/ledger.db")
+    server.ledger = Ledger(store, state_dir=tmp_path)
+    client = create_app(server).test_client()
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True, "stream": True}
     for model in ("assistant", "assistant:pirate"):
         assert client.post("/v1/chat/completions", json=body | {"model": model}).data
@@ -41,6 +45,7 @@ def shown(make: Callable[..., Server]) -> dict[str, set[str]]:
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
+    store.close()
     return found
 
 
