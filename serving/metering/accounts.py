@@ -35,7 +35,7 @@ from .money import Price, currency, micro_units, set_currency
 from .prices import ANY, Prices
 from .prices import plain as plain_price
 from .store import Store
-from .tables import endpoint_configs, endpoints
+from .tables import endpoint_configs, endpoints, tenants
 from .windows import BUDGETS, KINDS, UNITS, Kind
 
 Body = Mapping[str, Any]
@@ -126,6 +126,13 @@ class Accounts:
         if subject not in known_ids and not subject.startswith(TOKEN_PREFIX):
             raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")
         known = sa.select(endpoints.c.name).where(endpoints.c.name == subject)
+        payers = sa.select(tenants.c.tenant).where(tenants.c.tenant == subject)
+        if (
+            scope == "tenant"
+            and subject != ANONYMOUS.tenant
+            and self._store.read(lambda c: c.execute(payers).first()) is None
+        ):
+            return [f"no key is of tenant {subject!r}; the limit holds once one is, or a token"]
         if scope in ("endpoint", "user") and self._store.read(lambda c: c.execute(known).first()) is None:
             return [f"there is no endpoint {subject!r} yet; the limit holds once there is"]
         return []

@@ -47,6 +47,7 @@ from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
 REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
+TELLS_MORE = ("health", "ready")  # of what is open: to who shows a key
 PROBES = ("ping", "health", "ready", "metrics")
 ANSWERS = {**MANAGEMENT, **ACCOUNTS, **ENGINE_LOGS, "usage": usage.answer}
 
@@ -130,7 +131,7 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
         if not server.asks_who:
             check_site(request.environ, listens, server.settings.allowed_hosts)
         blamed = not route.open  # not for pages of other sites, which would have the user of a browser refused
-        caller = _anyone(server, exchange) if route.open else _checked_caller(server, exchange, route.scope)
+        caller = _anyone(server, route, exchange) if route.open else _checked_caller(server, exchange, route.scope)
         check_content_type(request.environ)
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
@@ -238,14 +239,17 @@ def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
     return caller
 
 
-def _anyone(server: Server, exchange: Exchange) -> Caller:
-    """Who asks for what is open to all: whoever shows that it is somebody."""
+def _anyone(server: Server, route: Route, exchange: Exchange) -> Caller:
+    """Who asks for what is open to all: whoever shows that it is somebody, where that makes a difference."""
     if not server.asks_who:
         return ANONYMOUS
-    if "Authorization" not in request.headers:
+    if route.handler not in TELLS_MORE or "Authorization" not in request.headers:
         return UNKNOWN
     try:
-        return _caller(server, exchange, None)
+        return _checked_caller(server, exchange, None)
+    except Unauthenticated:  # it counts as a refusal: what is open is no place to try keys at
+        server.refusals.refused(_address())
+        return UNKNOWN
     except ServingError:  # probes do not depend on keys, nor on the store that has them
         return UNKNOWN
 

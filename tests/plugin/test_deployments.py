@@ -117,3 +117,13 @@ def test_entry_point():
     if not [e for e in entry_points(group="mlflow.deployments") if e.name == "llm"]:
         pytest.skip("the project's metadata is older than its entry points: install it again")
     assert isinstance(get_deploy_client("llm"), deployments.LlmDeploymentClient)
+
+
+def test_a_key_that_does_not_manage_changes_nothing(monkeypatch):
+    """It is told so, and not that the endpoint serves no model: the models are what it does not see."""
+    brief = {"name": "chat", "state": {"ready": "READY", "config_update": "NOT_UPDATING"}}
+    monkeypatch.setattr(endpoint_calls, "get", lambda *_: brief | {"permission_level": "CAN_QUERY"})
+    client = deployments.LlmDeploymentClient("llm://127.0.0.1:1")
+    with pytest.raises(MlflowException, match="lacks the scope 'manage'") as refused:
+        client.update_deployment("chat")
+    assert refused.value.error_code == "PERMISSION_DENIED"

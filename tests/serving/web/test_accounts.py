@@ -85,7 +85,10 @@ def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
     assert client.get(CURRENCY).json == {"currency": ""}
     assert client.put(CURRENCY, json={"currency": "EUR"}).json == {"currency": "EUR"}
     told = client.put(LIMITS, json={"scope": "tenant", "subject": "a/b c", "limits": {"budget_month": "25"}}).json
-    assert (told["currency"], told["limits"][0]["value"], told["notes"]) == ("EUR", "25.00", [])
+    assert (told["currency"], told["limits"][0]["value"]) == ("EUR", "25.00")
+    assert told["notes"] == ["no key is of tenant 'a/b c'; the limit holds once one is, or a token"]
+    assert client.put(LIMITS, json={"scope": "tenant", "subject": "ops", "limits": {"qpm": 100}}).json["notes"] == []
+    assert client.delete(LIMITS, query_string={"scope": "tenant", "subject": "ops", "kind": "qpm"}).status_code == 200
     noted = client.put(LIMITS, json={"scope": "endpoint", "subject": "chat", "limits": {"qpm": 1}}).json["notes"]
     assert "no endpoint 'chat' yet" in noted[0]
     assert (

@@ -111,6 +111,23 @@ def test_health_names_no_endpoint_to_strangers(client: FlaskClient, key: Callabl
     assert client.get("/health", headers=key("invoke", endpoints=("other",))).json["endpoints"] == {}
 
 
+def test_what_is_open_is_no_place_to_try_keys_at(
+    make: Callable[..., Server], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unknown keys at a probe count as refusals of their sender and are then looked up no more; pages that tell all
+    the same look none up."""
+    keys = Keys(store)
+    server = make(keys=keys, refusals_per_minute=3)
+    client = create_app(server).test_client()
+    tried = []
+    monkeypatch.setattr(keys, "verify", lambda secret, scope: tried.append(secret) or Keys(store).verify(secret))
+    for number in range(20):
+        headers = {"Authorization": f"Bearer sk-{number}"}
+        assert client.get("/health", headers=headers).json == {"status": "OK"}
+        assert client.get("/ping", headers=headers).status_code == 200
+    assert 3 <= len(tried) < 10
+
+
 def test_changes_by_http_are_audited(client: FlaskClient, key: Callable[..., dict[str, str]], store: Store) -> None:
     """Who, by the key's id, with the request's id, and what it was before and after."""
     headers = key("manage") | {"X-Request-Id": "change-1"}
