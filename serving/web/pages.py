@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from ..engine.interface import EngineInfo, Health
-from ..errors import NotFound, ShuttingDown
+from ..errors import NotFound, ShuttingDown, Unauthenticated
 from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
 from . import metrics, openapi
 from .answer import Answer, json_answer
@@ -148,6 +148,12 @@ def ready(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
 
 
 def metrics_page(server: Server, caller: Caller, **_: str) -> Answer:
+    """Every tenant's requests and tokens: where keys are asked for they are for who manages, or for who reaches the
+    listener for probes."""
+    if server.asks_who and server.settings.probe_port is None:
+        if caller.key_id == UNKNOWN.key_id:
+            raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")
+        caller.check_scope("manage")
     return Answer(body=metrics.exposition(server.endpoints, server.ledger), content_type=metrics.CONTENT_TYPE)
 
 

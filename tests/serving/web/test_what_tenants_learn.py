@@ -10,7 +10,9 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
+from mlflow_llm.serving.metering.caller import UNKNOWN
 from mlflow_llm.serving.modes import PayPerToken
+from mlflow_llm.serving.web import pages
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.invoke import Server
 
@@ -54,6 +56,7 @@ def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
         "/api/2.0/endpoints/",
         "/health",
         "/ready",
+        "/metrics",
         "/api/2.0/serving-endpoints/assistant/metrics",
     ):
         answer = client.get(path, headers=headers)
@@ -63,6 +66,22 @@ def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
     refused = client.post("/v1/completions", json=MINE | {"max_tokens": 2_000_000}, headers=headers)
     found.append((refused.status_code, refused.text))
     return found
+
+
+def test_metrics_are_for_who_manages_or_scrapes(make: Callable[..., Server], tmp_path: Path) -> None:
+    """Without a key 401, with one that does not manage 403; on a server with a listener for probes, which alone has the
+    route then, and on one that asks for no keys, whoever comes."""
+    store = Store(f"sqlite:///{tmp_path}/ledger.db")
+    keys = Keys(store)
+    client = create_app(make(keys=keys)).test_client()
+    seen = [client.get("/metrics").status_code]
+    for scope in ("invoke", "usage", "manage"):
+        secret, _ = keys.create("team", scopes=(scope,))
+        seen.append(client.get("/metrics", headers={"Authorization": f"Bearer {secret}"}).status_code)
+    assert seen == [401, 403, 403, 200]
+    assert pages.metrics_page(make(keys=keys, probe_port=1), UNKNOWN).status == 200
+    assert create_app(make()).test_client().get("/metrics").status_code == 200
+    store.close()
 
 
 def test_nothing_changes_with_another_s_requests(place: tuple[FlaskClient, dict[str, dict[str, str]]]) -> None:
