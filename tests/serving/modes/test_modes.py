@@ -73,8 +73,8 @@ def test_fields_follow_the_mode(ledger):
 def test_a_request_reserves_what_it_may_use_at_most(store, ledger, mode):
     """Each prompt once and max_tokens for every sequence, then the row has what was counted."""
     chosen = PayPerToken(ledger) if mode == "paid" else Provisioned(ledger, throughput=1000)
-    Limits(store).set("endpoint", "chat", "otpm", 120)
-    Limits(store).set("endpoint", "chat", "itpm", 11)
+    Limits(store).set("key", "key_1", "otpm", 120)
+    Limits(store).set("key", "key_1", "itpm", 11)
     with chosen.admit(valid("r1", n=3, prompts=2), CALLER, TARGET) as admitted:
         assert {limit.kind: limit.remaining for limit in admitted.limits} == {"otpm": 0, "itpm": 0}
         with pytest.raises(LimitExceeded):
