@@ -13,6 +13,7 @@ from gevent.server import StreamServer
 
 from . import logs
 from .arrivals import Arrivals
+from .connections import linger
 from .departures import bound
 from .places import Places, address_of
 from .shares import Share
@@ -20,6 +21,7 @@ from .shares import Share
 TURN = 0.002  # seconds until a worker looks again whether a connection that others should take is its own
 FULL = 0.02
 FAILED = 0.1
+LEAVING = 64  # connections without a place that are told so at once; others are closed
 REFUSED = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: text/plain\r\n"
     b"X-Content-Type-Options: nosniff\r\nContent-Length: 38\r\n\r\ntoo many connections from this address"
@@ -44,7 +46,7 @@ class Acceptor(StreamServer):
         secure: bool = False,
     ) -> None:
         super().__init__(listener, handle=serve)
-        self.greenlets = Group()
+        self.greenlets, self._leaving = Group(), Group()
         self._serve, self._make = serve, make
         self._places, self._share = places, share
         self._io_timeout, self._secure = io_timeout, secure
@@ -87,11 +89,17 @@ class Acceptor(StreamServer):
 
     def _refuse(self, client: Any, address: str) -> None:
         logs.event("refused", level=30, address=address, status=429, error="too many connections from this address")
-        with contextlib.suppress(OSError):
-            if not self._secure:
-                client.settimeout(0)
-                client.send(REFUSED)
-        client.close()
+        if self._secure or len(self._leaving) >= LEAVING:
+            client.close()
+        else:
+            self._leaving.spawn(_tell, client)
+
+
+def _tell(client: Any) -> None:
+    with contextlib.closing(client), contextlib.suppress(OSError):
+        client.settimeout(FULL)
+        client.send(REFUSED)
+        linger(client)
 
 
 def user_of(client: Any) -> str:

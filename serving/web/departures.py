@@ -26,7 +26,7 @@ def bound(plain: Any, io_timeout: float) -> None:
             return
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT)
-        plain.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, max(1, int(io_timeout * 1000)))
+        plain.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, min(max(1, int(io_timeout * 1000)), 2**31 - 1))
 
 
 class Departures:
