@@ -26,12 +26,13 @@ stamp="$venv/installed"
 if [ ! -f "$stamp" ] || [ -n "$(find setup.cfg plugin flavors serving -newer "$stamp" \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name setup.cfg \) -print -quit)" ]; then
     echo "== installing into $venv (a few minutes the first time)"
     [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-    # torch first and pinned: the project leaves the build open, so that whoever has the CPU or a CUDA build keeps it.
-    # Where pip is offered a CPU build of this version (2.13.0+cpu), the pin takes it: it sorts above the plain one.
+    # every file is held to its hash (tests/lock.sh), but torch's: the project leaves the build open, so that whoever has
+    # the CPU or a CUDA build keeps it. Where pip is offered a CPU build of this version (2.13.0+cpu), the pin takes it:
+    # it sorts above the plain one.
+    "$venv/bin/pip" install --quiet --require-hashes --no-deps -r examples/quickstart/requirements.lock
     "$venv/bin/pip" install --quiet "torch==2.13.0"
     rm -rf build  # setuptools would carry over modules that are no longer there
-    "$venv/bin/pip" install --quiet --force-reinstall --no-deps .
-    "$venv/bin/pip" install --quiet ".[gguf]"
+    "$venv/bin/pip" install --quiet --force-reinstall --no-deps --no-build-isolation .
     rm -rf build
     touch "$stamp"
 fi

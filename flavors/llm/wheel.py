@@ -78,8 +78,9 @@ def _metadata_files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str
         if text is not None:
             yield f"{_dist_info(dist)}/{name}", text.encode()
     for file in sorted(dist.files or (), key=str):
-        if ".dist-info/licenses/" in file.as_posix():
-            yield f"{_dist_info(dist)}/licenses/{file.name}", file.read_binary()
+        for kind in ("licenses", "sboms"):
+            if f".dist-info/{kind}/" in file.as_posix():
+                yield f"{_dist_info(dist)}/{kind}/{file.name}", file.read_binary()
     yield f"{_dist_info(dist)}/WHEEL", WHEEL_FILE.encode()
 
 

@@ -1,0 +1,85 @@
+"""What the project is installed from: lockfiles with hashes, and the wheel's own bill of materials."""
+
+import configparser
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCKS = {"tests/requirements.lock": "tests/requirements.txt", "examples/quickstart/requirements.lock": None}
+
+
+def asked(extra):
+    """Requirements of setup.cfg with the extra that the scripts install, and those of ``extra``."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"] + config["options.extras_require"]["gguf"]
+    lines += (ROOT / extra).read_text() if extra else ""
+    plain = (line.partition("#")[0].strip() for line in lines.splitlines())
+    return [Requirement(line) for line in plain if line]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_locks_fit_what_is_asked_for(lock):
+    """Every requirement but torch has a locked version within its bounds: a lockfile that was forgotten is found
+    (bash tests/lock.sh)."""
+    locked = {}
+    for name, version in re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^ ;\\]+)", (ROOT / lock).read_text(), re.M):
+        locked.setdefault(canonicalize_name(name), []).append(version)
+    for requirement in asked(LOCKS[lock]):
+        if requirement.name != "torch":
+            versions = locked.get(canonicalize_name(requirement.name), [])
+            assert versions, requirement
+            assert all(requirement.specifier.contains(version) for version in versions), requirement
+    assert "torch" not in locked
+    assert "setuptools" in locked
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_file_has_its_hash(lock):
+    """A lockfile holds names, versions, markers and SHA-256 alone: no index, no URL, no file of this machine."""
+    text = (ROOT / lock).read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(lines) > 100
+    for line in lines:
+        assert re.fullmatch(r"[A-Za-z0-9_.\[\],-]+==[^ ]+( ; .*?)?( +--hash=sha256:[0-9a-f]{64})+", line.strip()), line
+        assert "://" not in line
+
+
+def bill(folder):
+    """The bill in the wheel that is installed; in a source tree, the one that a build makes."""
+    if (ROOT / "setup.py").is_file():
+        command = [sys.executable, "-W", "ignore", "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        (found,) = folder.glob("*.dist-info/sboms/*.json")
+        return found.read_text()
+    (path,) = (p for p in importlib.metadata.files("mlflow-llm") if ".dist-info/sboms/" in p.as_posix())
+    return path.read_text()
+
+
+def test_the_wheel_says_what_it_is_made_of(tmp_path):
+    """The CycloneDX bill names the project and its version, each requirement with its bounds, and the kernels' sources
+    with the hashes that they have."""
+    found = json.loads(bill(tmp_path))
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
+    project = found["metadata"]["component"]
+    assert project["name"] == "mlflow-llm"
+    assert project["purl"] == f"pkg:pypi/mlflow-llm@{project['version']}"
+    by_name = {component["name"]: component for component in found["components"]}
+    for requirement in asked(None):
+        component = by_name[requirement.name]
+        assert component["purl"] == f"pkg:pypi/{canonicalize_name(requirement.name)}"
+        bounds = Requirement(f"x{component['properties'][0]['value']}").specifier
+        assert bounds == requirement.specifier
+    assert by_name["gguf"]["scope"] == "optional"
+    sources = [component for component in found["components"] if component["type"] == "file"]
+    assert {"native.cpp"} < {Path(source["name"]).name for source in sources}
+    (depends,) = found["dependencies"]
+    assert set(depends["dependsOn"]) == {component["bom-ref"] for component in found["components"]}
