@@ -34,9 +34,10 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use,
     by affinity and within the CPU quota of its control groups.
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
-    ``standby``: 1 keeps a second process loaded, which takes over when the engine dies (it takes the memory of the
-    weights once more). ``in_process`` runs the engine on a thread
-    of this process (debugging and small tests: about half the speed, see docs/performance.md).
+    ``packed_cache``: bytes that weights in the form that our kernels read may take in this user's cache directory, so
+    that later starts map them; 0 keeps and uses none. ``standby``: 1 keeps a second process loaded, which takes over
+    when the engine dies. ``in_process`` runs the engine on a thread of this process (debugging and small tests: about
+    half the speed, see docs/performance.md).
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -56,6 +57,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     idle_timeout: SecondsOrZero = 3.0
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 900.0
+    packed_cache: Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")] = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False
 

@@ -36,6 +36,7 @@ def runtime_of_its_own() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("XDG_RUNTIME_DIR", place)
+        patch.setenv("MLFLOW_LLM_CACHE", f"{place}/cache")
         yield
 
 

@@ -11,7 +11,7 @@ multiplies anew. So a module that feeds its siblings different tensors is slower
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,8 +164,13 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 
 
-def install(model: nn.Module, holder: StepHolder, settings: EngineSettings) -> LinearSet:
-    """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers."""
+Pack = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None, bool], PackedWeight]
+
+
+def install(model: nn.Module, holder: StepHolder, settings: EngineSettings, pack: Pack | None = None) -> LinearSet:
+    """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
+
+    ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found: dict[str, EngineLinear] = {}
     head_name: str | None = None
@@ -177,7 +182,9 @@ def install(model: nn.Module, holder: StepHolder, settings: EngineSettings) -> L
             sizes = [weight.shape[0] for weight in weights]
             is_head = head is not None and modules[0] is head
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            group = LinearGroup(paths, _pack(weight, _joined_bias(modules, sizes), settings, is_head), sizes, holder)
+            bias = _joined_bias(modules, sizes)
+            packed = _pack(weight, bias, settings, is_head) if pack is None else pack(paths, weight, bias, is_head)
+            group = LinearGroup(paths, packed, sizes, holder)
             if is_head:
                 head_name = paths[0]
             for member, (name, path) in enumerate(zip(names, paths, strict=True)):

@@ -19,6 +19,7 @@ from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
+from .packed_model import Mapped, keep, packed_key
 from .proportion import in_proportion
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache
@@ -80,6 +81,9 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
+    key = packed_key(bundle, settings, device, dtype)
+    if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
+        return mapped
     model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
     model = model.to(device).eval()
     model.requires_grad_(False)
@@ -100,6 +104,8 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     linears = linear.install(model, holder, settings)
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8")
     decoder, reason = native_decoder(model, uses, test, like, settings)
+    if key is not None and decoder is not None:
+        keep(key, model, linears, uses, test, settings.packed_cache)
     return LoadedModel(
         model=model,
         config=config,
@@ -135,6 +141,37 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {told}") from error
 
 
+def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel | None:
+    """The model from its packed file, which a native step runs on; None where there is none that passes the test."""
+    holder = StepHolder()
+    try:
+        found = Mapped(bundle, settings, holder, key)
+    except (LookupError, OSError, ValueError, PackagingError) as error:
+        logger.debug("packed weights: %r", error)
+        return None
+    config = found.model.config.get_text_config()
+    refuse_unsupported(found.model, config)
+    like = next(found.model.parameters())
+    decoder, reason = native_decoder(found.model, found.uses, found.test, like, settings)
+    if decoder is None:
+        logger.warning("packed weights are not used: %s", reason)
+        return None
+    logger.info("packed weights are mapped, not read")
+    return LoadedModel(
+        model=found.model,
+        config=config,
+        holder=holder,
+        layers=[use.shape for use in found.uses],
+        linears=found.linears,
+        decoder=decoder,
+        kernels_reason="",
+        dtype=like.dtype,
+        device=like.device,
+        max_model_len=resolve_max_model_len(config, settings),
+        vocab_size=vocab_size(found.model),
+    )
+
+
 def native_decoder(
     model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
 ) -> tuple[DecoderWeights | None, str]:
@@ -160,7 +197,7 @@ def native_decoder(
 def vocab_size(model: Any) -> int:
     """Rows of the output head: what token ids and logits range over."""
     head = model.get_output_embeddings()
-    return int(head.weight.shape[0]) if head is not None else int(model.config.get_text_config().vocab_size)
+    return int(head.out_features) if head is not None else int(model.config.get_text_config().vocab_size)
 
 
 def refuse_unsupported(model: Any, config: Any) -> None:

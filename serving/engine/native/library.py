@@ -157,6 +157,8 @@ def _declare(found: ctypes.CDLL) -> None:
     declare_checked("mlt_use_threads", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
+    declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
+    declare_checked("mlt_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
     declare("mlt_linear_free", None, c_void_p)
     declare_checked("mlt_linear_dense", c_void_p, c_void_p)
     declare_checked("mlt_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)

@@ -51,10 +51,13 @@ struct Linear {
     float* scale = nullptr;    // INT8: by output column, panels * PANEL
     int32_t* offset = nullptr; // INT8: 128 times the column's sum
     float* bias = nullptr;     // or null
+    bool owned = true;         // else it lies in memory of another, which is longer there
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
     size_t panel_bytes() const { return size_t(K) / lane() * PANEL * 4; }
-    ~Linear() { std::free(packed), std::free(scale), std::free(offset), std::free(bias); }
+    ~Linear() {
+        if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias);
+    }
 };
 
 inline uint16_t to_bf16(float value) {

@@ -100,6 +100,26 @@ API int mlt_linear_new(int kind, int K, int N, const float* weight, const float*
     });
 }
 
+// The parts of a packed linear: packed, scale, offset, bias, with their sizes in bytes; null and 0 where it has none.
+API void mlt_linear_parts(const Linear* linear, const void** parts, int64_t* sizes) {
+    const Linear& w = *linear;
+    const void* each[] = {w.packed, w.scale, w.offset, w.bias};
+    const size_t column = size_t(w.panels) * PANEL * 4;
+    const size_t bytes[] = {w.panels * w.panel_bytes(), column, column, column};
+    for (int i = 0; i < 4; i++) parts[i] = each[i], sizes[i] = each[i] ? int64_t(bytes[i]) : 0;
+}
+
+// A linear over such parts, which are only read, and must stay; each aligned to 64 bytes.
+API int mlt_linear_over(int kind, int K, int N, void* const* parts, Linear** made) {
+    return checked([&] {
+        auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, round_up(N, PANEL) / PANEL});
+        linear->packed = parts[0], linear->scale = (float*)parts[1];
+        linear->offset = (int32_t*)parts[2], linear->bias = (float*)parts[3];
+        linear->owned = false;
+        *made = linear.release();
+    });
+}
+
 API void mlt_linear_free(Linear* linear) { delete linear; }
 
 API int mlt_linear_dense(const Linear* linear, float* weight) {

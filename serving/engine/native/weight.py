@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
-from .library import BF16, F32, INT8, LANES, has_bf16, library
+from .library import BF16, F32, INT8, LANES, has_bf16, library, required
+
+PARTS = ("packed", "scale", "offset", "bias")  # of native.cpp's linear
+Array = np.ndarray[Any, Any]
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -24,13 +30,14 @@ class NativeWeight:
     """``kind`` F32; INT8: values by output channel, activations by token; BF16: both rounded to bfloat16, for the
     output head beside int8 linears."""
 
-    __slots__ = ("__weakref__", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
+    __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: int = F32) -> None:
         found = library()
         if found is None:
             raise RuntimeError("the native kernels are not available; ask can_pack first")
         self._library: ctypes.CDLL = found
+        self._kept: Mapping[str, Array] = {}
         self.kind = kind if kind != BF16 or has_bf16() else F32
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
@@ -39,8 +46,36 @@ class NativeWeight:
         pointer = None if self.bias is None else self.bias.data_ptr()
         made = ctypes.c_void_p()
         found.mlt_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer, made)
-        self.handle = made.value
-        weakref.finalize(self, found.mlt_linear_free, self.handle)
+        self._own(made.value)
+
+    def _own(self, handle: int | None) -> None:
+        self.handle = handle
+        weakref.finalize(self, self._library.mlt_linear_free, handle)
+
+    @classmethod
+    def over(cls, shape: tuple[int, int], kind: int, parts: Mapping[str, Array]) -> NativeWeight:
+        """Of what ``parts`` gave for a weight [N, K]: used where it lies, and only read."""
+        weight = cls.__new__(cls)
+        weight._library = required()
+        weight.out_features, weight.in_features = shape
+        weight.kind, weight.dtype, weight._kept = kind, torch.float32, parts
+        bias = parts.get("bias")
+        weight.bias = None if bias is None else torch.from_numpy(bias.view(np.float32)[: shape[0]].copy())
+        pointers = (ctypes.c_void_p * len(PARTS))(*(parts[p].ctypes.data if p in parts else None for p in PARTS))
+        made = ctypes.c_void_p()
+        weight._library.mlt_linear_over(kind, shape[1], shape[0], pointers, made)
+        weight._own(made.value)
+        return weight
+
+    def parts(self) -> dict[str, Array]:
+        """What it consists of, as bytes; views that are good as long as it is."""
+        pointers, sizes = (ctypes.c_void_p * len(PARTS))(), (ctypes.c_int64 * len(PARTS))()
+        self._library.mlt_linear_parts(self.handle, pointers, sizes)
+        return {
+            name: np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
+            for name, pointer, size in zip(PARTS, pointers, sizes, strict=True)
+            if size
+        }
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

@@ -1,0 +1,183 @@
+"""Packed weights on disk, to be mapped: a model is packed once, and later starts map the file and share its pages.
+
+::
+
+    file   magic | length of the header | header (JSON) | sections, each at a multiple of 4096
+    name   <key>-<SHA-256 of the whole file>
+
+The name says which model, settings and kernels a file is of, and what must be in it. One of another owner or mode, or
+with another hash than its name says, is not used. Nothing in it is code, and nothing is unpickled. It is written under
+another name and renamed when it is whole; never changed; removed, the longest unused first, when all take more than
+the bound. Removing a file that is mapped is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"MLTPACK1"
+ALIGNMENT = 4096
+MAX_HEADER = 64 << 20
+CHUNK = 16 << 20
+PART = ".part-"
+ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's any more
+ROOM = 2  # times its size must be free on the disk
+VARIABLE = "MLFLOW_LLM_CACHE"
+Array = np.ndarray[Any, Any]
+
+
+class Section(Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # from the end of the header, aligned
+
+
+class Header(Struct, frozen=True, kw_only=True):
+    """``facts`` are the writer's, of plain values."""
+
+    sections: dict[str, Section]
+    facts: dict[str, Any]
+
+
+def directory() -> Path:
+    """``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else ``~/.cache/mlflow-llm``; below it ``packed``."""
+    named = os.environ.get(VARIABLE)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(named or os.path.join(base, "mlflow-llm"), "packed")
+
+
+def open_packed(key: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
+    """Read-only arrays over the file of ``key``, and its facts; None where there is none that is whole."""
+    for path in _files(key):
+        try:
+            return _mapped(path)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("packed weights %s are not used: %s", path, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return None
+
+
+def _files(key: str) -> list[Path]:
+    try:
+        place = directory()
+        _check(place.lstat(), stat.S_ISDIR)
+        return sorted(path for path in place.iterdir() if path.name.startswith(f"{key}-"))
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("the cache of packed weights is not used: %s", error)
+        return []
+
+
+def _check(found: os.stat_result, kind: Any) -> None:
+    """Raises ``ValueError`` for what others than its owner, who is us, may change."""
+    if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ValueError("it is not private to this user")
+
+
+def _mapped(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        _check(os.fstat(fd), stat.S_ISREG)
+        if hashlib.file_digest(file, "sha256").hexdigest() != path.name.rpartition("-")[2]:
+            raise ValueError("its content is not what its name says")
+        memory = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    length = int.from_bytes(memory[len(MAGIC) : len(MAGIC) + 8], "little")
+    if memory[: len(MAGIC)] != MAGIC or length > MAX_HEADER:
+        raise ValueError("it is of another format")
+    start = len(MAGIC) + 8
+    header = msgspec.json.decode(memory[start : start + length], type=Header)
+    first = _aligned(start + length)
+    arrays = {
+        name: np.frombuffer(memory, dtype=one.dtype, count=int(np.prod(one.shape)), offset=first + one.offset).reshape(
+            one.shape
+        )
+        for name, one in header.sections.items()
+    }
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used last now
+    return arrays, header.facts
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], limit: int) -> None:
+    """Write the file of ``key``, within ``limit`` bytes for all such files. Raises ``OSError``, ``ValueError``."""
+    sections, offset = {}, 0
+    for name, array in arrays.items():
+        sections[name] = Section(array.dtype.str, tuple(array.shape), offset)
+        offset = _aligned(offset + array.nbytes)
+    header = msgspec.json.encode(Header(sections=sections, facts=facts))
+    place = directory()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check(place.lstat(), stat.S_ISDIR)
+    size = _aligned(len(MAGIC) + 8 + len(header)) + offset
+    if size > limit or shutil.disk_usage(place).free < ROOM * size:
+        logger.info("packed weights of %d bytes are not kept: over packed_cache, or the disk is too full", size)
+        return
+    _make_room(place, limit - size)
+    fd, part = tempfile.mkstemp(prefix=f"{PART}{key}-", dir=place)
+    try:
+        with open(fd, "wb", buffering=0) as file:
+            digest = _write(file, [MAGIC + len(header).to_bytes(8, "little") + header], hashlib.sha256())
+            digest = _write(
+                file, (np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays.values()), digest
+            )
+        os.rename(part, place / f"{key}-{digest.hexdigest()}")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def _write(file: Any, pieces: Iterable[bytes | memoryview], digest: Any) -> Any:
+    """Each piece, and zeros up to the next section."""
+    for piece in pieces:
+        for at in range(0, len(piece), CHUNK):
+            chunk = piece[at : at + CHUNK]
+            digest.update(chunk)
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
+        padding = bytes(_aligned(len(piece)) - len(piece))
+        digest.update(padding)
+        file.write(padding)
+    return digest
+
+
+def _make_room(place: Path, limit: int) -> None:
+    """Remove what was unfinished long ago, and of the others those that were used longest ago."""
+    found = []
+    for path in place.iterdir():
+        with contextlib.suppress(OSError):
+            known = path.lstat()
+            if path.name.startswith(PART):
+                if time.time() - known.st_mtime > ABANDONED:
+                    path.unlink()
+            else:
+                found.append((known.st_mtime, known.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= limit:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink()
+        total -= size

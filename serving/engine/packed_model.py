@@ -1,0 +1,140 @@
+"""A decoder from its packed file: what a native step reads, mapped, instead of weights that are read, packed and
+compared with the model's own code. A model that was loaded in full before, by the same code, has one.
+
+The model's structure is built without memory; its linears are the file's, and so are all other parameters and buffers.
+The logits that the model's own code gave are in the file too, and are asked of what is mapped before anybody is
+answered with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import re
+import threading
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..bundle import Bundle
+from ..settings import EngineSettings
+from . import attention, linear
+from .native import library
+from .native.weight import NativeWeight
+from .packed_file import Array, open_packed, write_packed
+from .proportion import in_proportion
+from .self_test import LayerUse, SelfTest
+from .step import StepHolder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+KEY_LENGTH = 32
+HASH = re.compile(r"[0-9a-f]{64}")
+PACKAGES = ("mlflow-llm", "torch", "transformers")
+
+
+def packed_key(bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
+    """The name of this model's packed file; None where there is none of its kind. A model without a content hash is not
+    known well enough, one with code of its own may do with its weights what it likes."""
+    covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
+    on_cpu = device.type == "cpu" and dtype == torch.float32 and library.library() is not None
+    if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
+        return None
+    described = (FORMAT, bundle.content_hash, settings.quantization, library.has_bf16(), _code())
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:KEY_LENGTH]
+
+
+@functools.cache
+def _code() -> tuple[str, ...]:
+    """Of the kernels and of all that lays weights out."""
+    kernels = hashlib.sha256(Path(library.__file__).with_name(library.NAME).read_bytes()).hexdigest()
+    return (kernels, *(version(name) for name in PACKAGES))
+
+
+class Mapped:
+    """What a packed file holds: ``model`` and ``linears`` as ``linear.install`` leaves them, ``uses`` of its layers."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, holder: StepHolder, key: str) -> None:
+        """Raises ``LookupError`` where there is no such file, or its model is built otherwise today."""
+        found = open_packed(key)
+        if found is None:
+            raise LookupError(key)
+        arrays, facts = found
+        self._arrays, self._kinds = arrays, facts["kinds"]
+        config = AutoConfig.from_pretrained(bundle.model_dir, local_files_only=True, trust_remote_code=False)
+        with in_proportion(bundle.model_dir), torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+        self.model.eval().requires_grad_(False)
+        self.linears = linear.install(self.model, holder, settings, self._packed)
+        self._fill()
+        attention.install(self.model, holder)
+        self.model.set_attn_implementation(attention.NAME)
+        self.uses = msgspec.convert(facts["uses"], list[LayerUse])
+        count = range(facts["tests"])
+        self.test = SelfTest(
+            [arrays[f"test/{i}/tokens"] for i in count], [_tensor(arrays[f"test/{i}/expected"]) for i in count]
+        )
+
+    def _packed(self, names: tuple[str, ...], weight: Any, bias: Any, is_head: bool) -> NativeWeight:
+        name = "linear/" + "+".join(names)
+        parts = {path.rpartition("/")[2]: array for path, array in self._arrays.items() if path.startswith(f"{name}/")}
+        if name not in self._kinds or (bias is not None) != ("bias" in parts):
+            raise LookupError(name)
+        return NativeWeight.over(tuple(weight.shape), self._kinds[name], parts)
+
+    def _fill(self) -> None:
+        """Give every parameter and buffer that is left its values."""
+        for kind, names in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
+            for name, value in list(names):
+                array = self._arrays[f"{kind}/{name}"]
+                if array.shape != tuple(value.shape):
+                    raise LookupError(name)
+                parent, _, own = name.rpartition(".")
+                tensor = _tensor(array)
+                given = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
+                module = self.model.get_submodule(parent)
+                (module._parameters if kind == "parameter" else module._buffers)[own] = given
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Over the same memory, which torch says it cannot protect from being written; nothing here writes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
+
+
+def keep(key: str, model: Any, linears: Any, uses: list[LayerUse], test: SelfTest, limit: int) -> threading.Thread:
+    """Write the packed file on a thread: whoever loads the model next is faster for it. Failing is no error."""
+    arrays: dict[str, Array] = {}
+    kinds, held = {}, []
+    for group in {id(one.group): one.group for one in linears.linears.values()}.values():
+        name = "linear/" + "+".join(group.key)
+        kinds[name] = group.packed.kind
+        arrays |= {f"{name}/{part}": array for part, array in group.packed.parts().items()}
+        held.append(group.packed)
+    arrays |= {f"parameter/{name}": value.detach().numpy() for name, value in model.named_parameters()}
+    arrays |= {f"buffer/{name}": value.numpy() for name, value in model.named_buffers()}
+    for i, (tokens, expected) in enumerate(zip(test.tokens, test.expected, strict=True)):
+        arrays |= {f"test/{i}/tokens": tokens, f"test/{i}/expected": expected.numpy()}
+    facts = {"kinds": kinds, "uses": [msgspec.to_builtins(use) for use in uses], "tests": len(test.tokens)}
+
+    def write() -> None:
+        try:
+            write_packed(key, arrays, facts, limit)
+        except (OSError, ValueError) as error:
+            logger.warning("packed weights are not kept: %s", error)
+        held.clear()
+
+    writer = threading.Thread(target=write, name="mlflow-llm-packed", daemon=True)
+    writer.start()
+    return writer
