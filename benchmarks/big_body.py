@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import shutil
@@ -88,18 +89,21 @@ def instant_bundle(tokenizer: Path, context: int, step: float) -> Bundle:
 
 def real_bundle(model: Path) -> Bundle:
     tasks = ("chat", "completions")
-    return Bundle(content_hash=model.name, tasks=tasks, model_dir=str(model), tokenizer_dir=str(model))
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.safetensors"))
+    content_hash = hashlib.sha256(repr((str(model.absolute()), files)).encode()).hexdigest()
+    return Bundle(content_hash=content_hash, tasks=tasks, model_dir=str(model), tokenizer_dir=str(model))
 
 
 @contextlib.contextmanager
-def running(endpoints: dict[str, tuple[Bundle, str | None]]) -> Iterator[tuple[int, Path]]:
-    """Port and engines' directory of a server with one worker; ``endpoints`` are bundles and engine classes by name."""
-    port = free_port()
+def running(endpoints: dict[str, tuple[Bundle, str | None]], **engine: Any) -> Iterator[tuple[int, Path]]:
+    """Port and engines' directory of a server with one worker; ``endpoints`` are bundles and engine classes by name,
+    ``engine`` are settings of all."""
+    port, settings = free_port(), EngineSettings(idle_timeout=0.3, **engine)
     with tempfile.TemporaryDirectory(prefix="mll-") as place:
         runtime = Path(place, "r")
         spec = ServeSpec(
             endpoints=tuple(
-                EndpointSpec(name=name, entity=name, bundle=bundle, core=core, engine=EngineSettings(idle_timeout=0.3))
+                EndpointSpec(name=name, entity=name, bundle=bundle, core=core, engine=settings)
                 for name, (bundle, core) in endpoints.items()
             ),
             settings=ServerSettings(port=port, workers=1),

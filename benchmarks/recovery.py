@@ -1,6 +1,7 @@
 """What ``kill -9`` of an engine costs: how long ``/health`` is a 503, and the pause in the streams that run.
 
-Of an engine without weights (what finding, starting and connecting cost) and of a real model.
+Of an engine without weights (what finding, starting and connecting cost) and of a real model: loaded anew, mapped
+from its packed form, and with a standby.
 ``python benchmarks/recovery.py MODEL_DIR`` (a Hugging Face directory with weights, tokenizer and chat template)
 """
 
@@ -47,16 +48,22 @@ def is_well(port: int) -> bool:
         return False
 
 
-def window(port: int, runtime: Path) -> tuple[float, float]:
-    """Milliseconds from the kill of an idle engine to the first 503, and to the first 200 behind it."""
-    os.kill(engine_pid(runtime), signal.SIGKILL)
-    killed = time.perf_counter()
-    while is_well(port):
+def window(port: int, runtime: Path) -> tuple[float | None, float]:
+    """Milliseconds from the kill of an idle engine to the first 503, None where nobody met one, and to a 200 of the
+    engine behind it."""
+    old = engine_pid(runtime)
+    os.kill(old, signal.SIGKILL)
+    killed, noticed = time.perf_counter(), None
+    while not (is_well(port) and successor_of(old, runtime)):
+        if noticed is None and not is_well(port):
+            noticed = 1e3 * (time.perf_counter() - killed)
         time.sleep(0.002)
-    noticed = time.perf_counter()
-    while not is_well(port):
-        time.sleep(0.002)
-    return 1e3 * (noticed - killed), 1e3 * (time.perf_counter() - killed)
+    return noticed, 1e3 * (time.perf_counter() - killed)
+
+
+def successor_of(pid: int, runtime: Path) -> bool:
+    (found,) = [json.loads(path.read_text()) for path in runtime.glob("*/status.json")]
+    return bool(found["state"] == "ready" and found["pid"] != pid)
 
 
 def pause(port: int, runtime: Path, streams: int) -> float:
@@ -83,17 +90,28 @@ def pause(port: int, runtime: Path, streams: int) -> float:
     return max(1e3 * (two - one) for times in arrivals for one, two in itertools.pairwise(times))
 
 
-def measure(name: str, bundle: Any, core: str | None, streams: int, repeat: int) -> dict[str, Any]:
-    with big_body.running({"assistant": (bundle, core)}) as (port, runtime):
+def await_whole(port: int, standby: int) -> None:
+    """Until the engine has its standby, where it is to have one."""
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            if json.load(answer)["endpoints"]["assistant"].get("standbys", 0) == standby:
+                return
+        time.sleep(0.1)
+
+
+def measure(name: str, bundle: Any, core: str | None, streams: int, repeat: int, **engine: Any) -> dict[str, Any]:
+    with big_body.running({"assistant": (bundle, core)}, **engine) as (port, runtime):
         noticed, back, gaps = [], [], []
         for _ in range(repeat):
+            await_whole(port, engine.get("standby", 0))
             one, two = window(port, runtime)
-            noticed.append(one)
+            noticed += [one] if one is not None else []
             back.append(two)
+            await_whole(port, engine.get("standby", 0))
             gaps.append(pause(port, runtime, streams))
     return {
         "engine": name,
-        "kill to 503, ms": statistics.median(noticed),
+        "kill to 503, ms": statistics.median(noticed) if noticed else None,
         "kill to 200, ms": statistics.median(back),
         f"pause of {streams} streams, ms": statistics.median(gaps),
     }
@@ -107,9 +125,12 @@ def main() -> None:
     arguments = parser.parse_args()
     instant = big_body.instant_bundle(arguments.model, 8192, 0.01)
     real = big_body.real_bundle(arguments.model)
+    counts = (arguments.callers, arguments.repeat)
     rows = [
-        measure("without weights", instant, big_body.CORE, arguments.callers, arguments.repeat),
-        measure(arguments.model.name, real, None, arguments.callers, arguments.repeat),
+        measure("without weights", instant, big_body.CORE, *counts),
+        measure(f"{arguments.model.name}, loaded", real, None, *counts, packed_cache=0),
+        measure(f"{arguments.model.name}, mapped", real, None, *counts),
+        measure(f"{arguments.model.name}, standby", real, None, *counts, standby=1),
     ]
     publish("recovery", rows)
 
