@@ -24,6 +24,7 @@ from .embedding_queue import EmbeddingQueue
 from .entries import Client, Entries, Entry, Told
 from .interface import AdapterInfo, EngineInfo, Health
 from .kv_cache import PrefixKey
+from .native import library
 from .parts import Parts, build
 from .sampler import Sampled, sample, score_prompt
 from .scheduler import Run
@@ -285,7 +286,8 @@ class EngineCore:
 
     def _wait_on_processors(self, oversubscribed: bool) -> None:
         """torch's threads spin where they have the processors to themselves: not where others run there too, and not
-        where our own kernels' threads do."""
+        where our own kernels' threads do, which spin between two steps where nobody else wants to run."""
+        library.share_processors(oversubscribed)
         openmp.waiting.set_brief(oversubscribed or self.info.kernels == "native")
 
     def check_integrity(self) -> None:

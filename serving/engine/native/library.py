@@ -16,6 +16,7 @@ NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
 SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
+IDLE_SPIN_US = 1000  # between two calls, where the processors are ours: about what a step does besides
 
 WORK = CFUNCTYPE(c_int32, c_int32)  # what mlt_each calls with an index; not 0: it failed
 
@@ -128,6 +129,14 @@ def use_threads(threads: int) -> None:
         _use(found, threads)
 
 
+def share_processors(shared: bool) -> None:
+    """Whether others want the processors too: threads then sleep sooner between two calls."""
+    found = library()
+    if found is not None:
+        alone = not shared and found.mlt_threads() <= processors().allowed
+        found.mlt_idle_spin(IDLE_SPIN_US if alone else SPIN_US)
+
+
 def num_native_threads() -> int:
     """0 where there are no native kernels."""
     found = library()
@@ -154,6 +163,7 @@ def _declare(found: ctypes.CDLL) -> None:
 
     declare("mlt_problem", c_char_p)
     declare("mlt_threads", c_int32)
+    declare("mlt_idle_spin", None, c_int32)
     declare_checked("mlt_use_threads", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))

@@ -79,6 +79,8 @@ API int mlt_use_threads(int threads, int spin_us) {
     return checked([&] { Pools::use(threads, spin_us); });
 }
 
+API void mlt_idle_spin(int us) { idle_spin_us() = us; }
+
 API int mlt_threads() { return Pools::threads_wanted(); }
 
 // Calls work(i) for each i below n, as the kernels call theirs; what it returns, if not 0, is thrown. For tests.

@@ -12,7 +12,7 @@
 //
 // A thread begins with its own share of the indexes, so that alone on its cores it reads the same weights step after
 // step, and then takes what others have not begun. Who waits, within a call or for the next one, spins for microseconds
-// and then sleeps in the kernel.
+// and then sleeps in the kernel; how long for the next one depends on whether others want the processors.
 #pragma once
 
 #include <linux/futex.h>
@@ -37,6 +37,13 @@ namespace mlt {
 
 constexpr int MOST_THREADS = 1024;
 constexpr int CLAIMS = 4;  // ranges of a thread's share: what others can take of it
+
+// For how long helpers spin between calls, in microseconds. Waking one costs a virtual machine as much as a good part of
+// a step, so where the processors are ours they spin for as long as a step's other work takes.
+inline std::atomic<int>& idle_spin_us() {
+    static std::atomic<int> us{0};
+    return us;
+}
 
 // A word that threads wait on: spinning at first, then asleep. Its waiters are of two kinds, woken apart.
 class Word {
@@ -249,7 +256,7 @@ class Pool {
     void help(int thread) {
         for (uint32_t seen = 0;;) {
             uint32_t now;
-            gate.wait(Word::HELPER, spin, [&](uint32_t value) {
+            gate.wait(Word::HELPER, std::chrono::microseconds(idle_spin_us()), [&](uint32_t value) {
                 now = value;
                 return ending.load() || ((value & OPEN) && value / EPOCH != seen);
             });
