@@ -1,4 +1,4 @@
-"""Staging beside production: two servers of one user, which share engines and the state directory but no store."""
+"""Two servers of one user, which share engines and the state directory: staging beside production, or of one store."""
 
 from __future__ import annotations
 
@@ -120,3 +120,22 @@ def test_a_server_killed_beside_another_of_another_store(
     assert {row.status for row in rows(other)} == {"ok"}
     own.close()
     other.close()
+
+
+def test_a_server_killed_beside_another_of_its_store(start: Callable[[str], Running], production_url: str) -> None:
+    """Two servers of one database on two ports: what the killed one's processes left is settled by the other, exactly
+    and once."""
+    first, second, store = start(production_url), start(production_url), Store(production_url)
+    whole(first, 7)
+    whole(second, 9)
+    with asking(first, STREAM) as answer:
+        for _ in range(40):
+            answer.readline()
+        kill(first)
+        got = 15 + received(answer)
+    until(lambda: all(row.status != "open" and row.generated_tokens >= row.completion_tokens for row in rows(store)))
+    finished, also, cut = sorted(rows(store), key=lambda row: row.completion_tokens)
+    assert [(row.status, row.completion_tokens) for row in (finished, also)] == [("ok", 7), ("ok", 9)]
+    assert cut.status == "recovered"
+    assert got <= cut.completion_tokens <= cut.generated_tokens
+    store.close()
