@@ -47,7 +47,7 @@ from .sites import check_content_type, check_site
 from .tracing import OFF, Tracer
 
 REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
-TELLS_MORE = ("health", "ready")  # of what is open: to who shows a key
+TELLS_MORE = ("health", "ready", "metrics")  # of what is open: to who shows a key
 PROBES = ("ping", "health", "ready", "metrics")
 ANSWERS = {**MANAGEMENT, **ACCOUNTS, **ENGINE_LOGS, "usage": usage.answer}
 
