@@ -143,7 +143,8 @@ def test_a_moved_store_takes_over_what_is_left(store_url, other_url, tmp_path, o
         settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
     assert {status for _, _, status in counts(moved.store).values()} == {"open"}
     running.settle(completion=2)
-    second.close()
+    die(second)
+    second._owner = None
     settled = settle_ended(moved.store, root, moved=True, wait=lambda seconds: None)
     assert counts(moved.store) == exact("late") | {"running": (0, 0, "recovered")}
     assert (settled.rows, settled.living) == (3, 0)
