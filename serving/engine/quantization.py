@@ -23,7 +23,7 @@ CUDA_MULTIPLE = 8  # and widths that are no multiple of this
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
     scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / LEVELS).clamp_min_(TINY)
-    return (x / scale).round_().to(torch.int8), scale
+    return (x * scale.reciprocal()).round_().to(torch.int8), scale  # as native/linear.h has it, to the bit
 
 
 def can_quantize(weight: torch.Tensor) -> bool:

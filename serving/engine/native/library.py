@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
+NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
 IDLE_SPIN_US = 1000  # between two calls, where the processors are ours: about what a step does besides
 
@@ -143,6 +144,18 @@ def num_native_threads() -> int:
     return int(found.mlt_threads()) if found is not None else 0
 
 
+def tiles() -> int:
+    """How int8 products of several rows are made: NO_TILES, AMX, or EMULATED_TILES."""
+    found = library()
+    return NO_TILES if found is None else int(found.mlt_tiles())
+
+
+def use_tiles(use: int) -> int:
+    """For tests and measurements: of all calls from now on. What is used then: no AMX where the processor has none."""
+    found = library()
+    return NO_TILES if found is None else int(found.mlt_use_tiles(use))
+
+
 def _use(found: ctypes.CDLL, threads: int) -> None:
     found.mlt_use_threads(threads, SPIN_US if threads <= processors().allowed else 0)
 
@@ -165,6 +178,8 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_threads", c_int32)
     declare("mlt_idle_spin", None, c_int32)
     declare_checked("mlt_use_threads", c_int32, c_int32)
+    declare("mlt_tiles", c_int32)
+    declare("mlt_use_tiles", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
     declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))

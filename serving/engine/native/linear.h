@@ -22,6 +22,7 @@
 
 #include "simd.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace mlt {
 
@@ -30,6 +31,7 @@ constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a br
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
+constexpr int TILES_FROM = 2;  // rows from which int8 products by tiles are faster, where the processor has them
 
 enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2 };
 
@@ -95,9 +97,9 @@ inline float row_scale(const float* x, int K) {
 // One row of activations as unsigned bytes; returns its scale.
 inline float quantize_row(const float* x, int K, uint8_t* q) {
     const float scale = row_scale(x, K);
-    const __m512 by = _mm512_set1_ps(scale);
+    const __m512 by = _mm512_set1_ps(1.0f / scale);  // a division a value would take longer than a tile's products
     for (int k = 0; k < K; k += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x + k), by));
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by));
         _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
     }
     return scale;
@@ -129,10 +131,10 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
         } else if (w.kind == Kind::BF16) {
             for (int k = 0; k < w.K; k++) ((uint16_t*)w.packed)[place(w, n, k)] = to_bf16(row[k]);
         } else {
-            const float scale = row_scale(row, w.K);
+            const float scale = row_scale(row, w.K), inverse = 1.0f / scale;
             int32_t sum = 0;
             for (int k = 0; k < w.K; k++) {
-                const int8_t q = (int8_t)__builtin_rintf(row[k] / scale);
+                const int8_t q = (int8_t)__builtin_rintf(row[k] * inverse);
                 ((int8_t*)w.packed)[place(w, n, k)] = q;
                 sum += q;
             }
@@ -163,7 +165,8 @@ struct Rows {
 class Prepared {
   public:
     void room(int T, int widest) {
-        if (bytes.size() < size_t(T) * widest * 2) bytes.resize(size_t(T) * widest * 2);
+        const size_t padded = size_t(round_up(T, 2 * TILE_ROWS)) * widest * 2;  // tiles read whole, if not all is used
+        if (bytes.size() < padded) bytes.resize(padded);
         if (scales.size() < size_t(T)) scales.resize(T);
     }
     void fill(const Linear& w, const float* x, int t) {
@@ -269,11 +272,62 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
             }
 }
 
+// INT8 by tiles, A rows of them (one or two) by one panel's two halves: tiles 0 to 3 are the sums, 4 and 5 activations,
+// 6 and 7 weights.
+template <int A, class Tiles>
+inline void tile_sums(Tiles& tiles, const Linear& w, int panel, const uint8_t* x, int32_t (&sums)[2 * TILE_ROWS][PANEL]) {
+    const char* weights = (const char*)w.packed + panel * w.panel_bytes();
+    tiles.template zero<0>(), tiles.template zero<1>();
+    if (A == 2) tiles.template zero<2>(), tiles.template zero<3>();
+    for (int k = 0; k < w.K; k += TILE_BYTES, weights += TILE_ROWS * PANEL * 4) {
+        tiles.template load<6>(weights, PANEL * 4), tiles.template load<7>(weights + 64, PANEL * 4);
+        tiles.template load<4>(x + k, w.K);
+        tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
+        if (A == 2) {
+            tiles.template load<5>(x + size_t(TILE_ROWS) * w.K + k, w.K);
+            tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
+        }
+    }
+    tiles.template store<0>(sums[0], PANEL * 4), tiles.template store<1>(sums[0] + LANES, PANEL * 4);
+    if (A == 2) tiles.template store<2>(sums[TILE_ROWS], PANEL * 4), tiles.template store<3>(sums[TILE_ROWS] + LANES, PANEL * 4);
+}
+
+template <class Tiles>
+inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    Tiles tiles;
+    alignas(64) int32_t sums[2 * TILE_ROWS][PANEL];
+    for (int a = 0; a < T; a += 2 * TILE_ROWS) {  // these rows stay in the first cache while panels stream past
+        const int count = std::min(T - a, 2 * TILE_ROWS);
+        const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * w.K;
+        float* out = y + size_t(a) * w.N;
+        for (int panel = first; panel < last; panel++) {
+            if (count > TILE_ROWS) tile_sums<2>(tiles, w, panel, rows, sums);
+            else tile_sums<1>(tiles, w, panel, rows, sums);
+            const int n = panel * PANEL;
+            const bool add = finish == Finish::ADD;
+            for (int m = 0; m < count; m++) {
+                float* row = out + size_t(m) * w.N;
+                put<Kind::INT8>(w, _mm512_load_si512(sums[m]), n, x.scale + a + m, row, add);
+                if (n + LANES < w.N)
+                    put<Kind::INT8>(w, _mm512_load_si512(sums[m] + LANES), n + LANES, x.scale + a + m, row, add);
+            }
+            if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+        }
+    }
+}
+
+inline void multiply_bytes(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    const TileUse use = T < TILES_FROM || w.K % TILE_BYTES ? TileUse::NONE : tile_use().load(std::memory_order_relaxed);
+    if (use == TileUse::HARDWARE) multiply_tiles<HardwareTiles>(w, x, T, y, finish, first, last);
+    else if (use == TileUse::EMULATED) multiply_tiles<EmulatedTiles>(w, x, T, y, finish, first, last);
+    else multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
+}
+
 // y [T, N] from x W^T + b, shared out by panels.
 inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finish finish) {
     team.ranges(w.panels, PANELS, [&](int first, int last) {
         if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
-        else if (w.kind == Kind::INT8) multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
+        else if (w.kind == Kind::INT8) multiply_bytes(w, x, T, y, finish, first, last);
         else multiply_panels<Kind::BF16>(w, x, T, y, finish, first, last);
     });
 }

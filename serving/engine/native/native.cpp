@@ -94,6 +94,14 @@ API int mlt_each(int n, int (*work)(int)) {
     });
 }
 
+// Whether int8 products are made by tiles: 0 no, 1 by the processor's (where it has them), 2 emulated. What is used then.
+API int mlt_use_tiles(int use) {
+    tile_use() = TileUse(use) == TileUse::HARDWARE && !has_tiles() ? TileUse::NONE : TileUse(use);
+    return int(tile_use().load());
+}
+
+API int mlt_tiles() { return int(tile_use().load()); }
+
 API int mlt_linear_new(int kind, int K, int N, const float* weight, const float* bias, Linear** made) {
     return checked([&] {
         auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});

@@ -22,7 +22,17 @@ from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
-from mlflow_llm.serving.engine.native.library import has_bf16, library, num_native_threads, use_threads
+from mlflow_llm.serving.engine.native.library import (
+    AMX,
+    EMULATED_TILES,
+    NO_TILES,
+    has_bf16,
+    library,
+    num_native_threads,
+    tiles,
+    use_threads,
+    use_tiles,
+)
 from mlflow_llm.serving.engine.native.sampler import draw as native_draw
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from mlflow_llm.serving.engine.quantization import Int8Weight
@@ -46,11 +56,12 @@ DECODERS = {
 
 
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = num_native_threads()
+def threads_and_tiles_as_before() -> Iterator[None]:
+    before, used = num_native_threads(), tiles()
     use_threads(2)
     yield
     use_threads(before)
+    use_tiles(used)
 
 
 # -- linears ----------------------------------------------------------------------------------------------------------
@@ -77,6 +88,22 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
     packed, other = NativeWeight(weight, bias, INT8), Int8Weight(weight, bias)
     assert torch.equal(packed.matmul(x), other.matmul(x))
     assert torch.equal(packed.dense(), other.dense())
+
+
+@pytest.mark.parametrize("use", [AMX, EMULATED_TILES])
+@pytest.mark.parametrize("width", [64, 80, 576])  # 80 is no multiple of a tile's row
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 130])
+def test_tiles_change_no_bit(rows: int, width: int, use: int) -> None:
+    """int8 products by tiles, the processor's or emulated ones, are those without them, for any number of rows."""
+    if use == AMX and use_tiles(AMX) != AMX:
+        pytest.skip("a processor without AMX; the emulated tiles run the same code")
+    torch.manual_seed(7)
+    packed, x = NativeWeight(torch.randn(100, width), torch.randn(100), INT8), torch.randn(rows, width)
+    x[0] = 0.0
+    assert use_tiles(NO_TILES) == NO_TILES
+    plain = packed.matmul(x)
+    assert use_tiles(use) == use
+    assert torch.equal(packed.matmul(x), plain)
 
 
 @pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
@@ -192,6 +219,19 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
         assert torch.equal(logits_of(loaded, tokens, cuts, beside, threads), whole)
 
 
+def test_tiles_change_no_bit_of_a_decoder(tmp_path: Path) -> None:
+    """int8 logits of a prompt in chunks are the same with tiles, the processor's and emulated ones, and without."""
+    settings = EngineSettings(quantization="int8", kv_cache_memory=1 << 26)
+    loaded = load_model(save_bundle(make_model(DECODERS["llama"]()), tmp_path), settings)
+    tokens = np.random.default_rng(2).integers(0, 131, 75)
+    use_tiles(NO_TILES)
+    whole = logits_of(loaded, tokens, [75], beside=0, threads=2)
+    for use in (NO_TILES, EMULATED_TILES, AMX):
+        used = use_tiles(use)
+        assert used in (use, NO_TILES)
+        assert torch.equal(logits_of(loaded, tokens, [1, 2, 40, 74, 75], beside=2, threads=3), whole)
+
+
 def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     """The int8 decoder and transformers' code over the same int8 linears differ by rounding alone."""
     bundle = save_bundle(make_model(DECODERS["llama"]()), tmp_path)
@@ -279,6 +319,11 @@ def test_threads_and_neighbours_change_no_bit_of_a_text(quantization: str, tmp_p
         for n in (0, 7, 22, 60):
             assert torch.equal(embedder.hidden([texts[n]]), whole[n])
             assert torch.equal(embedder.hidden([texts[n], texts[3], texts[60]])[: len(texts[n])], whole[n])
+        for use in (NO_TILES, EMULATED_TILES):
+            before = tiles()
+            use_tiles(use)
+            assert torch.equal(embedder.hidden(texts[:9]), torch.cat(whole[:9]))
+            use_tiles(before)
         if threads == 2:
             expected = torch.cat(whole)
         assert torch.equal(torch.cat(whole), expected)

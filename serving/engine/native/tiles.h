@@ -1,0 +1,120 @@
+// Tiles of Intel's AMX: eight two-dimensional registers of 16 rows by 64 bytes, and products of a tile of unsigned bytes
+// with one of signed bytes, added to a tile of 32-bit integers. Sums of integers are exact in any order, so what comes
+// out is, bit for bit, what vpdpbusd gives.
+//
+//   A  16 rows of activations, 64 k's each        B  16 groups of four k's, 16 columns each (linear.h's panel)
+//   C  16 rows by 16 columns, C += A B
+//
+// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18. The system gives a process the
+// state by arch_prctl(ARCH_REQ_XCOMP_PERM) and saves it only while tiles are in use: Tiles takes them for one scope.
+#pragma once
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace mlt {
+
+constexpr int TILE_ROWS = 16;
+constexpr int TILE_BYTES = 64;  // of a row
+
+enum class TileUse : int { NONE = 0, HARDWARE = 1, EMULATED = 2 };
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    TileShapes() {
+        for (int i = 0; i < 8; i++) row_bytes[i] = TILE_BYTES, rows[i] = TILE_ROWS;
+    }
+};
+static_assert(sizeof(TileShapes) == 64);
+
+// The processor's own. Tiles hold nothing before zero() or load().
+class HardwareTiles {
+  public:
+    HardwareTiles() {
+        static const TileShapes shapes;
+        asm volatile("ldtilecfg %0" ::"m"(shapes));
+    }
+    ~HardwareTiles() { asm volatile("tilerelease"); }
+    HardwareTiles(const HardwareTiles&) = delete;
+
+    template <int I>
+    void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(I)); }
+    template <int I>
+    void load(const void* from, size_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
+    }
+    template <int I>
+    void store(void* to, size_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(I) : "memory");
+    }
+    template <int C, int A, int B>
+    void multiply() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+};
+
+// The same operations in plain C++, by which the code around them is tested where there is no AMX.
+class EmulatedTiles {
+  public:
+    template <int I>
+    void zero() { std::memset(tiles[I], 0, sizeof tiles[I]); }
+    template <int I>
+    void load(const void* from, size_t stride) {
+        for (int r = 0; r < TILE_ROWS; r++) std::memcpy(tiles[I][r], (const char*)from + r * stride, TILE_BYTES);
+    }
+    template <int I>
+    void store(void* to, size_t stride) {
+        for (int r = 0; r < TILE_ROWS; r++) std::memcpy((char*)to + r * stride, tiles[I][r], TILE_BYTES);
+    }
+    template <int C, int A, int B>
+    void multiply() {
+        for (int m = 0; m < TILE_ROWS; m++) {
+            int32_t row[TILE_BYTES / 4];
+            std::memcpy(row, tiles[C][m], TILE_BYTES);
+            for (int k = 0; k < TILE_ROWS; k++)
+                for (int n = 0; n < TILE_BYTES / 4; n++)
+                    for (int i = 0; i < 4; i++)
+                        row[n] += int32_t(tiles[A][m][4 * k + i]) * int32_t(int8_t(tiles[B][k][4 * n + i]));
+            std::memcpy(tiles[C][m], row, TILE_BYTES);
+        }
+    }
+
+  private:
+    uint8_t tiles[8][TILE_ROWS][TILE_BYTES];
+};
+
+// Whether processor and system have AMX for bytes, and gave it to this process. Asked once: the permission is the
+// process's, its later threads have it too.
+inline bool has_tiles() {
+#if __GNUC__ >= 11  // whose assembler knows the instructions
+    static const bool granted = [] {
+        constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27;
+        constexpr uint64_t STATE = uint64_t(3) << 17;  // XTILECFG and XTILEDATA in XCR0
+        constexpr int REQUEST_PERMISSION = 0x1023, XTILEDATA = 18;
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8)) != (TILE | INT8)) return false;
+        unsigned low, high;
+        asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        if (((uint64_t(high) << 32 | low) & STATE) != STATE) return false;
+        return syscall(SYS_arch_prctl, REQUEST_PERMISSION, XTILEDATA) == 0;
+    }();
+    return granted;
+#else
+    return false;
+#endif
+}
+
+// What int8 linears of all calls from now on use: the processor's tiles where it has them, unless a test says otherwise.
+inline std::atomic<TileUse>& tile_use() {
+    static std::atomic<TileUse> use{has_tiles() ? TileUse::HARDWARE : TileUse::NONE};
+    return use;
+}
+
+}  // namespace mlt
