@@ -140,13 +140,23 @@ def _place_gguf(file: Path, target: Path) -> Placed:
         raise PackagingError("model: a GGUF file needs the package gguf: pip install 'mlflow-llm[gguf]'") from None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ...serving.engine.loader import refuse_missing
+
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, attn_implementation="eager", local_files_only=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     except Exception as error:  # of gguf's reader and of transformers'
         raise PackagingError(f"model: {file.name} cannot be read: {reason(error)}") from None
+    try:
+        refuse_missing(found["missing_keys"])
+    except PackagingError as error:
+        raise PackagingError(f"model: {file.name}: {error}") from None
     # The weights are plain floats now; what is left of the quantisation would refuse to be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

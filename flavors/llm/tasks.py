@@ -45,7 +45,12 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
     for name in plain:
         if name not in ALL_TASKS:
             raise PackagingError(f"task: {shown(name)} is not allowed; expected one of {', '.join(ALL_TASKS)}")
-    return tuple(dict.fromkeys(plain))
+    tasks: tuple[Task, ...] = tuple(dict.fromkeys(plain))
+    if "embeddings" in tasks and len(tasks) > 1:
+        raise PackagingError(
+            f"task: {', '.join(tasks)} is not allowed; expected embeddings alone or none: log the model once for each"
+        )
+    return tasks
 
 
 def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> EmbeddingSpec | None:

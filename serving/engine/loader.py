@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from ..bundle import Bundle
 from ..errors import PackagingError
@@ -28,6 +29,8 @@ from .step import StepHolder
 logger = logging.getLogger(__name__)
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense", None}
+POOLER = re.compile(r"(^|\.)pooler\.")
+MISSING_SHOWN = 5
 LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
 
 
@@ -123,22 +126,41 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
 
 def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:
     """A model of safetensors alone, with attention that is transformers' own: a configuration may name one that is
-    code to be fetched. Raises ``PackagingError`` where the files make no model."""
+    code to be fetched. Raises ``PackagingError`` where the files make no model, or less than one."""
     try:
         with in_proportion(folder):
-            return auto.from_pretrained(
+            model, found = auto.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
                 local_files_only=True,
+                output_loading_info=True,
             )
     except (PackagingError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, safetensors, or the model's own code
         told = " ".join(str(error).split())[:600]
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {told}") from error
+    missing = found["missing_keys"]
+    if settings.trust_remote_code:  # buffers that its code makes, of which transformers does not know
+        missing = missing - {name for name, _ in model.named_buffers()}
+    refuse_missing(missing - unread_keys(missing, auto))
+    return model
+
+
+def unread_keys(missing: Set[str], auto: Any) -> set[str]:
+    """Of an encoder's weights: the pooler of transformers, which checkpoints trained on masked tokens lack; what is
+    embedded is made of token vectors."""
+    return {name for name in missing if auto is AutoModel and POOLER.search(name)}
+
+
+def refuse_missing(missing: Set[str]) -> None:
+    """transformers makes up at random what a checkpoint lacks, tied weights and buffers it can make aside."""
+    if missing:
+        names = ", ".join(sorted(missing)[:MISSING_SHOWN]) + (", …" if len(missing) > MISSING_SHOWN else "")
+        raise PackagingError(f"the weights are incomplete: they lack {len(missing)} of the model's tensors: {names}")
 
 
 def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel | None:

@@ -177,8 +177,15 @@ def test_tasks(tmp_path, llama_dir):
     (plain / "chat_template.jinja").unlink()
     llm.save_model(tmp_path / "a", plain)
     assert llm.load_bundle(tmp_path / "a").tasks == ("completions",)
-    llm.save_model(tmp_path / "b", llama_dir, task=["completions", "embeddings"])
-    assert llm.load_bundle(tmp_path / "b").tasks == ("completions", "embeddings")
+    llm.save_model(tmp_path / "b", llama_dir, task=["completions", "completions"])
+    assert llm.load_bundle(tmp_path / "b").tasks == ("completions",)
+
+
+def test_embeddings_beside_generation(tmp_path, llama_dir):
+    """An engine embeds or generates: a model that should do both is refused when it is saved, not when it is served."""
+    with pytest.raises(MlflowException, match="task: chat, embeddings is not allowed; expected embeddings alone"):
+        llm.save_model(tmp_path / "m", llama_dir, task=["llm/v1/chat", "embeddings"])
+    assert not (tmp_path / "m").exists()
 
 
 def test_tokenizer_from_elsewhere(tmp_path, llama_dir, tokenizer):
