@@ -6,9 +6,13 @@ may have 20 alternatives, each input of an embeddings request has a vector. Thes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..errors import InvalidField
 from ..request import RawCompletion, RawRequest, ValidRequest
-from .endpoint import Profile
+
+if TYPE_CHECKING:  # the server's settings import this module, and commands and arbiter need no tokenizers
+    from .endpoint import Profile
 
 MAX_REPLY_BYTES = 32 * 2**20  # of a server's, unless its settings say otherwise
 LOGPROB = 96  # bytes: token, number and bytes of one alternative

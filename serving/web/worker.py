@@ -164,8 +164,8 @@ class DrainingWorker(GeventWorker):
             self.server.ledger.settle_open()  # of clients that take nothing, so that no error reached their requests
         for acceptor in acceptors:
             acceptor.close()
-        gevent.wait([acceptor.greenlets for acceptor in acceptors], timeout=LAST_SECONDS)
         for acceptor in acceptors:
+            acceptor.greenlets.join(timeout=LAST_SECONDS)
             acceptor.greenlets.kill(timeout=LAST_SECONDS)
         if self.server.ledger is not None:
             self.server.ledger.close()

@@ -34,7 +34,7 @@ def patient(tmp_path: Path) -> Iterator[Running]:
 
 def test_what_runs_is_finished(patient: Running) -> None:
     """Whole replies and streams under way at a SIGTERM have the text and usage of undisturbed ones; then the server
-    ends by itself, with exit status 0 and no process left."""
+    ends by itself, with exit status 0, no process left and no error of a worker."""
     family = psutil.Process(patient.process.pid).children(recursive=True)
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         undisturbed = list(pool.map(lambda request: answer_to(patient, *request), REQUESTS))
@@ -48,6 +48,7 @@ def test_what_runs_is_finished(patient: Running) -> None:
         assert [answer.result() for answer in answers] == undisturbed
     assert patient.process.wait(60) == 0, patient.log()[-4000:]
     assert not alive_after(family, 60)
+    assert '"level": "error"' not in patient.log(), patient.log()[-4000:]
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
