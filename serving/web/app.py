@@ -28,7 +28,7 @@ from . import logs, usage
 from .accounts import ANSWERS as ACCOUNTS
 from .answer import Answer, error_answer
 from .bodies import is_large, read_body
-from .connections import came_to_probes, settle
+from .connections import address_in, came_to_probes, settle
 from .endpoints import Endpoints
 from .engine_logs import ANSWERS as ENGINE_LOGS
 from .exchange import REQUEST_ID, Exchange, request_id_from
@@ -136,16 +136,7 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
         if route.is_invocation:
             return invoke(server, _incoming(server, route, name, caller), exchange)
         if route.handler in ANSWERS:
-            query = request.args.to_dict(flat=False)
-            asked = Asked(
-                caller=caller,
-                request_id=exchange.request_id,
-                name=name or "",
-                parts=parts,
-                body=_body(server),
-                query=query,
-            )
-            return ANSWERS[route.handler](server, asked)
+            return _managed(server, route, exchange, caller, name, parts)
         return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
     except ServingError as error:
         if blamed and error.status in REFUSALS and not (isinstance(error, LimitExceeded) and error.limit == "refusals"):
@@ -191,8 +182,20 @@ def _incoming(server: Server, route: Route, name: str | None, caller: Caller) ->
     )
 
 
-def _body(server: Server) -> bytes:
-    return read_body(request.environ, server.settings.max_body_bytes)
+def _managed(
+    server: Server, route: Route, exchange: Exchange, caller: Caller, name: str | None, parts: dict[str, str]
+) -> Answer:
+    """A body counts as one of an invocation does, whether the route needs it or not."""
+    with server.intake.holding(caller.key_id if server.asks_who else _address()) as held:
+        asked = Asked(
+            caller=caller,
+            request_id=exchange.request_id,
+            name=name or "",
+            parts=parts,
+            body=read_body(request.environ, server.settings.max_body_bytes, held),
+            query=request.args.to_dict(flat=False),
+        )
+        return ANSWERS[route.handler](server, asked)
 
 
 def _exchange(tracer: Tracer = OFF) -> Exchange:
@@ -217,7 +220,7 @@ def _checked_caller(server: Server, exchange: Exchange, scope: str | None) -> Ca
 
 
 def _address() -> str:
-    return request.environ.get("REMOTE_ADDR") or ""
+    return address_in(request.environ)
 
 
 def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import gevent
 from gunicorn.http.errors import ParseException
 
-RATE = 2**10  # bytes of a body that pay for a second: the slowest of honest uploads are faster
+RATE = 2**10  # bytes that pay for a second: the slowest of honest uploads and downloads are faster
+STALLED = 1.0  # seconds behind ``RATE`` after which who takes an answer counts as waited for
 HANDSHAKE = b"\x16"  # TLS' content type, the first byte of its first record
 MOMENT = 0.001  # seconds: what is there already is taken, however late
 
@@ -36,6 +37,9 @@ class Arrivals:
     within ``first_timeout``), after which the connection ends without a word (``TimeoutError``); then for all of the
     rest of the head; then for a body, where ``RATE`` bytes give a second back (``TooSlow``). Only waiting counts, so a
     busy server is held against nobody, and nothing has to be stopped while a request is answered.
+
+    An answer goes out by ``send``, which notes how far behind ``RATE`` its reader is: to take next to nothing of it
+    (Slow Read) holds a place as cheaply as to send next to nothing of a request.
 
     ``peer`` is the socket's address, ``address`` whom it counts for (``places``). ``probes``: it came to the listener
     for probes.
@@ -58,7 +62,9 @@ class Arrivals:
         self._left = min(io_timeout, first_timeout or io_timeout)
         self._part: Literal["", "head", "body"] = ""
         self._began = monotonic()
-        self._is_waiting = False
+        self._waits_for: Literal["", "request", "answer"] = ""
+        self._behind = 0.0  # seconds that the reader of answers is behind, as of ``_asked``
+        self._asked = 0.0
 
     def expect_head(self) -> None:
         self._expect("")
@@ -71,7 +77,7 @@ class Arrivals:
 
     def start_tls(self, context: Any) -> None:
         """Raises ``OSError``, also for a handshake that takes longer than a first byte may, ``PlainHttp``."""
-        with self._waiting(), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
+        with self._waiting("request"), gevent.Timeout(self._left, TimeoutError("the TLS handshake did not come")):
             if self.plain.recv(1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
                 raise PlainHttp("this server speaks https")
             self.plain = context.wrap_socket(self.plain, server_side=True, do_handshake_on_connect=False)
@@ -83,7 +89,7 @@ class Arrivals:
         self.plain.settimeout(max(self._left, MOMENT))
         began = monotonic()
         try:
-            with self._waiting():
+            with self._waiting("request"):
                 data: bytes = self.plain.recv(size)
         except TimeoutError:
             if not self._part:
@@ -102,23 +108,41 @@ class Arrivals:
         else:
             self._left = min(self._left - waited + size / RATE, self._limit)
 
+    def send(self, data: Any) -> int:
+        """As the socket's; raises ``TimeoutError`` where the client takes nothing for the socket's timeout."""
+        self._asked = monotonic()
+        with self._waiting("answer"):
+            sent: int = self.plain.send(data)
+        self._behind = max(0.0, self._behind + monotonic() - self._asked - sent / RATE)
+        return sent
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """For what is done only so that the client sees the end of its answer: its place is anybody's."""
+        self.expect_head()
+        with self._waiting("request"):
+            yield
+
     def _too_slow(self) -> TooSlow:
         if self._part == "head":
             return TooSlow(f"the head did not arrive within {self._limit:g} seconds")
         return TooSlow(f"the body arrives too slowly: more than {self._limit:g} seconds behind {RATE} bytes a second")
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._is_waiting = True
+    def _waiting(self, what: Literal["request", "answer"]) -> Iterator[None]:
+        self._waits_for = what
         try:
             yield
         finally:
-            self._is_waiting = False
+            self._waits_for = ""
 
     @property
-    def waiting_since(self) -> tuple[bool, float] | None:
+    def waiting_since(self) -> tuple[int, float] | None:
         """See ``places.Guest``."""
-        return (self._part == "body", self._began) if self._is_waiting else None
+        if self._waits_for == "request":
+            return int(self._part == "body"), self._began
+        since = self._asked - self._behind
+        return (2, since) if self._waits_for == "answer" and monotonic() - since >= STALLED else None
 
     def evict(self) -> None:
         """End the connection under the greenlet that waits for it, which finds it closed by its client."""

@@ -80,6 +80,12 @@ def came_to_probes(environ: Mapping[str, Any]) -> bool:
     return isinstance(body, RequestBody) and body.arrivals.probes
 
 
+def address_in(environ: Mapping[str, Any]) -> str:
+    """Whom the request of ``environ`` counts for where it shows no key: as its connection does (``places``)."""
+    body = environ.get("wsgi.input")
+    return body.arrivals.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""
+
+
 def linger(client: socket.socket) -> None:
     """End the sending side and take what the client still sends, for a while.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Callable
 from typing import Any
 
 UNSENT = 16 * 2**10  # bytes that the peer's window does not let out yet
@@ -30,16 +31,19 @@ def bound(plain: Any, io_timeout: float) -> None:
 
 
 class Departures:
-    """A client's socket for gunicorn's answers. ``sendall`` raises ``TimeoutError`` where the client takes nothing for
-    the socket's timeout, and not where it takes long in all, as that of the socket itself would."""
+    """A client's socket for gunicorn's answers, which go out by ``send``.
 
-    def __init__(self, plain: Any) -> None:
-        self._plain = plain
+    ``sendall`` raises ``TimeoutError`` where the client takes nothing for the socket's timeout, and not where it takes
+    long in all, as that of the socket itself would.
+    """
+
+    def __init__(self, plain: Any, send: Callable[[Any], int]) -> None:
+        self._plain, self._send = plain, send
 
     def sendall(self, data: Any) -> None:
         left = memoryview(data)
         while left:
-            left = left[self._plain.send(left[:PIECE]) :]
+            left = left[self._send(left[:PIECE]) :]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

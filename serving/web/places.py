@@ -1,7 +1,8 @@
 """A worker's places for connections: bounded, by address too, and the oldest that only waits makes room.
 
-To hold a place without sending anything (Slowloris) costs an attacker next to nothing. So a full house is no reason to
-turn anyone away: the connection that has waited longest for its client goes, and an address loses one of its own first.
+To hold a place without sending anything (Slowloris), or without reading (Slow Read), costs an attacker next to nothing.
+So a full house is no reason to turn anyone away: the connection that has waited longest for its client goes, and an
+address loses one of its own first.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any, Protocol
 
 
 class Guest(Protocol):
-    """A connection. ``waiting_since``: when what it waits for from its client began (monotonic seconds), the body of a
-    request being worth more than its head; None while it is answered."""
+    """A connection. ``waiting_since``: what it waits for from its client and when that began (monotonic seconds), the
+    body of a request (1) being worth more than its head (0), and that an answer is taken (2) more than both; None while
+    it waits for us."""
 
     address: str
 
     @property
-    def waiting_since(self) -> tuple[bool, float] | None: ...
+    def waiting_since(self) -> tuple[int, float] | None: ...
 
     def evict(self) -> None: ...
 

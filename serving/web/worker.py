@@ -110,10 +110,11 @@ class DrainingWorker(GeventWorker):
             req.scheme = "https"
         self.answering += 1
         try:
-            super().handle_request(listener_name, req, Departures(sock.plain), addr)
+            super().handle_request(listener_name, req, Departures(sock.plain, sock.send), addr)
         except StopIteration:  # how gunicorn says that the connection ends
             if not body.is_whole:
-                linger(sock.plain)
+                with sock.leaving():
+                    linger(sock.plain)
             raise
         finally:
             self.answering -= 1
@@ -123,7 +124,8 @@ class DrainingWorker(GeventWorker):
         from .refusals import refuse
 
         if refuse(client.plain, exc, addr[0] if addr else ""):
-            linger(client.plain)
+            with client.leaving():
+                linger(client.plain)
         else:
             super().handle_error(req, client.plain, addr, exc)
 

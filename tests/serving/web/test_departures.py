@@ -54,7 +54,7 @@ def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) 
     bound(ours, 30.0)
     ours.settimeout(0.05)
     with pytest.raises(TimeoutError):
-        Departures(ours).sendall(bytes(range(250)) * (SIZE // 250))
+        Departures(ours, ours.send).sendall(bytes(range(250)) * (SIZE // 250))
     theirs.settimeout(30.0)
     assert theirs.recv(250, socket.MSG_WAITALL) == bytes(range(250))
 
@@ -66,7 +66,7 @@ def test_a_client_that_takes_all(ends: tuple[socket.socket, socket.socket]) -> N
     ours.settimeout(30.0)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(theirs.recv, SIZE, socket.MSG_WAITALL)
-        Departures(ours).sendall(bytes(SIZE))
+        Departures(ours, ours.send).sendall(bytes(SIZE))
         assert len(reading.result()) == SIZE
 
 

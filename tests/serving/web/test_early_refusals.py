@@ -233,6 +233,21 @@ def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
     assert "context length" in place.ask(body).json["error"]["message"]
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_bodies_of_the_management_api_count(place: Place, method: str) -> None:
+    """A large body is memory at every route that reads one, also where it is not needed."""
+    intake = place.server.intake
+    unread = {"wsgi.input": Unread(), "CONTENT_LENGTH": str(10 * 2**20)}
+    secret, key = place.keys.create("ops", scopes=("manage",))
+    headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+    with intake.holding(key.key_id) as held:
+        held.more(intake.most_each - 2**16)
+        path = "/api/2.0/serving-endpoints"
+        refused = place.client.open(path, method=method, headers=headers, environ_overrides=unread)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert intake.held == 0
+
+
 def test_a_large_reply_is_counted(place: Place) -> None:
     """A reply that is not streamed is held with what it repeats, until it is encoded; a streamed one is not."""
     body = {"model": "assistant", "prompt": "Hi", "max_tokens": 1, "suffix": "x" * 2**17}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from types import SimpleNamespace
+
 import pytest
 
+from mlflow_llm.serving.web.arrivals import Arrivals
+from mlflow_llm.serving.web.connections import RequestBody, address_in
 from mlflow_llm.serving.web.places import Places, address_of
 
 
@@ -15,8 +20,8 @@ class Guest:
         self.evicted = False
 
     @property
-    def waiting_since(self) -> tuple[bool, float] | None:
-        return None if self.since is None else (self.body, self.since)
+    def waiting_since(self) -> tuple[int, float] | None:
+        return None if self.since is None else (int(self.body), self.since)
 
     def evict(self) -> None:
         self.evicted = True
@@ -86,3 +91,12 @@ def test_a_place_is_given_up_once() -> None:
 def test_addresses(peer: object, address: str) -> None:
     """IPv4 addresses count alone, IPv6 ones by the network that a single host has to itself."""
     assert address_of(peer) == address
+
+
+@pytest.mark.parametrize(("peer", "address"), [(("2001:db8::1", 5, 0, 0), "2001:db8::/64"), ("", "user 1000")])
+def test_a_request_counts_for_whom_its_connection_does(peer: object, address: str) -> None:
+    """An IPv6 host is one caller with all of its addresses, and each user of a Unix socket is one."""
+    stream = SimpleNamespace(reader=io.BytesIO())
+    arrivals = Arrivals(None, 30.0, peer=peer, address=address)
+    body = RequestBody(SimpleNamespace(body=stream, headers=[]), arrivals)
+    assert address_in({"wsgi.input": body, "REMOTE_ADDR": "2001:db8::1"}) == address

@@ -10,6 +10,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -140,6 +141,21 @@ def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
         until(lambda: status(f"{server.url}/ping") == 200)
         lines = [json.loads(line) for line in server.log().splitlines() if '"refused"' in line]
         assert {(line["address"], line["status"]) for line in lines} == {("127.0.0.1", 429)}
+
+
+def test_who_does_not_take_an_answer_makes_room(guarded: tuple[Running, str]) -> None:
+    """Places of clients that read nothing of what they asked for (Slow Read) are another's."""
+    server, _ = guarded
+    with ExitStack() as held:
+        for number in range(WORKERS * PLACES + 2 * WORKERS):
+            caller = held.enter_context(socket.socket())
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            caller.bind((f"127.0.0.{2 + number % 4}", 0))
+            caller.settimeout(60)
+            caller.connect(("127.0.0.1", server.port))
+            caller.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert status(f"{server.url}/ping") == 200
+        assert ask(server, BODY)[0] == 200
 
 
 @pytest.mark.parametrize(

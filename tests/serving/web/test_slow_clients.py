@@ -181,6 +181,51 @@ def test_what_a_body_may_take(monkeypatch: pytest.MonkeyPatch, delay: float, siz
     assert plain.now == pytest.approx(seconds, abs=20)
 
 
+class Reading:
+    """The socket of a client that takes ``size`` bytes ``delay`` seconds after they are sent, on a clock of its own."""
+
+    def __init__(self, delay: float, size: int) -> None:
+        self.now, self._delay, self._size = 0.0, delay, size
+        self.connection: arrivals.Arrivals | None = None
+        self.seen: list[tuple[int, float] | None] = []
+
+    def send(self, _: bytes) -> int:
+        self.now += self._delay
+        assert self.connection is not None
+        self.seen.append(self.connection.waiting_since)
+        return self._size
+
+
+@pytest.mark.parametrize(
+    ("delay", "size", "waits_since"), [(0.5, 600, None), (10.0, 65536, 90.0), (0.5, 1, 0.0), (20.0, 1, 0.0)]
+)
+def test_a_reader_that_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, delay: float, size: int, waits_since: float | None
+) -> None:
+    """Who takes an answer at 1 KiB a second waits for us; who stopped is waited for since then, and who takes a byte
+    now and then (Slow Read) since the first."""
+    plain = Reading(delay, size)
+    monkeypatch.setattr(arrivals, "monotonic", lambda: plain.now)
+    plain.connection = arrivals.Arrivals(plain, 30.0)
+    for _ in range(10):
+        assert plain.connection.send(bytes(65536)) == size
+        assert plain.connection.waiting_since is None
+    found = plain.seen[-1]
+    assert found == (None if waits_since is None else (2, pytest.approx(waits_since, abs=0.1)))
+
+
+def test_a_connection_whose_client_does_not_go() -> None:
+    """While it is only waited for that a refused client closes, its place is worth as little as an idle one's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = arrivals.Arrivals(ours, 30.0)
+        connection.expect_body()
+        with connection.leaving():
+            assert connection.waiting_since is not None
+            assert connection.waiting_since[0] == 0
+        assert connection.waiting_since is None
+
+
 def test_nothing_behind_an_unread_body_that_stops(impatient: Running) -> None:
     """A body that was not needed and broke off leaves the connection's end, not a place for a request within it."""
     with connect(impatient) as caller:
