@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -55,7 +56,8 @@ def logged(uri: str) -> Path | None:
     """The saved model of a source, made now or by an earlier call; None for what is no source.
 
     A copy is found again by what the source's files are called, by their sizes and times, and by this package's
-    version; its weights are links to the source's where the file system allows. Raises ``PackagingError``.
+    version; its weights are links to the source's where the file system allows. What it is called anyone can work out,
+    so it has to be where no other user could have put one. Raises ``PackagingError``.
     """
     source = source_of(uri)
     if source is None:
@@ -63,9 +65,23 @@ def logged(uri: str) -> Path | None:
     if isinstance(source, str):
         source = fetch_from_hub(source, None)
     target = cache_dir() / f"{_readable(uri)}-{_fingerprint(source)}"
+    _check_ours(target.parent)
     if not target.is_dir():
         _save(source, target, uri)
+    _check_ours(target)
     return target
+
+
+def _check_ours(path: Path) -> None:
+    """Raises ``PackagingError`` for what another user than root owns, or may write to. Harmless before it is there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = path.lstat()
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if found.st_uid not in (0, os.geteuid()) or not private:
+            raise PackagingError(
+                f"{path}: models are not taken from a directory that other users could have written;"
+                f" remove it, or set {CACHE_VARIABLE} to one of your own"
+            )
 
 
 def cache_dir() -> Path:
@@ -84,6 +100,7 @@ def _save(source: Path, target: Path, uri: str) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".unfinished-") as scratch:
             print(f"logging {uri} into {target}", file=sys.stderr, flush=True)
             save_model(Path(scratch) / "model", model=source, link_files=True)
+            (Path(scratch) / "model").chmod(0o700)
             with contextlib.suppress(OSError):
                 (Path(scratch) / "model").rename(target)
         if not target.is_dir():
@@ -101,6 +118,6 @@ def _fingerprint(source: Path) -> str:
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     digest = hashlib.sha256(f"{__version__}\n{source}\n".encode())
     for path in files:
-        stat = path.stat()
-        digest.update(f"{path.relative_to(source.parent)}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode())
+        found = path.stat()
+        digest.update(f"{path.relative_to(source.parent)}\n{found.st_size}\n{found.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16]

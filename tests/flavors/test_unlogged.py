@@ -110,6 +110,29 @@ def test_a_cache_that_cannot_be_written_is_told(
         unlogged.logged(str(llama_dir))
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_what_others_could_have_put_there(llama_dir: Path, cache: Path, below: bool) -> None:
+    """A copy whose name anyone can work out is taken only where no other user can write."""
+    place = unlogged.logged(str(llama_dir)) if below else cache
+    assert place is not None
+    place.mkdir(parents=True, exist_ok=True)
+    place.chmod(0o777)
+    with pytest.raises(PackagingError, match="models are not taken from a directory that other users could have wr"):
+        unlogged.logged(str(llama_dir))
+    place.chmod(0o755)
+    assert unlogged.logged(str(llama_dir)) is not None
+
+
+def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -> None:
+    """A symbolic link where the copy should be is not followed."""
+    made = unlogged.logged(str(llama_dir))
+    assert made is not None
+    made.rename(tmp_path / "elsewhere")
+    made.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PackagingError, match="models are not taken"):
+        unlogged.logged(str(llama_dir))
+
+
 def test_not_found_is_a_packaging_error() -> None:
     """Who catches the wider class catches this one."""
     assert issubclass(ModelNotFound, PackagingError)
