@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from ..counts import COUNTERS, CountsFile
@@ -15,11 +14,11 @@ logger = logging.getLogger(__name__)
 class Counted:
     """``generation`` names the files. One that cannot be written is left out and logged: serving goes on."""
 
-    def __init__(self, generation: str, health: Callable[[], Health]) -> None:
-        self._generation, self._health = generation, health
+    def __init__(self, generation: str) -> None:
+        self._generation = generation
         self._files: dict[str, CountsFile | None] = {}
 
-    def keep(self, roots: set[str]) -> None:
+    def keep(self, roots: set[str], health: Health) -> None:
         """In these directories from now on; "" is none."""
         for gone in self._files.keys() - roots:
             file = self._files.pop(gone)
@@ -27,12 +26,11 @@ class Counted:
                 file.close()
         for root in roots - self._files.keys() - {""}:
             self._files[root] = self._open(root)
-        self.write()
+        self.write(health)
 
-    def write(self) -> None:
+    def write(self, health: Health) -> None:
         if not self._files:
             return
-        health = self._health()
         counts = [getattr(health, name) for name in COUNTERS]
         for file in self._files.values():
             if file is not None:

@@ -102,7 +102,7 @@ class EngineServer:
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
         self._metered = MeteredRequests(generation)
-        self._counted = Counted(generation, core.health)
+        self._counted = Counted(generation)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
@@ -115,8 +115,9 @@ class EngineServer:
             self._take()
             if self.core.has_work():
                 told = self.core.step()
-                self._counted.write()
-                self._send_events(told)
+                health = self.core.health()
+                self._counted.write(health)
+                self._send_events(told, health.steps)
             if time.monotonic() - self._last_tick >= TICK and self._tick():
                 return
         self._shut_down()
@@ -182,7 +183,7 @@ class EngineServer:
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
         self._peers[identity] = _Peer(hello, is_local=is_local)
-        self._counted.keep({peer.counts for peer in self._peers.values()})
+        self._counted.keep({peer.counts for peer in self._peers.values()}, self.core.health())
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:
@@ -193,7 +194,8 @@ class EngineServer:
         except Exception as error:
             logger.exception("request %s", request.request_id)
             told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
-            self._send_events([(identity, request.request_id, Failed(told.kind, told.message, told.param))])
+            failed = Failed(told.kind, told.message, told.param)
+            self._send_events([(identity, request.request_id, failed)], self.core.health().steps)
 
     def _abort(self, peer: _Peer, request_id: str) -> None:
         if peer.open.pop(request_id, None) is not None:
@@ -244,7 +246,7 @@ class EngineServer:
 
     # events out
 
-    def _send_events(self, told: list[tuple[Hashable, str, Event]]) -> None:
+    def _send_events(self, told: list[tuple[Hashable, str, Event]], steps: int) -> None:
         if not told:
             return
         self._metered.see(told)
@@ -260,7 +262,6 @@ class EngineServer:
                 else:
                     del peer.open[request_id]
             by_client.setdefault(identity, []).append((request_id, event))  # type: ignore[arg-type]
-        steps = self.core.health().steps
         for client, items in by_client.items():
             self._send(client, m.Events(steps, tuple(items)))
 
@@ -318,7 +319,7 @@ class EngineServer:
     def _shut_down(self) -> None:
         """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
         lock = self.state.lock(timeout=10.0)
-        self._send_events(self.core.close() or [])
+        self._send_events(self.core.close() or [], self.core.health().steps)
         self._send_away("the engine was asked to end")
         self.state.remove(lock)
 

@@ -124,25 +124,24 @@ def test_what_engines_have_written_counts(tmp_path: Path) -> None:
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
         kept.name(place, key)
         for engine in ("a", "b"):
-            counted = Counted(f"{key}-{engine}", lambda: Health(status="ready", steps=1, generated_tokens=100))
-            counted.keep({kept.root(key), ""})
+            counted = Counted(f"{key}-{engine}")
+            counted.keep({kept.root(key), ""}, Health(status="ready", steps=1, generated_tokens=100))
     told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
     for _ in range(2):
         sums = tally.add([(PLACE, told)])[PLACE]
         assert (sums["steps"], sums["generated_tokens"]) == (4, 409)
-    counted._health = lambda: Health(status="ready", generated_tokens=105)
-    counted.write()
+    counted.write(Health(status="ready", generated_tokens=105))
     assert tally.add([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
 
 
 def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
-    counted = Counted("a", lambda: Health(status="ready"))
-    counted.keep({str(tmp_path / "gone")})
-    counted.write()
+    counted, health = Counted("a"), Health(status="ready")
+    counted.keep({str(tmp_path / "gone")}, health)
+    counted.write(health)
     assert "no counts can be kept" in caplog.text
     assert list(tmp_path.iterdir()) == []
-    counted.keep(set())
+    counted.keep(set(), health)
 
 
 def test_an_engine_without_processes_counts() -> None:
