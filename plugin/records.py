@@ -16,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.files import replace_file
 from mlflow_llm.serving.settings import check_name as endpoint_name
 from mlflow_llm.serving.transport.locks import acquire, try_acquire
 from mlflow_llm.serving.web.settings import STATE_VARIABLE, default_state_dir
@@ -104,10 +105,8 @@ def names() -> list[str]:
 
 def write(record: Record) -> None:
     path = directory() / f"{record.name}.json"
-    draft = path.with_suffix(".draft")
     try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-        draft.replace(path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
     except OSError as error:
         raise _unusable(path.parent, error) from None
 

@@ -22,6 +22,11 @@ def visible_line(text: str) -> str:
     return _LINE.sub(_escape, visible(text))
 
 
+def plain(text: str) -> str:
+    """``text`` without such characters, for what is shown by others."""
+    return _HIDDEN.sub("", text)
+
+
 def _escape(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
 

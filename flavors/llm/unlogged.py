@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ... import __version__
 from ...serving.errors import ModelNotFound, PackagingError, shown
+from ...serving.files import CACHE_VARIABLE, cache_dir
 from .manifest import MANIFEST
 from .sources import HUB_ID, fetch_from_hub
 
-CACHE_VARIABLE = "MLFLOW_LLM_CACHE"
+PLACE = "models"  # in the cache
 SOURCES = ("config.json", "modules.json")
 
 
@@ -64,7 +65,7 @@ def logged(uri: str) -> Path | None:
         return None
     if isinstance(source, str):
         source = fetch_from_hub(source, None)
-    target = cache_dir() / f"{_readable(uri)}-{_fingerprint(source)}"
+    target = cache_dir(PLACE) / f"{_readable(uri)}-{_fingerprint(source)}"
     _check_ours(target.parent)
     if not target.is_dir():
         _save(source, target, uri)
@@ -82,13 +83,6 @@ def _check_ours(path: Path) -> None:
                 f"{path}: models are not taken from a directory that other users could have written;"
                 f" remove it, or set {CACHE_VARIABLE} to one of your own"
             )
-
-
-def cache_dir() -> Path:
-    """``$MLFLOW_LLM_CACHE``, else the user's cache folder; models that commands logged on the fly are in ``models``."""
-    given = os.environ.get(CACHE_VARIABLE)
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(given) if given else Path(user).expanduser() / "mlflow-llm") / "models"
 
 
 def _save(source: Path, target: Path, uri: str) -> None:

@@ -30,6 +30,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from ..files import cache_dir
+
 logger = logging.getLogger(__name__)
 
 MAGIC = b"MLTPACK1"
@@ -39,7 +41,7 @@ CHUNK = 16 << 20
 PART = ".part-"
 ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's any more
 ROOM = 2  # times its size must be free on the disk
-VARIABLE = "MLFLOW_LLM_CACHE"
+PLACE = "packed"  # in the cache
 Array = np.ndarray[Any, Any]
 
 
@@ -56,13 +58,6 @@ class Header(Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]
 
 
-def directory() -> Path:
-    """``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else ``~/.cache/mlflow-llm``; below it ``packed``."""
-    named = os.environ.get(VARIABLE)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(named or os.path.join(base, "mlflow-llm"), "packed")
-
-
 def open_packed(key: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
     """Read-only arrays over the file of ``key``, and its facts; None where there is none that is whole."""
     for path in _files(key):
@@ -77,7 +72,7 @@ def open_packed(key: str) -> tuple[dict[str, Array], dict[str, Any]] | None:
 
 def _files(key: str) -> list[Path]:
     try:
-        place = directory()
+        place = cache_dir(PLACE)
         _check(place.lstat(), stat.S_ISDIR)
         return sorted(path for path in place.iterdir() if path.name.startswith(f"{key}-"))
     except (OSError, ValueError) as error:
@@ -127,7 +122,7 @@ def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], l
         sections[name] = Section(array.dtype.str, tuple(array.shape), offset)
         offset = _aligned(offset + array.nbytes)
     header = msgspec.json.encode(Header(sections=sections, facts=facts))
-    place = directory()
+    place = cache_dir(PLACE)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check(place.lstat(), stat.S_ISDIR)
     size = _aligned(len(MAGIC) + 8 + len(header)) + offset

@@ -33,6 +33,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import PackagingError, Unavailable
+from ..files import replace_file
 from .locks import FileLock, acquire, is_held, try_acquire
 
 KEY_LENGTH = 16
@@ -174,10 +175,7 @@ class StateDir:
 
     def write_json(self, name: str, value: object) -> None:
         """Whole or not at all, for readers in other processes."""
-        path = self.file(name)
-        with open(f"{path}.new", "wb", opener=_private) as file:
-            file.write(msgspec.json.encode(value))
-        os.replace(f"{path}.new", path)
+        replace_file(self.file(name), msgspec.json.encode(value))
 
     def remove_file(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

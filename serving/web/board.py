@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from ..engine.interface import EngineInfo
+from ..files import replace_file
 from ..modes.endpoint_config import Route, ServedEntity
 from ..settings import PrefixSharing
 from ..transport.locks import FileLock, acquire, is_held
@@ -76,7 +77,7 @@ class Board:
             folder.mkdir(exist_ok=True)
 
     def publish(self, plan: Plan) -> None:
-        _replace(self._plan, plan)
+        replace_file(self._plan, msgspec.json.encode(plan))
 
     def read(self) -> Plan:
         """The newest plan; an empty one before the first."""
@@ -125,9 +126,7 @@ class Board:
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.new")
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(draft, path)
+        replace_file(path, text.encode(errors="replace"))
 
     def kept_log(self, endpoint_id: str, entity: str) -> str:
         try:
@@ -162,14 +161,8 @@ class Post:
         self._lock: FileLock = acquire(str(workers / name), make_parent=lambda: workers.mkdir(exist_ok=True))
 
     def tell(self, held: Held) -> None:
-        _replace(self._path, held)
+        replace_file(self._path, msgspec.json.encode(held))
 
     def leave(self) -> None:
         self._path.unlink(missing_ok=True)
         self._lock.release(unlink=True)
-
-
-def _replace(path: Path, value: object) -> None:
-    draft = path.with_suffix(f".{os.getpid()}.new")
-    draft.write_bytes(msgspec.json.encode(value))
-    os.replace(draft, path)

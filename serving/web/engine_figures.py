@@ -25,6 +25,7 @@ import msgspec
 
 from ..counts import COUNTERS, read_counts
 from ..engine.interface import Engine, Health
+from ..files import replace_file
 from .worker_figures import locked
 
 FILE = "engines.json"
@@ -91,7 +92,7 @@ class Tally:
             with locked(self._directory, alone=True):
                 self._known = _read(self._directory / FILE)
                 if _take(self._known, others):
-                    _write(self._directory / FILE, self._known)
+                    replace_file(self._directory / FILE, msgspec.json.encode(self._known))
         return {place: self._sums(place, own) for place, _, own in found}
 
     def _sums(self, place: Place, own: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -117,10 +118,3 @@ def _take(known: _Known, told: Iterable[tuple[Place, Mapping[str, Health]]]) -> 
 
 def _read(path: Path) -> _Known:
     return msgspec.json.decode(path.read_bytes(), type=_Known) if path.exists() else {}
-
-
-def _write(path: Path, known: _Known) -> None:
-    """At once or not at all: its writer may be killed under way."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(known))
-    os.replace(part, path)

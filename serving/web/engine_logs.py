@@ -18,6 +18,7 @@ from ..transport.engine_model import EngineModel
 from ..transport.process import ENGINE_CORE
 from ..transport.rundir import LOAD_LOG, LOG, tail
 from ..transport.supervisor import MAX_REPLICAS
+from ..visible import plain
 from .answer import Answer, json_answer
 from .invoke import Server
 from .management import Asked
@@ -29,8 +30,6 @@ _SECRETS = re.compile(
     r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]+"  # JWT
     r"|(?i:(?<=bearer )|(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=))[^\s&'\"]+"
 )
-# C0 and C1 controls, and what turns the direction of text
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def logs(server: Server, asked: Asked) -> Answer:
@@ -98,7 +97,7 @@ def _parts(server: Server, entity: ServedEntity, read: Callable[[str], str]) -> 
 
 def cleaned(text: str) -> str:
     """Without secrets and control characters, long lines cut, the first line dropped where it was cut."""
-    lines = (_CONTROLS.sub("", without_secrets(line))[:MAX_LINE] for line in text.splitlines())
+    lines = (plain(without_secrets(line))[:MAX_LINE] for line in text.splitlines())
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from mlflow_llm.serving.engine.lora import LoraPool
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import library
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
@@ -38,7 +39,7 @@ HASH = "ab" * 32
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of packed files, of this test alone."""
-    monkeypatch.setenv(packed_file.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "packed"
 
 
