@@ -1,8 +1,8 @@
 """A few confined processes, started when they are needed and shared by all that this process serves.
 
 Free places are bytes in a pipe: whoever takes one waits as for any other descriptor, on a thread or (``use_wait``) on a
-greenlet, without a lock. A ``Share`` bounds how many of the places one model's texts hold at a time, so that a slow
-template keeps no other model waiting.
+greenlet, without a lock. A model's texts have places of their own (``Share``), so that slow templates, of however many
+models, keep no other model waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from .limits import Ended, Limits, NoProcess, Refused
 from .process import Process, Wait
 
-PLACES = 4
+PLACES = 4  # of what is of no model that is served, and processes that are kept for the next work
 SHARE = 2  # places of one model
 WAIT = 30.0  # seconds for a free place
 _poll = select.poll  # the system's: where this is loaded later than gevent, ``use_wait`` gives another
@@ -90,7 +90,7 @@ def _close(fds: tuple[int, ...]) -> None:
 
 
 class Share:
-    """What one model may hold of a pool at a time."""
+    """The places of one model."""
 
     def __init__(self) -> None:
         self.places = _Places(SHARE)
@@ -117,7 +117,7 @@ class Pool:
         Work whose process was killed by somebody else (a machine without memory) is tried once more.
         """
         until = time.monotonic() + WAIT
-        with share.places.one(until) if share is not None else contextlib.nullcontext(), self._places.one(until):
+        with (self._places if share is None else share.places).one(until):
             try:
                 return self._run({"work": work, **asked}, source, limits)
             except Ended:
@@ -139,7 +139,7 @@ class Pool:
             whole = True
             raise
         finally:
-            if whole and not process.is_worn:
+            if whole and not process.is_worn and len(self._idle) < PLACES:
                 self._idle.append(process)
             else:
                 self._drop(process)

@@ -109,7 +109,7 @@ def _words(claims: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     value = _claim(claims, name)
     if value is _ABSENT or value is None:
         return None
-    words = value.split() if isinstance(value, str) else value
+    words = [word for word in value.split(" ") if word] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"claim {name}")
     return tuple(words)

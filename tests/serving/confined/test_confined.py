@@ -129,17 +129,32 @@ def test_threads_share_a_few_processes(pool):
     assert len(pool._all) <= pools.PLACES
 
 
-def test_one_model_leaves_places_for_others(pool, monkeypatch):
-    """While a model's slow template holds its share, a third request of it waits and another model's is answered."""
-    monkeypatch.setattr(pools, "WAIT", 0.0)
-    with contextlib.ExitStack() as held:
-        share = Share()
-        for _ in range(pools.SHARE):
-            held.enter_context(share.places.one(0.0))
-        with pytest.raises(NoProcess, match="are taken"):
-            render(pool, PLAIN, share=share)
-        assert render(pool, PLAIN, share=Share()) == "user: Hi\n"
-    assert render(pool, PLAIN, share=share) == "user: Hi\n"
+def test_models_leave_places_for_others(pool, monkeypatch):
+    """While slow templates of many models hold all their places, a further request of one waits and another model's is
+    answered; few processes are kept."""
+    wait, arrived, go_on = threading.Event(), threading.Semaphore(0), pools._wait
+    shares = [Share() for _ in range(pools.PLACES)]
+
+    def held_up(fd, writing, seconds):
+        if threading.current_thread() is not threading.main_thread():
+            arrived.release()
+            assert wait.wait(120)
+        return go_on(fd, writing, seconds)
+
+    monkeypatch.setattr(pools, "_wait", held_up)
+    with ThreadPoolExecutor(16) as threads:
+        slow = [threads.submit(render, pool, PLAIN, share=share) for share in shares for _ in range(pools.SHARE)]
+        try:
+            for _ in slow:
+                assert arrived.acquire(timeout=120)
+            monkeypatch.setattr(pools, "WAIT", 0.0)
+            with pytest.raises(NoProcess, match="are taken"):
+                render(pool, PLAIN, share=shares[0])
+            assert render(pool, PLAIN, share=Share()) == "user: Hi\n"
+        finally:
+            wait.set()
+        assert {one.result() for one in slow} == {"user: Hi\n"}
+    assert len(pool._all) <= pools.PLACES
 
 
 def test_a_fork_has_processes_of_its_own(pool):
@@ -166,8 +181,8 @@ def test_a_fork_has_processes_of_its_own(pool):
 def test_it_ends_with_its_parent():
     """A process that is killed leaves none behind."""
     code = (
-        "from mlflow_llm.serving.confined import POOL, CHECK; import os, signal\n"
-        "POOL.run('reads', CHECK, source='x')\n"
+        "from mlflow_llm.serving.confined import POOL, render_limits; import os, signal\n"
+        "POOL.run('reads', render_limits(0, None), source='x')\n"
         "print(next(iter(POOL._all)).pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

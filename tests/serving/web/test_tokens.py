@@ -84,6 +84,8 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
     assert found.key_id.startswith("jwt:xxx")
     assert len(found.key_id) < 128
     assert tokens.verify(signed(keys["RS256"], "RS256", claims)).scopes == ()
+    other = {"roles": "invoke\u00a0manage usage"}  # spaces part scopes, and nothing else does
+    assert tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": other})).scopes == ("usage",)
 
 
 def changed(**claims: Any) -> dict[str, Any]:
