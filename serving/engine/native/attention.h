@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "simd.h"
 
@@ -15,6 +16,8 @@ namespace mlt {
 constexpr int BLOCK = 32;     // keys and values of a block of 64-wide heads are half of a 32 KiB cache
 constexpr int SEGMENT = 512;  // tokens; what one thread takes of a long context
 constexpr int MAX_HEAD = 256;
+constexpr int TOGETHER = 3;   // queries whose scores are taken at a time: 24 sums, 2 vectors of keys and a broadcast
+constexpr int TRANSPOSED = 5; // queries from which transposing a block's keys pays
 
 // A softmax under way: the largest score, the sum of the weights, the weighted sum of the values.
 struct Partial {
@@ -45,47 +48,116 @@ inline void finish(const Partial& state, int dim, float* out) {
     for (int d = 0; d < dim; d += LANES) _mm512_storeu_ps(out + d, _mm512_mul_ps(_mm512_load_ps(state.values + d), by));
 }
 
-// One query over tokens [from, to) of the block whose first key is `k`, first value `v`; `q` carries the scaling.
-// The block's memory is there in full: a slot is a whole number of blocks long.
+// A score is a sum over dimensions in one order, however it is computed: lane l of sixteen adds dimensions l, l + 16, ..,
+// then lanes (0 + 2) + (1 + 3) of each quarter are added, then quarters (0 + 1) + (2 + 3), as sum_each() does.
+
+// The scores of one query with the keys of a block. `q` carries the scaling.
 template <int V>
-inline void attend_block(const float* q, const float* k, const float* v, int from, int to, Partial& state) {
-    constexpr int D = V * LANES;
-    alignas(64) float weight[BLOCK];
-    __m512 query[V], most = _mm512_set1_ps(-INFINITY);
+inline void score_one(const float* q, const float* k, float* scores) {
+    __m512 query[V];
     for (int d = 0; d < V; d++) query[d] = _mm512_loadu_ps(q + d * LANES);
     for (int t = 0; t < BLOCK; t += LANES) {
         __m512 partial[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) {
-            const float* key = k + (t + i) * D;
+            const float* key = k + (t + i) * V * LANES;
             partial[i] = _mm512_mul_ps(query[0], _mm512_loadu_ps(key));
             for (int d = 1; d < V; d++)
                 partial[i] = _mm512_fmadd_ps(query[d], _mm512_loadu_ps(key + d * LANES), partial[i]);
         }
-        const uint32_t inside = (to >= BLOCK ? ~0u : (1u << to) - 1) & ~((1u << from) - 1);
-        const __m512 score =
-            _mm512_mask_blend_ps(__mmask16(inside >> t), _mm512_set1_ps(-INFINITY), sum_each(partial));
-        _mm512_store_ps(weight + t, score);
-        most = _mm512_max_ps(most, score);
+        _mm512_store_ps(scores + t, sum_each(partial));
+    }
+}
+
+// The same of as many queries as there are indexes, by the block's transpose `kt` [V * LANES, BLOCK].
+template <int V, size_t... M>
+inline void score(std::index_sequence<M...>, const float* const* q, const float* kt, float (*scores)[BLOCK]) {
+    static_assert(BLOCK == 2 * LANES);
+    constexpr int COUNT = sizeof...(M);
+    const float* const query[] = {q[M]...};
+    __m512 quarters[4][COUNT][2];
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++) {
+        __m512 lane[4][COUNT][2];
+#pragma GCC unroll 4
+        for (int l = 0; l < 4; l++) {
+            const int at = 4 * part + l;
+            const __m512 k0 = _mm512_load_ps(kt + at * BLOCK), k1 = _mm512_load_ps(kt + at * BLOCK + LANES);
+            // an addition of zero rather than a product alone, which the compiler could join with the addition after it
+            ((lane[l][M][0] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][at]), k0, _mm512_setzero_ps()),
+              lane[l][M][1] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][at]), k1, _mm512_setzero_ps())),
+             ...);
+        }
+        for (int d = 1; d < V; d++)
+#pragma GCC unroll 4
+            for (int l = 0; l < 4; l++) {
+                const int at = d * LANES + 4 * part + l;
+                const __m512 k0 = _mm512_load_ps(kt + at * BLOCK), k1 = _mm512_load_ps(kt + at * BLOCK + LANES);
+                (
+                    [&] {
+                        const __m512 x = _mm512_set1_ps(query[M][at]);
+                        lane[l][M][0] = _mm512_fmadd_ps(x, k0, lane[l][M][0]);
+                        lane[l][M][1] = _mm512_fmadd_ps(x, k1, lane[l][M][1]);
+                    }(),
+                    ...);
+            }
+        for (int m = 0; m < COUNT; m++)
+            for (int h = 0; h < 2; h++)
+                quarters[part][m][h] = _mm512_add_ps(_mm512_add_ps(lane[0][m][h], lane[2][m][h]),
+                                                     _mm512_add_ps(lane[1][m][h], lane[3][m][h]));
+    }
+    for (int m = 0; m < COUNT; m++)
+        for (int h = 0; h < 2; h++)
+            _mm512_store_ps(scores[m] + h * LANES, _mm512_add_ps(_mm512_add_ps(quarters[0][m][h], quarters[1][m][h]),
+                                                                 _mm512_add_ps(quarters[2][m][h], quarters[3][m][h])));
+}
+
+template <int V, int M = TOGETHER>
+inline void score_of(int count, const float* const* q, const float* kt, float (*scores)[BLOCK]) {
+    if constexpr (M > 1)
+        if (count < M) return score_of<V, M - 1>(count, q, kt, scores);
+    score<V>(std::make_index_sequence<M>(), q, kt, scores);
+}
+
+// A query's scores of tokens [from, to) of a block become weights in its softmax; returns what its values fade by.
+inline float weigh(float* scores, int from, int to, Partial& state) {
+    const uint32_t inside = (to >= BLOCK ? ~0u : (1u << to) - 1) & ~((1u << from) - 1);
+    __m512 score[BLOCK / LANES], most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int i = 0; i < BLOCK / LANES; i++) {
+        const __mmask16 seen = __mmask16(inside >> i * LANES);
+        score[i] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_load_ps(scores + i * LANES));
+        most = _mm512_max_ps(most, score[i]);
     }
     const float largest = std::max(state.most, _mm512_reduce_max_ps(most));
-    __m512 total = _mm512_setzero_ps();
-    for (int t = 0; t < BLOCK; t += LANES) {
-        const __m512 w = exp16(_mm512_sub_ps(_mm512_load_ps(weight + t), _mm512_set1_ps(largest)));
-        _mm512_store_ps(weight + t, w);
+    for (int i = 0; i < BLOCK / LANES; i++) {
+        const __m512 w = exp16(_mm512_sub_ps(score[i], _mm512_set1_ps(largest)));
+        _mm512_store_ps(scores + i * LANES, w);
         total = _mm512_add_ps(total, w);
     }
     const float fade = state.sum == 0.0f ? 0.0f : std::exp(state.most - largest);
-    __m512 values[V];
-    for (int d = 0; d < V; d++)
-        values[d] = _mm512_mul_ps(_mm512_load_ps(state.values + d * LANES), _mm512_set1_ps(fade));
-    for (int t = from; t < to; t++) {
-        const __m512 w = _mm512_set1_ps(weight[t]);
-        for (int d = 0; d < V; d++) values[d] = _mm512_fmadd_ps(w, _mm512_loadu_ps(v + t * D + d * LANES), values[d]);
-    }
-    for (int d = 0; d < V; d++) _mm512_store_ps(state.values + d * LANES, values[d]);
     state.sum = state.sum * fade + _mm512_reduce_add_ps(total);
     state.most = largest;
+    return fade;
+}
+
+// The values of tokens [from, to) by the weights of as many queries as there are indexes, token by token in order.
+template <int V, size_t... M>
+inline void mix(std::index_sequence<M...>, const float (*weights)[BLOCK], const float* fades, const float* v, int from,
+                int to, Partial* const* states) {
+    __m512 sums[sizeof...(M)][V];
+    for (int d = 0; d < V; d++)
+        ((sums[M][d] = _mm512_mul_ps(_mm512_load_ps(states[M]->values + d * LANES), _mm512_set1_ps(fades[M]))), ...);
+    for (int t = from; t < to; t++) {
+        __m512 value[V];
+        for (int d = 0; d < V; d++) value[d] = _mm512_loadu_ps(v + t * V * LANES + d * LANES);
+        (
+            [&] {
+                const __m512 w = _mm512_set1_ps(weights[M][t]);
+                for (int d = 0; d < V; d++) sums[M][d] = _mm512_fmadd_ps(w, value[d], sums[M][d]);
+            }(),
+            ...);
+    }
+    for (int d = 0; d < V; d++) (_mm512_store_ps(states[M]->values + d * LANES, sums[M][d]), ...);
 }
 
 // Queries `q[i]` that see tokens [lo[i], hi[i]) of one KV head; only what lies in segment `segment` is read.
@@ -95,9 +167,19 @@ struct Queries {
     const int *lo, *hi;
 };
 
+template <int V, int M>
+inline void mix_of(int count, const float (*weights)[BLOCK], const float* fades, const float* v, int from, int to,
+                   Partial* const* states) {
+    if constexpr (M > 1)
+        if (count < M) return mix_of<V, M - 1>(count, weights, fades, v, from, to, states);
+    mix<V>(std::make_index_sequence<M>(), weights, fades, v, from, to, states);
+}
+
 template <int V>
 inline void attend_segment(const Queries& queries, const float* k, const float* v, int segment, Partial* states) {
-    constexpr int D = V * LANES;
+    constexpr int D = V * LANES, MIXED = V <= 6 ? TOGETHER : 1;  // whose sums stay in registers
+    alignas(64) float kt[D * BLOCK], weights[TOGETHER][BLOCK];
+    const bool transposed = queries.count >= TRANSPOSED;
     int first = INT32_MAX, last = 0;
     for (int i = 0; i < queries.count; i++) {
         clear(states[i], D);
@@ -105,11 +187,36 @@ inline void attend_segment(const Queries& queries, const float* k, const float* 
     }
     first = std::max(first, segment * SEGMENT) / BLOCK * BLOCK;
     last = std::min(last, (segment + 1) * SEGMENT);
-    for (int at = first; at < last; at += BLOCK)
-        for (int i = 0; i < queries.count; i++) {
-            const int from = std::max(queries.lo[i] - at, 0), to = std::min(queries.hi[i] - at, BLOCK);
-            if (from < to) attend_block<V>(queries.q[i], k + size_t(at) * D, v + size_t(at) * D, from, to, states[i]);
+    for (int at = first; at < last; at += BLOCK) {
+        const float *keys = k + size_t(at) * D, *values = v + size_t(at) * D;
+        if (transposed)
+            for (int t = 0; t < BLOCK; t += LANES)
+                for (int d = 0; d < D; d += LANES) transpose(keys + t * D + d, D, kt + d * BLOCK + t, BLOCK);
+        for (int i = 0; i < queries.count;) {
+            const float* q[TOGETHER];
+            Partial* state[TOGETHER];
+            int from[TOGETHER], to[TOGETHER], n = 0;
+            for (; i < queries.count && n < TOGETHER; i++) {
+                from[n] = std::max(queries.lo[i] - at, 0), to[n] = std::min(queries.hi[i] - at, BLOCK);
+                if (from[n] < to[n]) q[n] = queries.q[i], state[n] = &states[i], n++;
+            }
+            if (n == 0) continue;
+            if (transposed) score_of<V>(n, q, kt, weights);
+            else
+                for (int j = 0; j < n; j++) score_one<V>(q[j], keys, weights[j]);
+            float fades[TOGETHER];
+            bool alike = true;
+            for (int j = 0; j < n; j++) {
+                fades[j] = weigh(weights[j], from[j], to[j], *state[j]);
+                alike &= from[j] == from[0] && to[j] == to[0];
+            }
+            // Those that see the same tokens go together; what lies beyond a query's tokens is not read, for it may be
+            // no number.
+            const int step = alike ? MIXED : 1;
+            for (int j = 0; j < n; j += step)
+                mix_of<V, MIXED>(std::min(step, n - j), weights + j, fades + j, values, from[j], to[j], state + j);
         }
+    }
 }
 
 inline void attend_segment(int dim, const Queries& q, const float* k, const float* v, int segment, Partial* states) {

@@ -56,6 +56,33 @@ inline __m512 sum_each(const __m512 (&a)[LANES]) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(d, e, 0x88), _mm512_shuffle_f32x4(d, e, 0xdd));
 }
 
+// Sixteen rows of sixteen floats become columns; a row is `from_row` or `to_row` floats after the one before it.
+inline void transpose(const float* from, int from_row, float* to, int to_row) {
+    __m512 r[LANES], t[LANES];
+    for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_ps(from + i * from_row);
+    for (int i = 0; i < LANES; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    const auto pairs = [](__m512 a, __m512 b, bool high) {
+        const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+        return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+    };
+    for (int i = 0; i < LANES; i += 4)  // quarter L of r[i + j] is column 4 L + j of rows i to i + 3
+        for (int j = 0; j < 4; j++) r[i + j] = pairs(t[i + j / 2], t[i + j / 2 + 2], j % 2);
+    for (int j = 0; j < 4; j++) {
+        t[j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0x88), t[4 + j] = _mm512_shuffle_f32x4(r[j], r[4 + j], 0xdd);
+        t[8 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0x88);
+        t[12 + j] = _mm512_shuffle_f32x4(r[8 + j], r[12 + j], 0xdd);
+    }
+    for (int j = 0; j < 4; j++) {
+        _mm512_storeu_ps(to + j * to_row, _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88));
+        _mm512_storeu_ps(to + (4 + j) * to_row, _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88));
+        _mm512_storeu_ps(to + (8 + j) * to_row, _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd));
+        _mm512_storeu_ps(to + (12 + j) * to_row, _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd));
+    }
+}
+
 // Sum of a[i] * b[i]; n is a multiple of LANES.
 inline float dot(const float* a, const float* b, int n) {
     __m512 sum = _mm512_setzero_ps();

@@ -219,6 +219,20 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
         assert torch.equal(logits_of(loaded, tokens, cuts, beside, threads), whole)
 
 
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
+def test_heads_of_every_width(head_dim: int, tmp_path: Path) -> None:
+    """Attention takes few queries one by one and many together: the same bits for heads of every width, and the logits
+    of the model's own code."""
+    model = make_model(tf.Qwen3Config(**WIDE, head_dim=head_dim))
+    loaded = load_model(save_bundle(model, tmp_path), EngineSettings(kv_cache_memory=1 << 26))
+    tokens = np.random.default_rng(3).integers(0, 131, 70)
+    whole = logits_of(loaded, tokens, [70], beside=0, threads=2)
+    assert torch.equal(logits_of(loaded, tokens, [1, 2, 3, 33, 35, 69, 70], beside=1, threads=2), whole)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
+    assert torch.allclose(whole, expected, atol=1e-3)
+
+
 def test_tiles_change_no_bit_of_a_decoder(tmp_path: Path) -> None:
     """int8 logits of a prompt in chunks are the same with tiles, the processor's and emulated ones, and without."""
     settings = EngineSettings(quantization="int8", kv_cache_memory=1 << 26)
