@@ -7,11 +7,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos import databricks_pb2 as codes
 
-KEY_VARIABLE = "MLFLOW_LLM_KEY"
+from mlflow_llm.serving.cli.secret import VARIABLE, Secret
+
+KEY_VARIABLE = VARIABLE
 CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate and its key
 CONNECT_SECONDS = 10
 SECONDS = 600.0
@@ -27,8 +30,15 @@ CODES = {
 
 
 def _headers() -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    """The variable has a key, or @FILE, as the commands have it. Raises ``MlflowException``, without the key."""
+    said = os.environ.get(KEY_VARIABLE, "")
+    if not said:
+        return {}
+    try:
+        key = Secret().convert(said, None, None)
+    except click.BadParameter as error:
+        raise MlflowException.invalid_parameter_value(f"{KEY_VARIABLE}: {error.message}") from None
+    return {"Authorization": f"Bearer {key}"}
 
 
 def ask(
@@ -44,14 +54,38 @@ def ask(
             headers=_headers(),
             timeout=timeout,
             stream=stream,
-            verify=os.environ.get(CA_VARIABLE) or None,  # requests' own variable (REQUESTS_CA_BUNDLE) holds then
-            cert=os.environ.get(CERT_VARIABLE) or None,
+            **_trust(),
         )
+    except requests.exceptions.SSLError as error:
+        raise _untrusted(url, error) from None
     except OSError as error:  # requests' own are; a file that is not there, too
         raise MlflowException(f"no server answers at {url} ({type(error).__name__})") from None
     if answer.status_code >= 400:
         raise _refusal(answer)
     return answer
+
+
+def is_ready(server: str, seconds: float) -> bool:
+    """Whether a server says that it is. Raises ``MlflowException`` where it cannot be asked because of TLS."""
+    try:
+        return requests.get(f"{server}/ready", timeout=seconds, **_trust()).status_code == 200
+    except requests.exceptions.SSLError as error:
+        raise _untrusted(server, error) from None
+    except requests.RequestException:
+        return False
+
+
+def _trust() -> dict[str, Any]:
+    """requests' own variable (REQUESTS_CA_BUNDLE) holds where ours names no authorities."""
+    return {"verify": os.environ.get(CA_VARIABLE) or None, "cert": os.environ.get(CERT_VARIABLE) or None}
+
+
+def _untrusted(url: str, error: Exception) -> MlflowException:
+    reason = str(error).rpartition("(Caused by ")[2].removesuffix(")")[:300]
+    return MlflowException(
+        f"no server answers at {url} ({reason}); {CA_VARIABLE} names a PEM file of its authorities, "
+        f"{CERT_VARIABLE} one of our certificate and key where the server asks for one"
+    )
 
 
 def told(method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS) -> dict[str, Any]:

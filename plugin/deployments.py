@@ -8,6 +8,7 @@ MLflow loads this module by entry point and wants exactly one client class in it
 from __future__ import annotations
 
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -45,8 +46,8 @@ def target_help() -> str:
         "Target llm serves a model logged with the llm flavor from this machine:\n"
         "  mlflow deployments create -t llm --name assistant -m models:/assistant@champion [-C workers=2]\n"
         "The server listens on loopback, on a free port unless -C port=… says otherwise; `get` shows its URL.\n"
-        f"-C keys: {', '.join(configs.SERVER_KEYS)}, and every engine setting; as those of an\n"
-        f"endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
+        f"-C keys: the options of `mlflow-llm serve`\n{_listed(configs.SERVER_KEYS)};\n"
+        f"every engine setting; and as those of an endpoint: {', '.join(endpoints.ENTITY_KEYS)}.\n"
         "`update` has the running server warm the new version, move its callers over, then drain the old one; URL and\n"
         "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
         "Target llm://host:port, or llm:https://host:port, is a server that runs already: the same commands manage\n"
@@ -54,6 +55,10 @@ def target_help() -> str:
         f"An API key is read from {calls.KEY_VARIABLE}, PEM files of authorities and of our certificate from\n"
         f"{calls.CA_VARIABLE} and {calls.CERT_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
     )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return textwrap.fill(", ".join(names), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _named(name: Any) -> str:

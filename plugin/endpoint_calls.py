@@ -10,6 +10,7 @@ import msgspec
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.web.settings import ServerSettings
 
 from . import calls
 from .model_uris import absolute
@@ -105,6 +106,8 @@ def config_of(model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
             settings[key] = parsed(value)
         else:
             allowed = ", ".join((*ENTITY_KEYS, *ENGINE_KEYS))
+            if key in ServerSettings.__struct_fields__:
+                allowed = f"it where the server is started (`mlflow-llm serve`); here {allowed}"
             raise MlflowException.invalid_parameter_value(f"config: {key!r} cannot be set here; expected {allowed}")
     return {"served_entities": [entity | ({"engine_settings": settings} if settings else {})]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from typing import Any, get_args
@@ -13,6 +14,7 @@ from mlflow_llm.serving.child import environment as child_environment
 from mlflow_llm.serving.child import python_command
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.settings import EngineSettings, check_server_engine
+from mlflow_llm.serving.web.listening import bind
 from mlflow_llm.serving.web.settings import DATABASE_VARIABLE, ServerSettings
 from mlflow_llm.serving.web.spec import ProfileName
 
@@ -31,8 +33,47 @@ OPTION_KEYS = (
     "max_queued",
     "prefix_sharing",
     "log_level",
+    "probe_host",
+    "probe_port",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "probe_tls_client_ca",
+    "allowed_host",
+    "max_connections",
+    "max_connections_per_address",
+    "default_max_tokens",
+    "max_resolvers",
+    "resolve_timeout",
+    "scale_to_zero_after",
+    "trace_sample",
+    "trace_experiment",
+    "jwt_jwks",
+    "jwt_issuer",
+    "jwt_audience",
+    "jwt_algorithms",
+    "jwt_leeway",
+    "jwt_subject_claim",
+    "jwt_tenant_claim",
+    "jwt_scope_claim",
+    "jwt_endpoints_claim",
 )
-SERVER_KEYS = (*OPTION_KEYS, "require_keys")
+FLAG_KEYS = ("require_keys", "trace_content")
+SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
+FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
+ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"
+REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, and what to do
+    "socket": "a deployment is found by its port; `mlflow-llm serve --socket` listens on a Unix socket",
+    "socket_mode": "a deployment is found by its port; `mlflow-llm serve --socket` listens on a Unix socket",
+    "engine": ELSEWHERE,
+    "engine_key_file": ELSEWHERE,
+    "engine_timeout": ELSEWHERE,
+    "spec": "its settings are given one by one",
+    "default": "log the model with defaults=…, or give the endpoint `defaults` through the management API",
+    "config": "engine settings are keys of their own: max_num_seqs=…",
+    "model_uri": "it is the option -m",
+    "name": "it is the option --name",
+}
 FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # of the command line, which runs on
 HOST = "127.0.0.1"
 
@@ -43,6 +84,11 @@ def cleaned(config: Any) -> dict[str, Any]:
     found = {key: parsed(plain(value, key)) for key, value in mapping(config).items() if value is not None}
     if isinstance(found.get("database"), str):
         found["database"] = absolute_store(found["database"])
+    for key in FILE_KEYS:  # a later start may be in another directory
+        if isinstance(path := found.get(key), str) and path and "://" not in path:
+            found[key] = os.path.abspath(path)
+    if isinstance(names := found.get("allowed_host"), str):
+        found["allowed_host"] = [name.strip() for name in names.split(",")]
     return found
 
 
@@ -64,11 +110,18 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
     running server's to check."""
     known = (*SERVER_KEYS, *others, *ENGINE_KEYS)
     for key in config:
+        if key in REFUSED_KEYS:
+            raise MlflowException.invalid_parameter_value(
+                f"config: {key!r} is not for deployments: {REFUSED_KEYS[key]}"
+            )
         if key not in known:
-            raise MlflowException.invalid_parameter_value(f"config: {key!r} is unknown; expected {', '.join(known)}")
-    own = [key for key in SERVER_KEYS if key in ServerSettings.__struct_fields__]
+            near = difflib.get_close_matches(key[:64], known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise MlflowException.invalid_parameter_value(
+                f"config: {key!r} is unknown{meant or '; expected ' + ', '.join(known)}"
+            )
     try:
-        ServerSettings.read({key: config[key] for key in own if key in config})
+        ServerSettings.read({_field(key): config[key] for key in SERVER_KEYS if key in config and key != "profile"})
         check_server_engine({key: config[key] for key in ENGINE_KEYS if key in config})
         if config.get("profile", "open") not in get_args(ProfileName):
             raise InvalidField("profile", config["profile"], f"one of {', '.join(map(repr, get_args(ProfileName)))}")
@@ -76,21 +129,38 @@ def check(config: dict[str, Any], *, others: tuple[str, ...] = ENTITY_KEYS) -> N
         raise MlflowException.invalid_parameter_value(error.message) from None
 
 
+def _field(key: str) -> str:
+    """The server's setting that a key is; that of an option that may be repeated is a list."""
+    return "allowed_hosts" if key == "allowed_host" else key
+
+
 def command(name: str, model_uri: str, config: dict[str, Any]) -> list[str]:
     """The server's command line, of a cleaned ``config``: options, and ``base_of`` as ``-C``."""
     words = python_command("serving.cli", "serve", "-m", model_uri, "--name", name)
     for key in OPTION_KEYS:
         if key in config and key != "database":  # may have a password, and whoever lists processes reads command lines
-            words += [f"--{key.replace('_', '-')}", _word(config[key])]
-    if config.get("require_keys"):
-        words.append("--require-keys")
+            values = config[key] if isinstance(config[key], list) else [config[key]]
+            for value in values:
+                words += [_option(key), _word(value)]
+    words += [_option(key) for key in FLAG_KEYS if config.get(key)]
     for key, value in base_of(config).items():
         words += ["-C", f"{key}={_word(value)}"]
     return words
 
 
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
 def _word(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def url_of(config: dict[str, Any], port: int) -> str:
+    """Where this machine reaches a server of ``config``."""
+    host = config.get("host", HOST)
+    scheme = "http" if config.get("tls_cert") is None else "https"
+    return f"{scheme}://{bind((HOST if host in ('0.0.0.0', '::') else host, port))}"
 
 
 def environment(config: dict[str, Any], stores: dict[str, str]) -> dict[str, str]:
@@ -107,7 +177,7 @@ def must_stay(config: dict[str, Any], given: dict[str, Any], port: int) -> None:
     """Raises ``MlflowException`` where ``given`` names another value than ``config`` for what a running server keeps;
     it listens on ``port``."""
     fields = msgspec.structs.fields(ServerSettings) + msgspec.structs.fields(EngineSettings)
-    defaults = {field.name: field.default for field in fields} | {"profile": "open", "port": port}
+    defaults = {field.name: field.default for field in fields} | {"profile": "open", "port": port, "allowed_host": []}
     now = defaults | {key: parsed(value) for key, value in config.items()}
     if changed := [key for key in FIXED_KEYS if key in given and given[key] != now[key]]:
         raise MlflowException.invalid_parameter_value(

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_STATE, RESOURCE_ALREADY_EXISTS
 from msgspec.structs import asdict, replace
 
 from mlflow_llm.serving.errors import without_password
 
+from . import calls, model_uris, processes, records
 from . import endpoint_calls as endpoints
 from . import local_config as configs
-from . import model_uris, processes, records
 from .model_uris import FLAVOR
 from .records import Record
 
@@ -174,7 +173,7 @@ def start(name: str, model_uri: str, config: dict[str, Any], *, old: Record | No
         )
     try:
         birth = processes.keep(process)
-        url = f"http://{configs.HOST if host == '0.0.0.0' else host}:{port}"
+        url = configs.url_of(config, port)
         what: dict[str, Any] = {"name": name, "model_uri": model_uri, "config": config, "url": url, **stores}
         record = Record(**asdict(birth), **what, base=configs.base_of(config), starting=True)
         records.write(record)
@@ -194,10 +193,8 @@ def _await(process: subprocess.Popen[bytes], record: Record, reason: Callable[[]
     while time.monotonic() < until:
         if process.poll() is not None:
             raise MlflowException(f"the server did not start: {reason()} (log: {log})")
-        with contextlib.suppress(requests.RequestException):
-            ready = requests.get(f"{record.url}/ready", timeout=LOOK_SECONDS).status_code == 200
-            if ready and processes.listens(process.pid, port_of(record)):
-                return
+        if calls.is_ready(record.url, LOOK_SECONDS) and processes.listens(process.pid, port_of(record)):
+            return
         time.sleep(0.1)
     raise MlflowException(f"the server was not ready within {START_SECONDS:.0f} seconds (log: {log})")
 

@@ -15,6 +15,7 @@ from ..metering.accounts import Accounts
 from ..metering.audit import here
 from ..web.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from ..web.settings import DATABASE_VARIABLE
+from .connecting import tls_options
 from .http import URL_VARIABLE, Client
 from .secret import key_options
 from .store import DATABASE, opened
@@ -93,8 +94,9 @@ def _with(path: str, query: Query) -> str:
 
 
 def books(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--database`` or ``--url`` with a key: the command gets ``books``. ``make``: a database that is not there is
-    made. What the command line says wins over the environment, where a database wins over a server."""
+    """``--database``, or ``--url`` with a key, ``--ca`` and ``--cert``: the command gets ``books``. ``make``: a
+    database that is not there is made. What the command line says wins over the environment, where a database wins over
+    a server."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -106,7 +108,7 @@ def books(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[...,
         served = click.option(
             "--url", envvar=URL_VARIABLE, help=f"A server, in place of its database ({URL_VARIABLE})."
         )
-        return stored(served(key_options(with_books)))
+        return stored(served(key_options(tls_options(with_books))))
 
     return decorate
 

@@ -92,8 +92,10 @@ def chat(
             fields["model"] = model or first_model(client)
         else:
             server = stack.enter_context(LocalModel.loaded(model_uri, config))
-            fields["model"] = model or server.get("/v1/models")["data"][0]["id"]
+            fields["model"] = server.get("/v1/models")["data"][0]["id"]
         talk = Conversation(server, fields, system, stats)
+        if model_uri is not None and model:  # a loaded model takes any name for its own, as OpenAI's clients need it
+            _choose(talk, model)
         if message is None:
             _converse(talk)
         elif _answer(talk, [{"role": "user", "content": message}])[1]:

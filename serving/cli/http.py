@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,9 +14,10 @@ import click
 
 from ..visible import visible, visible_line
 from .connecting import connecting, tls_options
-from .secret import key_options
+from .secret import VARIABLE, key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
+NO_KEY = f" (--key-file, or {VARIABLE})"
 STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 
 
@@ -122,7 +124,8 @@ class Client:
         """The open answer, its status checked."""
         with self._open(method, path, body) as answer:
             if answer.status >= 400:
-                raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}")
+                hint = NO_KEY if answer.status == 401 and "Authorization" not in self._headers else ""
+                raise click.ClickException(f"{answer.status}: {_refusal(answer.read())}{hint}")
             yield answer
 
     @contextlib.contextmanager
@@ -134,8 +137,7 @@ class Client:
             yield answer
             done = answer.isclosed() and not answer.will_close
         except (OSError, http.client.HTTPException) as error:
-            told = visible_line(str(error)) or type(error).__name__
-            raise click.ClickException(f"no server answers at {self._place} ({told})") from None
+            raise click.ClickException(f"no server answers at {self._place} ({_reason(error)})") from None
         finally:
             if not done:
                 self.close()
@@ -151,6 +153,16 @@ class Client:
         connection = self._kept.slot.connection = self._connect(self._timeout)
         connection.request(method, path, data, self._headers)
         return connection.getresponse()
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody answers, and the option that may help."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = visible_line(error.verify_message)
+        return f"certificate verify failed: {reason}; --ca names a PEM file of the authorities that it is checked by"
+    if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+        return f"{error.strerror}; `mlflow-llm serve` starts one, --url names another"
+    return visible_line(getattr(error, "strerror", None) or str(error)) or type(error).__name__
 
 
 def _refusal(text: bytes) -> str:

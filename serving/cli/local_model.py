@@ -26,7 +26,7 @@ class LocalModel:
         """The model at ``uri``, logged or not yet. Raises ``ClickException``; ``UsageError`` for ``config``."""
         from .serve import engine_overrides, name_of
 
-        overrides = engine_overrides(config)
+        overrides = engine_overrides(config, here=True)
         click.echo(f"loading {uri}", err=True)
         from mlflow.exceptions import MlflowException
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
 import json
 import os
 import time
@@ -283,7 +285,10 @@ def _check_place(settings: ServerSettings) -> None:
         try:
             try_address(address)
         except OSError as error:
-            raise click.ClickException(f"cannot listen on {bind(address)}: {error.strerror}") from None
+            other = {errno.EADDRINUSE: "; --port, --probe-port and --socket name another place"}.get(
+                error.errno or 0, ""
+            )
+            raise click.ClickException(f"cannot listen on {bind(address)}: {error.strerror}{other}") from None
 
 
 def _check_tokens(settings: ServerSettings) -> None:
@@ -387,8 +392,10 @@ def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str
     for pair in config:
         key, equals, value = pair.partition("=")
         if not equals or key not in EngineSettings.__struct_fields__:
-            allowed = ", ".join(EngineSettings.__struct_fields__)
-            raise click.UsageError(f"-C {pair}: expected KEY=VALUE with KEY one of {allowed}")
+            known = [name for name in EngineSettings.__struct_fields__ if here or name != "in_process"]
+            near = difflib.get_close_matches(key[:64], known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(f"-C {pair}: expected KEY=VALUE with KEY one of {', '.join(known)}{meant}")
         try:
             found[key] = json.loads(value)
         except ValueError:

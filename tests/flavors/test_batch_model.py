@@ -53,3 +53,10 @@ def test_a_model_that_is_not_there(tmp_path):
     assert done.exit_code == 2, done.output
     assert "nowhere" in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_conversation_with_an_adapter_that_is_not_there(saved):
+    """``chat -m`` refuses a name that the loaded model does not have; the base does not answer in its place."""
+    words = ["chat", "-m", str(saved), "-C", "in_process=true", "--max-tokens", "2"]
+    done = CliRunner().invoke(cli, [*words, "--model", "pirate", "Hi"])
+    assert (done.exit_code, "there is no pirate; there are " in done.output) == (1, True), done.output

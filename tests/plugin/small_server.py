@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -83,6 +84,10 @@ def main() -> int:
     except OSError as error:
         print(f"Error: {error}")
         return 1
+    if cert := OPTIONS.get("--tls-cert"):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, OPTIONS["--tls-key"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     server.serve_forever()
     return 0
 

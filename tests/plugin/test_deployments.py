@@ -7,7 +7,8 @@ from mlflow.deployments import get_deploy_client
 from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin import deployments, endpoint_calls
+from mlflow_llm.plugin import calls, deployments, endpoint_calls, local_config
+from mlflow_llm.serving.cli.serve import serve
 from mlflow_llm.serving.web.settings import STATE_VARIABLE
 
 
@@ -99,6 +100,11 @@ def test_config_is_engine_settings():
         ({"require_keys": True}, "require_keys: True is not allowed; expected false without --database"),
         ({"profile": "x"}, "profile: 'x' is not allowed; expected one of 'open'"),
         ({"colour": 1}, "'colour' is unknown; expected host"),
+        ({"max_conections": 1}, "'max_conections' is unknown; did you mean 'max_connections'?"),
+        ({"socket": "a.sock"}, "'socket' is not for deployments: a deployment is found by its port"),
+        ({"tls_key": "server.key"}, "tls_key: '.*server.key' is not allowed; expected null without tls_cert"),
+        ({"probe_port": 70000}, "probe_port: 70000 is not allowed"),
+        ({"allowed_host": "a b"}, "allowed_hosts: .* is not allowed"),
         ({"timeout": "NaN"}, "timeout: 'NaN' is not allowed"),
         ("workers=1", "config: expected a dict, not str"),
     ],
@@ -108,6 +114,22 @@ def test_config_that_is_refused(config, reason):
     with pytest.raises(MlflowException, match=reason) as refused:
         deployments.LlmDeploymentClient("llm").create_deployment("a", "models:/a/1", config=config)
     assert refused.value.error_code == "INVALID_PARAMETER_VALUE"
+
+
+def test_every_option_of_the_server_is_known():
+    """Each option of ``mlflow-llm serve`` is a key of ``-C``, or refused with what to do instead."""
+    names = {option.lstrip("-").replace("-", "_") for one in serve.params for option in one.opts if option[:2] == "--"}
+    assert names == {*local_config.SERVER_KEYS, *local_config.REFUSED_KEYS}
+
+
+def test_a_key_in_a_file(monkeypatch, tmp_path):
+    """MLFLOW_LLM_KEY may be @FILE, as for the commands; what is no key is refused and not sent."""
+    (tmp_path / "ops.key").write_text("sk-abc\n")
+    monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'ops.key'}")
+    assert calls._headers() == {"Authorization": "Bearer sk-abc"}
+    monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'nothing'}")
+    with pytest.raises(MlflowException, match=r"MLFLOW_LLM_KEY: .*nothing: No such file"):
+        calls._headers()
 
 
 def test_entry_point():

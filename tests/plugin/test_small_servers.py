@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from mlflow.deployments import get_deploy_client
 from small_cases import kill, refused, started
 from stores import own_stores
 
 from mlflow_llm.plugin import endpoint_calls, processes
+
+TOKENS = {"jwt_issuer": "https://idp.example", "jwt_audience": "llm"}
+OTHERS = {"max_connections": 60}
 
 
 def test_a_port_of_another(client: Any, models: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +38,35 @@ def test_values_of_python(client: Any, models: Path) -> None:
         word for option, word in pairwise(words) if option == "-C"
     }
     assert made["config"] == {"prefix_caching": False, "max_num_seqs": 4, "workers": 1, "dtype": "float32"}
+
+
+def test_options_of_the_server(client: Any, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a server has on its command line is given to it; files by their full path, lists as options repeated."""
+    monkeypatch.chdir(tmp_path)
+    config = {"probe_port": 0, "max_connections": "50", "allowed_host": "llm.example, 10.0.0.7", "trace_content": True}
+    made = client.create_deployment("a", str(models / "one"), config=config | {"jwt_jwks": "keys.json"} | TOKENS)
+    words = started(made)["words"]
+    assert "--trace-content" in words
+    given = set(pairwise(words))
+    assert given >= {("--probe-port", "0"), ("--max-connections", "50"), ("--jwt-jwks", str(tmp_path / "keys.json"))}
+    assert given >= {("--allowed-host", "llm.example"), ("--allowed-host", "10.0.0.7")}
+    refused("INVALID_PARAMETER_VALUE", "max_connections cannot change", client.update_deployment, "a", config=OTHERS)
+    assert client.update_deployment("a", config={"allowed_host": ["llm.example", "10.0.0.7"]}) == made
+
+
+def test_a_deployment_with_tls(client: Any, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its URL is https, and the authority that MLFLOW_LLM_CA names checks it; without one the refusal says so at once
+    and nothing is left."""
+    authority = Authority(tmp_path)
+    cert, key, _ = authority.issue("server")
+    config = {"tls_cert": cert, "tls_key": key}
+    refused("INTERNAL_ERROR", "MLFLOW_LLM_CA names", client.create_deployment, "a", str(models / "one"), config=config)
+    assert client.list_deployments() == []
+    monkeypatch.setenv("MLFLOW_LLM_CA", authority.ca)
+    made = client.create_deployment("a", str(models / "one"), config=config)
+    assert made["url"].startswith("https://127.0.0.1:")
+    assert (made["status"], client.get_deployment("a")["status"]) == ("RUNNING", "RUNNING")
+    assert client.predict("a", {"prompt": "Hi"})["body"] == {"prompt": "Hi"}
 
 
 def test_settings_of_an_endpoint(client: Any, models: Path) -> None:

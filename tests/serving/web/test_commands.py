@@ -27,6 +27,8 @@ from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.settings import EngineSettings
 
+IN_USE = "Address already in use; --port, --probe-port and --socket name another place"
+
 Command = Callable[..., Result]
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is told at the start and end of a prompt
 
@@ -92,6 +94,7 @@ def test_no_server(arguments: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, [*arguments, "--url", f"http://127.0.0.1:{free_port()}"])
     assert done.exit_code == 1
     assert done.output.startswith("Error: no server answers at 127.0.0.1")
+    assert "(Connection refused; `mlflow-llm serve` starts one, --url names another)" in done.output
     assert done.output.count("\n") == 1
 
 
@@ -336,7 +339,8 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
             process.send_signal(signal.SIGINT)
         read_until(ours, "[Ctrl-D ends]\r\n> ")
         os.write(ours, b"Hello\n")
-        read_until(ours, f"Hello\r\n{first}\r\n> ")
+        read_until(ours, f"Hello\r\n{first}\r\n")
+        read_until(ours, "> ")
         os.write(ours, b"\x04")
         assert process.wait(120) == 0
 
@@ -382,7 +386,7 @@ def test_serve_looks_at_its_address_first() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         done = CliRunner().invoke(cli, ["serve", "-m", "models:/nobody/1", "--port", port])
-    assert (done.exit_code, done.stderr) == (1, f"Error: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+    assert (done.exit_code, done.stderr) == (1, f"Error: cannot listen on 127.0.0.1:{port}: {IN_USE}\n")
 
 
 def test_serve_looks_at_its_store_first(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ def test_commands_over_tls(secured: tuple[Running, int], authority: Authority) -
     for words in (["endpoints", *trusted], ["chat", *trusted, "--max-tokens", "4", "Hi"]):
         done = CliRunner().invoke(cli, words)
         assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(cli, ["keys", "list", *trusted])  # of a server that has none
+    assert (done.exit_code, "no server answers" in done.output, "database" in done.output) == (1, False, True), (
+        done.output
+    )
     done = CliRunner().invoke(cli, ["endpoints", *url])
     assert (done.exit_code, "certificate verify failed" in done.output) == (1, True), done.output
     done = CliRunner().invoke(cli, ["endpoints", *url, "--ca", "/nothing"])
