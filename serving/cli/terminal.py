@@ -62,15 +62,20 @@ def _reader() -> Callable[[], str]:
 
 
 def history_file() -> Path | None:
-    """Where typed turns are kept, for nobody but the user; None where that place cannot be written."""
+    """Where typed turns are kept, for nobody but the user; None where that cannot be: the place cannot be written, or
+    the file there is another's."""
     from ..web.settings import default_state_dir
 
     file = default_state_dir() / HISTORY
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
+        descriptor = os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError:
         return None
+    with os.fdopen(descriptor, "ab"):
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return None
+        os.fchmod(descriptor, 0o600)
     return file
 
 

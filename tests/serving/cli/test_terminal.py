@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -84,3 +85,19 @@ def test_history_without_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kept = history_file()
     assert kept is not None
     assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_history_that_others_could_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there already is closed to others; of a link, or another user's file, there is no history."""
+    monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path))
+    file = tmp_path / "chat_history"
+    file.write_text("")
+    file.chmod(0o666)
+    assert history_file() == file
+    assert file.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+        assert history_file() is None
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert history_file() is None
