@@ -100,7 +100,7 @@ def read(root: Path) -> Manifest:
     try:
         raw = (root / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise PackagingError(f"{MANIFEST} is missing: this is not a model saved by mlflow-llm") from None
+        raise PackagingError(f"{MANIFEST} is missing in {root}: this is not a model saved by mlflow-llm") from None
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except msgspec.MsgspecError as error:

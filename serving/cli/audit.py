@@ -26,7 +26,10 @@ WIDEST = 60
 @click.option("--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="The newest so many.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON, whole.")
 def audit(books: Books, limit: int, as_json: bool, **asked: str | None) -> None:
-    """Show changes of endpoints, keys, limits and prices, the newest first (UTC)."""
+    """Show who changed endpoints, keys, limits and prices.
+
+    The newest change first. Times are UTC.
+    """
     query = {name: value for name, value in asked.items() if value is not None}
     found = books.list_audit(query | {"limit": str(limit)})["audit"]
     if as_json:

@@ -168,6 +168,8 @@ def _show(found: dict[str, Section]) -> None:
     for name, section in found.items():
         click.echo(f"{name}")
         for key, value in section.items():
+            if value == "":  # no reason why not
+                continue
             click.echo(f"  {key:<18} {'missing' if value is None else value}")
 
 

@@ -49,7 +49,10 @@ def engine(
     spec_file: str | None,
     runtime_dir: str | None,
 ) -> None:
-    """Keep an engine on this host for `mlflow-llm serve --engine tcp://HOST:PORT` elsewhere, until a signal ends it."""
+    """Keep an engine on this host for servers on others.
+
+    They are started with `mlflow-llm serve --engine tcp://HOST:PORT`. It runs until a signal ends it.
+    """
     from ..web.warm import generate_one
 
     configure(logging.WARNING, "%(levelname)s %(name)s: %(message)s")
@@ -71,7 +74,10 @@ def engine(
 @click.command("engine-key")
 @click.argument("file")
 def engine_key(file: str) -> None:
-    """Make a new key for engines on other hosts in FILE, which its owner alone may read. Copy it to every host."""
+    """Make a key for engines on other hosts in FILE.
+
+    Its owner alone may read it. Copy it to every host.
+    """
     write_key(file)
     click.echo(f"a new key is in {file}", err=True)
 

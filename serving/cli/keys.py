@@ -68,7 +68,10 @@ def list_(books: Books, tenant: str | None, as_json: bool) -> None:
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), help="All that it has from now on.")
 @_key_options
 def update(books: Books, key_id: str, **fields: Any) -> None:
-    """Change what KEY (its id) may do; --endpoint '*' lifts the list. Servers follow within seconds."""
+    """Change what KEY (its id) may do.
+
+    --endpoint '*' lifts the list of endpoints. Servers follow within seconds.
+    """
     given = _given(fields)
     if not given:
         raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint")
@@ -96,7 +99,10 @@ def rotate(books: Books, key_id: str, **fields: Any) -> None:
 @books()
 @click.argument("key_id", metavar="KEY")
 def revoke(books: Books, key_id: str) -> None:
-    """Revoke KEY (its id) with all its secrets; servers refuse it within seconds."""
+    """Revoke KEY (its id) with all its secrets.
+
+    Servers refuse it within seconds.
+    """
     click.echo(f"revoked {books.revoke_key(key_id)['key']['key_id']}")
 
 

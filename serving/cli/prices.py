@@ -31,7 +31,9 @@ def prices() -> None:
 @click.option("--unit-minute", help="A reserved token/s for a minute (default: 0).")
 @click.option("--effective", metavar="WHEN", help="From when on: a day or time to come (default: now).")
 def set_(books: Books, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
-    """Price ENTITY: a served model's name, or "*" for all that have no price of their own.
+    """Price ENTITY: a served model's name, or "*".
+
+    "*" is for all that have no price of their own.
 
     One price at least; what is not given costs nothing.
     """
@@ -66,7 +68,10 @@ def list_(books: Books) -> None:
 @books()
 @click.argument("entity")
 def remove(books: Books, entity: str) -> None:
-    """Take all prices of ENTITY away, those to come as well; what was admitted keeps its price."""
+    """Take all prices of ENTITY away, those to come as well.
+
+    What was admitted keeps its price.
+    """
     books.delete_price({"entity": entity})
     click.echo(f"{entity}: no price any more")
 
@@ -75,7 +80,9 @@ def remove(books: Books, entity: str) -> None:
 @books(make=True)
 @click.argument("currency", required=False)
 def currency(books: Books, currency: str | None) -> None:
-    """Name the CURRENCY of prices, budgets and costs (EUR, USD, …), or show it.
+    """Name the CURRENCY of prices, budgets and costs.
+
+    EUR, USD, …; without CURRENCY the name is shown.
 
     It is a name, and converts nothing: it cannot change once costs are booked.
     """

@@ -223,7 +223,10 @@ def serve(
     engine_key_file: str | None,
     **server: Any,
 ) -> None:
-    """Serve one or more models to OpenAI, Databricks and MLflow clients until a signal ends it."""
+    """Serve models to OpenAI, Databricks and MLflow clients.
+
+    In the foreground, until a signal ends it: SIGTERM lets running requests end, SIGINT (Ctrl-C) does not.
+    """
     from ..web.server import serve as run
 
     if spec_file is not None:

@@ -1,9 +1,14 @@
-"""What a command costs before it does anything."""
+"""What a command costs before it does anything, and what its help says."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+from click.testing import CliRunner
+
+from mlflow_llm.serving.cli import cli
 
 HEAVY = ("torch", "transformers", "tokenizers", "mlflow", "numpy", "pandas")
 CODE = f"""
@@ -17,3 +22,12 @@ def test_commands_and_arbiter_import_no_heavy_library() -> None:
     """The command line, and the process that starts a server's workers, have neither torch nor MLflow in memory."""
     asked = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     assert asked.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["", "keys", "limits", "prices", "usage"])
+def test_lists_of_commands_are_whole(name: str) -> None:
+    """What each command does is said in its line of the list, on a terminal of 80 columns, without an ellipsis."""
+    shown = CliRunner().invoke(cli, [*name.split(), "--help"], terminal_width=80).output
+    lines = shown.partition("Commands:\n")[2].splitlines()
+    assert [line for line in lines if line.endswith("...")] == []
+    assert len(lines) >= 2
