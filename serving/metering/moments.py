@@ -13,6 +13,7 @@ EXPIRY_ALLOWED = "a length of time such as 90d or 12h, a day (2027-01-01), an IS
 TIME = "a day (2026-11-21), an ISO 8601 time (UTC where it names no zone) or milliseconds since the epoch"
 NEVER = "never"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+END_MS = 253_402_300_800_000  # the year 10000, which no date here can show
 MAX_SECONDS = 100 * 365 * 86_400
 
 
@@ -50,7 +51,7 @@ def time_of(field: str, value: str | None, allowed: str = TIME) -> int | None:
             found = int(moment.replace(tzinfo=moment.tzinfo or datetime.UTC).timestamp() * 1000)
         except (ValueError, OverflowError):
             raise InvalidField(field, value, allowed) from None
-    if not 0 <= found < 2**53:
+    if not 0 <= found < END_MS:
         raise InvalidField(field, value, allowed)
     return found
 

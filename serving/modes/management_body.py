@@ -16,6 +16,8 @@ def _short(least: int, most: int) -> Reader[str]:
     def read(value: Any, path: str) -> str:
         if not isinstance(value, str) or not least <= len(value) <= most:
             raise InvalidField(path, value, allowed)
+        if "\0" in value:  # PostgreSQL keeps none
+            raise InvalidField(path, value, f"{allowed} without NUL")
         return string(value, path)
 
     return read
@@ -63,6 +65,7 @@ NEW_ENDPOINT = record(
     route_optimized=Entry(one_of(False, why="every route is as short as it gets")),
 )
 TAG_CHANGES = record(
-    add_tags=Entry(tags), delete_tags=Entry(list_of(string, "a list of keys"), "Keys; unknown ones are no error")
+    add_tags=Entry(tags),
+    delete_tags=Entry(list_of(_short(0, 127), "a list of keys"), "Keys; unknown ones are no error"),
 )
 NEW_RATE_LIMITS = record(rate_limits=Entry(rate_limits))

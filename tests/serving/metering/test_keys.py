@@ -7,6 +7,7 @@ import sqlalchemy as sa
 
 from mlflow_llm.serving.errors import Conflict, InvalidField, NotFound, PermissionDenied, Unauthenticated
 from mlflow_llm.serving.metering import Keys, keys, tables
+from mlflow_llm.serving.metering.moments import shown
 
 
 def test_a_secret_is_shown_once_and_stored_as_a_hash(store):
@@ -57,6 +58,15 @@ def test_what_makes_no_key_is_refused(store):
             ours.create(**arguments)
     with pytest.raises(NotFound):
         ours.revoke("key_none")
+
+
+@pytest.mark.parametrize("late", ["9999-12-31T23:59:59-23:59", "253402300800000", "9007199254740991"])
+def test_a_key_expires_within_the_calendar(store, late):
+    """A moment that no date can show is refused, and the last of all can be shown."""
+    with pytest.raises(InvalidField, match=r"^expires: "):
+        Keys(store).create("acme", expires=late)
+    _, key = Keys(store).create("acme", expires="9999-12-31T23:59:59")
+    assert shown(key.expires_ms) == "9999-12-31 23:59:59"
 
 
 def test_a_key_expires(store, clock):

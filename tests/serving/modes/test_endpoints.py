@@ -290,7 +290,8 @@ def test_tags_are_added_replaced_and_deleted(endpoints):
     added = [{"key": "c", "value": "3"}, {"key": "a", "value": "2"}]
     answer = endpoints.patch_tags("chat", {"add_tags": added, "delete_tags": ["b", "zz"]})
     assert [(tag.key, tag.value) for tag in EndpointTags.from_dict(answer).tags] == [("a", "2"), ("c", "3")]
-    for bad in ({"delete_tags": "b"}, {"add_tags": [{"key": ""}]}, {"add_tags": {"a": 1}}):
+    nul = ({"add_tags": [{"key": "a\0"}]}, {"add_tags": [{"key": "a", "value": "\0"}]}, {"delete_tags": ["\0"]})
+    for bad in ({"delete_tags": "b"}, {"add_tags": [{"key": ""}]}, {"add_tags": {"a": 1}}, *nul):
         with pytest.raises(InvalidField):
             endpoints.patch_tags("chat", bad)
 
