@@ -27,6 +27,8 @@ class EngineOptions(TypedDict, total=False):
     idle_timeout: float
     stall_timeout: float
     start_timeout: float
+    packed_cache: int
+    standby: int
     in_process: bool
 
 
