@@ -113,12 +113,6 @@ class EngineCore:
         if entry is not None and index in entry.unfinished:
             self._finish(entry.unfinished[index], "abort")
 
-    def abort_client(self, client: Client) -> None:
-        """A client is gone: end all it asked for."""
-        for entry in self._entries:
-            if entry.client == client:
-                self.abort(entry.request.request_id)
-
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from . import windows
 from .prices import Prices
 from .store import Store
-from .tables import ledger, provisioned_minutes
+from .tables import provisioned_minutes
 from .tables import windows as window_table
 from .windows import Amounts
 
@@ -56,13 +56,3 @@ def _spend(connection: sa.Connection, subject: tuple[str, str], at: int, money: 
         state = windows.decode(stored)
         windows.charge(state, at, Amounts(money=money))
         connection.execute(sa.update(window_table).where(this).values(state=windows.encode(state)))
-
-
-def open_requests(store: Store, endpoint: str, entity: str) -> int:
-    """Requests in flight at one entity: the load that scaling decides by."""
-    query = (
-        sa.select(sa.func.count())
-        .select_from(ledger)
-        .where(ledger.c.status == "open", ledger.c.endpoint == endpoint, ledger.c.entity == entity)
-    )
-    return int(store.read(lambda connection: connection.execute(query).scalar_one()))

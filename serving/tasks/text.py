@@ -199,10 +199,6 @@ class TextModel:
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode() if token_id not in self._special_ids else token.encode()
 
-    def token_text(self, token_id: int) -> str:
-        """The text of one token by itself; part of a character is U+FFFD."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
 
 def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Any:
     return _encodings(tokenizer, (text,), add_special_tokens)[0]
