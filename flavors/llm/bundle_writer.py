@@ -14,7 +14,7 @@ from .adapters import check_adapters, place_adapters
 from .base import pinned_base
 from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
-from .skeleton import build, check_supported, check_weights
+from .skeleton import build, check_complete, check_supported, check_weights
 from .sources import place_model
 from .tasks import embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
@@ -62,6 +62,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     check_vocabulary(tokenizer, model_dir)
     found = chat_templates.collect(parts.chat_template, tokenizer)
     tasks = resolve_tasks(parts.task, model_dir, found)
+    check_complete(model_dir, tasks, trust_remote_code=parts.trust_remote_code)
     if "chat" in tasks or parts.chat_template is not None:
         chat_templates.check(found, tokenizer)
     chat_templates.write(found, root)

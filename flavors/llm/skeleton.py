@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from ...serving.errors import PackagingError, reason
+from ...serving.request import Task
 from .tasks import config_file, is_causal, read_config
+
+logger = logging.getLogger(__name__)
 
 
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
@@ -48,6 +52,39 @@ def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:
             raise PackagingError(
                 f"model: {name} has shape {stored} in the weights but config.json gives {tuple(parameter.shape)}"
             )
+
+
+def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_code: bool = False) -> None:
+    """Raises ``PackagingError`` where the weights lack tensors of the model that an engine would load.
+
+    By the loader's own way to torch's meta device, which finds every tensor and reads none. Where that way ends
+    otherwise nothing is said: the engine's machine may have what this one has not.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    from ...serving.engine.loader import refuse_incomplete
+    from ...serving.engine.proportion import in_proportion
+
+    folder = config_file(model_dir).parent
+    auto = AutoModel if "embeddings" in tasks else AutoModelForCausalLM
+    try:
+        with in_proportion(folder):
+            model, found = auto.from_pretrained(
+                str(folder),
+                device_map={"": "meta"},
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of transformers, safetensors, a quantisation's package, or the model's own code
+        logger.debug("the weights were not checked: %s", reason(error))
+        return
+    try:
+        refuse_incomplete(auto, model, found["missing_keys"], own_code=trust_remote_code)
+    except PackagingError as error:
+        raise PackagingError(f"model: {error}") from None
 
 
 def linear_shapes(skeleton: Any) -> tuple[dict[str, tuple[int, int]], str | None]:

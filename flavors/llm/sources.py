@@ -140,7 +140,7 @@ def _place_gguf(file: Path, target: Path) -> Placed:
         raise PackagingError("model: a GGUF file needs the package gguf: pip install 'mlflow-llm[gguf]'") from None
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ...serving.engine.loader import refuse_missing
+    from ...serving.engine.loader import refuse_incomplete
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -154,7 +154,7 @@ def _place_gguf(file: Path, target: Path) -> Placed:
     except Exception as error:  # of gguf's reader and of transformers'
         raise PackagingError(f"model: {file.name} cannot be read: {reason(error)}") from None
     try:
-        refuse_missing(found["missing_keys"])
+        refuse_incomplete(AutoModelForCausalLM, model, found["missing_keys"])
     except PackagingError as error:
         raise PackagingError(f"model: {file.name}: {error}") from None
     # The weights are plain floats now; what is left of the quantisation would refuse to be saved.

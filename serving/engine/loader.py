@@ -143,21 +143,18 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
     except Exception as error:  # of transformers, safetensors, or the model's own code
         told = " ".join(str(error).split())[:600]
         raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {told}") from error
-    missing = found["missing_keys"]
-    if settings.trust_remote_code:  # buffers that its code makes, of which transformers does not know
-        missing = missing - {name for name, _ in model.named_buffers()}
-    refuse_missing(missing - unread_keys(missing, auto))
+    refuse_incomplete(auto, model, found["missing_keys"], own_code=settings.trust_remote_code)
     return model
 
 
-def unread_keys(missing: Set[str], auto: Any) -> set[str]:
-    """Of an encoder's weights: the pooler of transformers, which checkpoints trained on masked tokens lack; what is
-    embedded is made of token vectors."""
-    return {name for name in missing if auto is AutoModel and POOLER.search(name)}
+def refuse_incomplete(auto: Any, model: Any, missing: Set[str], *, own_code: bool = False) -> None:
+    """transformers makes up at random what a checkpoint lacks: ``missing``, without tied weights and buffers that it
+    knows how to make. Raises ``PackagingError`` that names them.
 
-
-def refuse_missing(missing: Set[str]) -> None:
-    """transformers makes up at random what a checkpoint lacks, tied weights and buffers it can make aside."""
+    Let be are buffers that a model's own code makes, and an encoder's pooler, which checkpoints trained on masked
+    tokens have not: what is embedded is made of token vectors."""
+    buffers = {name for name, _ in model.named_buffers()} if own_code else set()
+    missing = {name for name in missing - buffers if not (auto is AutoModel and POOLER.search(name))}
     if missing:
         names = ", ".join(sorted(missing)[:MISSING_SHOWN]) + (", …" if len(missing) > MISSING_SHOWN else "")
         raise PackagingError(f"the weights are incomplete: they lack {len(missing)} of the model's tensors: {names}")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flavor_models import byte_tokenizer, logits, tiny_llama
 from mlflow.exceptions import MlflowException
-from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.serving.bundle import EmbeddingSpec
@@ -29,12 +29,19 @@ def test_directory_is_taken_as_it_is(tmp_path, llama_dir):
 
 
 def test_directory_is_never_loaded(tmp_path, llama_dir, monkeypatch):
-    """Saving a directory reads no weights into memory: torch and safetensors loaders are not called."""
+    """Saving a directory reads no weights into memory: torch and safetensors loaders are not called, transformers' own
+    for the meta device alone."""
+    from_pretrained = PreTrainedModel.from_pretrained.__func__
 
     def refuse(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
+    def without_memory(cls, *args, **kwargs):
+        model, found = from_pretrained(cls, *args, **kwargs)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        return model, found
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(without_memory))
     monkeypatch.setattr("safetensors.torch.load_file", refuse)
     monkeypatch.setattr("torch.load", refuse)
     llm.save_model(tmp_path / "m", llama_dir)
@@ -263,6 +270,29 @@ def test_incomplete_directories(tmp_path, llama_dir, adapter_dir):
         llm.save_model(tmp_path / "m", bare)
     with pytest.raises(MlflowException, match="holds an adapter, not a model"):
         llm.save_model(tmp_path / "m", adapter_dir)
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_weights_that_lack_a_tensor(tmp_path, llama_dir, lost):
+    """It is named when the model is saved: what is not there would be made up at random."""
+    source = tmp_path / "source"
+    shutil.copytree(llama_dir, source)
+    kept = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if name != lost}
+    save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MlflowException, match=rf"incomplete: they lack 1 of the model's tensors: {lost}$"):
+        llm.save_model(tmp_path / "m", source)
+    assert not (tmp_path / "m").exists()
+
+
+def test_weights_that_are_not_needed(tmp_path, llama_dir, bert_dir):
+    """An embedding model needs neither the head of a decoder nor the pooler of an encoder."""
+    for name, directory, lost in (("a", llama_dir, "lm_head."), ("b", bert_dir, "pooler.")):
+        source = tmp_path / f"source-{name}"
+        shutil.copytree(directory, source)
+        kept = {k: v for k, v in load_file(source / "model.safetensors").items() if not k.startswith(lost)}
+        save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
+        llm.save_model(tmp_path / name, source, task="embeddings")
+        assert llm.load_bundle(tmp_path / name).tasks == ("embeddings",)
 
 
 def test_path_must_be_free(tmp_path, llama_dir):
