@@ -85,7 +85,13 @@ def refuse_others(place: Path) -> None:
         "assistant",
         "models:/assistant@nobody",
     )
-    refused("RESOURCE_DOES_NOT_EXIST", "version=9", update, "assistant", "models:/assistant/9")
+    refused(
+        "RESOURCE_DOES_NOT_EXIST",
+        "has no version .9.; it has versions 2, 1",
+        update,
+        "assistant",
+        "models:/assistant/9",
+    )
     refused("RESOURCE_DOES_NOT_EXIST", "name=other", update, "assistant", "models:/other/1")
     own = mlflow.get_tracking_uri()
     with own_stores(f"sqlite:///{place}/other.db"):
