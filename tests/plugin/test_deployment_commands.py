@@ -92,7 +92,13 @@ def refuse_others(place: Path) -> None:
         "assistant",
         "models:/assistant/9",
     )
-    refused("RESOURCE_DOES_NOT_EXIST", "name=other", update, "assistant", "models:/other/1")
+    refused(
+        "RESOURCE_DOES_NOT_EXIST",
+        "no model .other. is registered in .*; there are assistant",
+        update,
+        "assistant",
+        "models:/other/1",
+    )
     own = mlflow.get_tracking_uri()
     with own_stores(f"sqlite:///{place}/other.db"):
         both = f"from {own}, not from sqlite:///{place}/other.db"
