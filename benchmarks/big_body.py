@@ -35,7 +35,7 @@ from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.web.settings import ServerSettings
 from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
 
-CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 SIZE = 4 * 10**6
 WORDS = "the quick brown fox jumps over the lazy dog, and then it sleeps until noon. "
 QUIET, GAP = 2.0, 0.3

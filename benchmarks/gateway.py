@@ -1,9 +1,9 @@
 """What the server costs around its engine: alone, or with `--model` end to end; and the time until it is ready.
 
-Alone: one worker, with an engine that answers at once (`serving/engine/instant.py`), beside a bare Flask application
-that streams prepared events from the same gunicorn/gevent worker. End to end (`--model` is a saved MLflow model):
-tokens/s of the server's streams beside the same requests put into the engine inside one process. The callers run on the
-same cores.
+Alone: one worker, with an engine that answers at once (`serving/testing/instant_core.py`), beside a bare Flask
+application that streams prepared events from the same gunicorn/gevent worker. End to end (`--model` is a saved MLflow
+model): tokens/s of the server's streams beside the same requests put into the engine inside one process. The callers
+run on the same cores.
 
     python benchmarks/gateway.py
     python benchmarks/gateway.py --model DIR
@@ -35,7 +35,7 @@ from mlflow_llm.serving.web.settings import ServerSettings
 from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
 
 PATH = "/v1/completions"
-CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 PACE = 0.010  # seconds a token, of the paced engine
 
 

@@ -23,8 +23,8 @@ from report import publish
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.assembly import build
 from mlflow_llm.serving.engine.kv_cache import Row
-from mlflow_llm.serving.engine.parts import build
 from mlflow_llm.serving.settings import EngineSettings
 
 RANKS = (4, 8, 16)

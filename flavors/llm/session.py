@@ -218,7 +218,7 @@ def _adapter_names(bundle: Bundle, engine: Engine | None) -> tuple[str, ...]:
 
 def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
     if settings.in_process:
-        from ...serving.engine.local import LocalEngine
+        from ...serving.engine.in_process import LocalEngine
 
         return LocalEngine(bundle, settings)
     from ...serving.transport import connect

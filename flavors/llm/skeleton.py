@@ -21,7 +21,7 @@ def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    from ...serving.engine.proportion import in_proportion
+    from ...serving.engine.config_bounds import in_proportion
 
     folder = config_file(model_dir).parent
     try:
@@ -62,8 +62,8 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
+    from ...serving.engine.config_bounds import in_proportion
     from ...serving.engine.loader import refuse_incomplete
-    from ...serving.engine.proportion import in_proportion
 
     folder = config_file(model_dir).parent
     auto = AutoModel if "embeddings" in tasks else AutoModelForCausalLM

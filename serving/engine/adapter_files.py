@@ -18,7 +18,7 @@ from typing import Any
 
 from ..confined import POOL, Ended, Exceeded, Limits, NoProcess, Refused
 from ..errors import PackagingError, shown
-from .proportion import read_header
+from .config_bounds import read_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AttentionInterface
 
-from .step import StepHolder
+from .forward_context import StepHolder
 
 NAME = "mlflow_llm"
 HOLDER = "mlflow_llm_step"

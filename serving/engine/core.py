@@ -17,15 +17,15 @@ from ..events import FinishReason, PromptScored
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import openmp
-from .acceptance import check_request
 from .adapter_registry import AdapterRegistry
+from .assembly import Parts, build
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
-from .entries import Client, Entries, Entry, Told
+from .inflight import Client, Entries, Entry, Told
 from .interface import AdapterInfo, EngineInfo, Health
 from .kv_cache import PrefixKey
 from .native import library
-from .parts import Parts, build
+from .request_check import check_request
 from .sampler import Sampled, sample, score_prompt
 from .scheduler import Run
 from .sequence import SequenceState

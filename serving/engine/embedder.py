@@ -23,12 +23,12 @@ from ..errors import ContextTooLong, InvalidField, PackagingError
 from ..settings import EngineSettings
 from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
+from .forward_context import Step, StepHolder
 from .interface import EngineInfo
 from .native.encoder import NativeEncoder, native_encoder
 from .native.library import NotNative
 from .pooling import MODES, pool, transformer_dir
 from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
-from .step import Step, StepHolder
 
 logger = logging.getLogger(__name__)
 

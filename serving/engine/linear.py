@@ -20,10 +20,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..settings import EngineSettings
+from .forward_context import StepHolder
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
-from .packed import PackedWeight, pack_float
 from .quantization import Int8Weight, can_quantize
-from .step import StepHolder
+from .weight_layouts import PackedWeight, pack_float
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),

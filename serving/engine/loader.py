@@ -16,15 +16,15 @@ from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
 from . import attention, linear, openmp
+from .config_bounds import in_proportion
+from .forward_context import StepHolder
 from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
-from .packed_model import Mapped, keep, packed_key
-from .proportion import in_proportion
+from .packed_cache import Mapped, keep, packed_key
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache
-from .step import StepHolder
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from ..errors import AlreadyExists, InvalidField, LimitExceeded, NotFound, PackagingError, reason
 from .adapter_files import AdapterFiles, check_fits, read_adapter
+from .forward_context import StepHolder
 from .interface import AdapterInfo
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
-from .step import StepHolder
 
 MAX_CACHED_SETS = 8  # sets of active adapters whose concatenations are kept
 Groups = dict[tuple[str, ...], GroupFactors]

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .forward_context import Step, StepHolder
 from .kv_cache import KVCache, Row
 from .scheduler import Run
-from .step import Step, StepHolder
 
 
 class StepForward(Protocol):

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .best_effort import Pace, Work
 from .kv_cache import KVCache
-from .pace import Pace, Work
 from .sequence import SequenceState
 
 SHARES = 4  # prompts that share the prefill part of a step

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ..errors import PackagingError
+from .forward_context import Step, StepHolder
 from .kv_cache import LayerShape, PrefixKey, Row
 from .slot_cache import SlotKVCache
-from .step import Step, StepHolder
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch
 from .kv_cache import KVCache, LayerShape, PrefixKey, Row, TokenIds
 from .slab import PAGE, Slab
 from .slot_attention import LayerViews, SlotPlan
-from .slots import EMPTY, Match, Slot, SlotTable
+from .slot_table import EMPTY, Match, Slot, SlotTable
 
 MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
 PAD = 64  # tokens; keeps rows of a slot aligned to cache lines

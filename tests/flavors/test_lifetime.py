@@ -31,13 +31,13 @@ from mlflow_llm.flavors.llm.errors import public
 from mlflow_llm.flavors.llm.model import LanguageModel
 from mlflow_llm.flavors.llm.pyfunc import PyfuncModel
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant import InstantModel, write_model
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import InvalidField, NotFound, Overloaded
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import connect
 
-CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 ASKED: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
 LOADS = 100
 VERSIONS = 5

@@ -9,8 +9,8 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import core
+from mlflow_llm.serving.engine.best_effort import Work
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.pace import Work
 from mlflow_llm.serving.engine.scheduler import Run
 from mlflow_llm.serving.events import Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest

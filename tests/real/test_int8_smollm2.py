@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.step import StepHolder
+from mlflow_llm.serving.engine.forward_context import StepHolder
 from mlflow_llm.serving.settings import EngineSettings
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")

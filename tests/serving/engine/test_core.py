@@ -15,8 +15,8 @@ from tiny_models import greedy, prompt_of, request_of
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import slab
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.in_process import LocalEngine
 from mlflow_llm.serving.engine.interface import Engine
-from mlflow_llm.serving.engine.local import LocalEngine
 from mlflow_llm.serving.engine.runner import ModelForward
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.events import Finished, Tokens

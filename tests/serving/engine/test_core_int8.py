@@ -13,8 +13,8 @@ from tiny_models import prompt_of, request_of
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.native.weight import NativeWeight
-from mlflow_llm.serving.engine.packed import OneDnnWeight, PlainWeight
 from mlflow_llm.serving.engine.quantization import Int8Weight
+from mlflow_llm.serving.engine.weight_layouts import OneDnnWeight, PlainWeight
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.packed import OneDnnWeight, PlainWeight, can_block
+from mlflow_llm.serving.engine.forward_context import StepHolder
 from mlflow_llm.serving.engine.quantization import Int8Weight, quantize_rows
-from mlflow_llm.serving.engine.step import StepHolder
+from mlflow_llm.serving.engine.weight_layouts import OneDnnWeight, PlainWeight, can_block
 from mlflow_llm.serving.settings import EngineSettings
 
 

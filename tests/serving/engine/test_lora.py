@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mlflow_llm.serving.engine import linear, lora_plan
+from mlflow_llm.serving.engine.forward_context import Step, StepHolder
 from mlflow_llm.serving.engine.lora import LoraPool
 from mlflow_llm.serving.engine.lora_plan import MaskedPlan, SegmentPlan, segments_of
-from mlflow_llm.serving.engine.step import Step, StepHolder
 from mlflow_llm.serving.errors import AlreadyExists, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.settings import EngineSettings
 

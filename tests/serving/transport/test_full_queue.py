@@ -7,9 +7,9 @@ import pytest
 from test_slow_readers import long, paused
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.events import Failed
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import messages as m
 from mlflow_llm.serving.transport.client_state import ClientState
 

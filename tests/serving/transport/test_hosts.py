@@ -16,10 +16,10 @@ import pytest
 import zmq
 from transport_place import SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant import InstantCore
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import PackagingError, Unavailable
 from mlflow_llm.serving.events import Finished
+from mlflow_llm.serving.testing.instant_core import InstantCore
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach, messages, server
 from mlflow_llm.serving.transport.auth import secure_client
 from mlflow_llm.serving.transport.rundir import StateDir

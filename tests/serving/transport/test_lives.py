@@ -13,9 +13,9 @@ import pytest
 from processes import gone
 from transport_place import SETTINGS, by_sequence, completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.rundir import StateDir
 
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach, rundir, search
 from mlflow_llm.serving.transport.launch import Launcher
 from mlflow_llm.serving.transport.locks import is_held, try_acquire

@@ -13,8 +13,8 @@ import pytest
 from processes import gone
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client_state import MAX_RESTARTS
 
 

@@ -12,8 +12,8 @@ import pytest
 from processes import gone
 from transport_place import by_sequence, completion, eventually
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.events import Finished
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.stream import HIGH, LOW
 
 LENGTH = 100 * HIGH  # how far an engine gets is up to the machine: it goes on until the word to pause has reached it

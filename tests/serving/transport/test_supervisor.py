@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import Conflict, NotFound, PackagingError
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.patience import Backoff
 from mlflow_llm.serving.transport.supervisor import EngineModel, Supervisor

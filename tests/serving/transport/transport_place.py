@@ -19,13 +19,13 @@ import psutil
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant import InstantModel, write_model
 from mlflow_llm.serving.events import Event, Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.transport.rundir import StateDir
 
-CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=60.0)
 
 

@@ -10,10 +10,10 @@ from instant_model import write_instant_model
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
 from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.web.app import create_app, make_server
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints
 from mlflow_llm.serving.web.invoke import Server

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant import InstantCore
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.request import ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantCore
 
 
 class CountingCore(InstantCore):

@@ -21,7 +21,7 @@ from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.web.settings import ServerSettings
 from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
 
-INSTANT_CORE = "mlflow_llm.serving.engine.instant:InstantCore"
+INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 
 
 class Running:

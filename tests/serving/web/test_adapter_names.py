@@ -21,10 +21,10 @@ from test_server import BODY, ask, asking, until
 from test_server_faults import engine_pid, idle
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.engine.interface import AdapterInfo
 from mlflow_llm.serving.errors import Unavailable
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.web import adapter_names
 from mlflow_llm.serving.web.adapter_names import AdapterNames

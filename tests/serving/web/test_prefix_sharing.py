@@ -12,10 +12,10 @@ from flask.testing import FlaskClient
 from instant_model import write_instant_model
 
 from mlflow_llm.flavors.llm.signature import params_schema, request_fields
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.modes.config_body import config_body
 from mlflow_llm.serving.modes.endpoint_config import config_to_wire
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.web import openapi
 from mlflow_llm.serving.web.app import create_app
 from mlflow_llm.serving.web.endpoints import Endpoints

@@ -12,7 +12,6 @@ import gevent
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.engine.interface import AdapterInfo, Health
 from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
@@ -22,6 +21,7 @@ from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
 from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints, Routed
 from mlflow_llm.serving.web.gate import Gate
 from mlflow_llm.serving.web.replicas import Replicas

@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.instant import InstantModel, write_model
-from mlflow_llm.serving.engine.instant_engine import InstantEngine
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
@@ -20,6 +18,8 @@ from mlflow_llm.serving.modes.calibration import Capacity, calibrate
 from mlflow_llm.serving.modes.endpoint_config import ServedEntity
 from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.supervisor import EntityStatus, ReplicaStatus
 from mlflow_llm.serving.web import scaler as scaling
 from mlflow_llm.serving.web.gate import Gate

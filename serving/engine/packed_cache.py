@@ -26,12 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..bundle import Bundle
 from ..settings import EngineSettings
 from . import attention, linear
+from .config_bounds import in_proportion
+from .forward_context import StepHolder
 from .native import library
 from .native.weight import NativeWeight
-from .packed_file import Array, open_packed, write_packed
-from .proportion import in_proportion
+from .packed_cache_file import Array, open_packed, write_packed
 from .self_test import LayerUse, SelfTest
-from .step import StepHolder
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""``instant.InstantCore`` behind the ``Engine`` interface, in this process and without a thread of its own."""
+"""``instant_core.InstantCore`` behind the ``Engine`` interface, in this process and without a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from ..bundle import Bundle
+from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..events import Embedded, Event, Failed, Finished
 from ..request import ValidRequest
 from ..settings import EngineSettings
-from .instant import InstantCore
-from .interface import AdapterInfo, EngineInfo, Health
+from .instant_core import InstantCore
 
 
 class InstantEngine:

@@ -17,12 +17,12 @@ import numpy as np
 from msgspec import Struct
 
 from ..bundle import Bundle
+from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
 from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
 from ..request import Sampling, ValidRequest
 from ..settings import EngineSettings
 from .instant_sequence import InstantSequence, mix
-from .interface import AdapterInfo, EngineInfo, Health
 
 
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

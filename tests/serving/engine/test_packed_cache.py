@@ -16,7 +16,7 @@ import transformers as tf
 from tiny_models import COMMON, make_model, save_bundle
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine import loader, packed_file
+from mlflow_llm.serving.engine import loader, packed_cache_file
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.lora import LoraPool
 from mlflow_llm.serving.engine.native.decoder import NativeDecoder
@@ -164,10 +164,10 @@ def test_weights_that_say_another_thing(tmp_path: Path, load: Callable[..., Any]
     load(bundle)
     (file,) = cache.iterdir()
     key = file.name.partition("-")[0]
-    arrays, facts = packed_file.open_packed(key) or ({}, {})
+    arrays, facts = packed_cache_file.open_packed(key) or ({}, {})
     changed = {name: -array if name == "test/0/expected" else array for name, array in arrays.items()}
     file.unlink()
-    packed_file.write_packed(key, changed, facts, 1 << 30)
+    packed_cache_file.write_packed(key, changed, facts, 1 << 30)
     assert not load(bundle)[1]
 
 
@@ -190,7 +190,7 @@ def test_what_was_not_finished(tmp_path: Path, load: Callable[..., Any], cache: 
     old, new = cache / ".part-a-1", cache / ".part-b-2"
     for path in (old, new):
         path.touch()
-    os.utime(old, (time.time() - 2 * packed_file.ABANDONED,) * 2)
+    os.utime(old, (time.time() - 2 * packed_cache_file.ABANDONED,) * 2)
     load(bundle_of(tmp_path))
     assert (old.exists(), new.exists()) == (False, True)
 

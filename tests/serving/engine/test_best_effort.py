@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_models import prompt_of, request_of
 
+from mlflow_llm.serving.engine.best_effort import LINGER, StepCost, Work
 from mlflow_llm.serving.engine.kv_cache import LayerShape
-from mlflow_llm.serving.engine.pace import LINGER, StepCost, Work
 from mlflow_llm.serving.engine.scheduler import Run, Scheduler
 from mlflow_llm.serving.engine.sequence import SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache

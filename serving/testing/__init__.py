@@ -1,0 +1,1 @@
+"""Doubles that are shipped: engines without weights, for tests and benchmarks of what lies around an engine."""
