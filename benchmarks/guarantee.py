@@ -69,7 +69,7 @@ class Callers:
                 sequences=(Sequence(prompt_token_ids=prompt),),
                 sampling=Sampling(max_tokens=self.draw.randint(self.args.new // 2, self.args.new), temperature=0.0),
                 stream=True,
-                reserved=self.name == "reserved",
+                provisioned=self.name == "reserved",
             )
         )
 

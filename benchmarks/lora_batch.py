@@ -23,7 +23,7 @@ from report import publish
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.engine.assembly import build
+from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -69,7 +69,7 @@ def run_peft(model_dir: str, folder: Path, repeats: int) -> dict[str, float]:
 
 def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSettings) -> dict[str, float]:
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir)
-    parts = build(bundle, settings)
+    parts = assemble(bundle, settings)
     for i in range(max(COUNTS)):
         parts.lora.load(f"a{i}", str(folder / f"a{i}"))
     forward = parts.runner.step_forward

@@ -136,7 +136,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
     ``deadline`` is seconds of ``time.monotonic()``, which all processes of a host share; None for none. ``priority``:
-    lower runs first. ``reserved``: within a provisioned reserve; it runs before all others and its pace is kept
+    lower runs first. ``provisioned``: within a provisioned reserve; it runs before all others and its pace is kept
     whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
     cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
@@ -165,7 +165,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     created: int = 0
     deadline: float | None = None
     priority: int = 0
-    reserved: bool = False
+    provisioned: bool = False
     cache_salt: str | None = None
 
     @property

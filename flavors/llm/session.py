@@ -229,7 +229,7 @@ def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
 def _tell_kernels(info: EngineInfo, settings: EngineSettings) -> None:
     """A warning where a processor could be used better and nobody asked for less."""
     slow = info.kernels == "torch" and info.device == "cpu" and settings.kernels == "auto"
-    logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_told)
+    logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_summary)
 
 
 def _in_order(futures: list[Future[T]]) -> Iterator[T]:

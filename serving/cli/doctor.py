@@ -156,7 +156,7 @@ def try_model(uri: str) -> Section:
             "uri": uri,
             "tasks": ", ".join(info.tasks),
             "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
-            "kernels": f"{info.kernels_told}, {info.threads} threads",
+            "kernels": f"{info.kernels_summary}, {info.threads} threads",
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
             "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
             "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """A generating engine has all but the embedder, an embedding engine only that."""
 
     info: EngineInfo
@@ -38,7 +38,7 @@ class Parts:
     embedder: Any = None
 
 
-def build(bundle: Bundle, settings: EngineSettings) -> Parts:
+def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     """Load the weights. Raises ``PackagingError`` for what cannot be run as asked."""
     if settings.compile:
         raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
@@ -70,7 +70,7 @@ def build(bundle: Bundle, settings: EngineSettings) -> Parts:
     scheduler = Scheduler(
         cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
     )
-    return Parts(info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache), lora)
+    return EngineParts(info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache), lora)
 
 
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:
@@ -79,11 +79,11 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepFor
     return ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
 
 
-def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> Parts:
+def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     from . import embedder
 
     loaded = embedder.load_embedder(bundle, settings)
-    return Parts(loaded.info, embedder=loaded)
+    return EngineParts(loaded.info, embedder=loaded)
 
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KVCache:

@@ -1,7 +1,7 @@
 """The attention function that transformers' model code calls, and what it can be asked for.
 
 Registered under a name of its own, for which transformers makes no mask. The module that calls it carries its model's
-``StepHolder``; the step holds the KV cache's plan for this forward.
+``ContextHolder``, whose context has the KV cache's plan for this forward.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import AttentionInterface
 
-from .forward_context import StepHolder
+from .forward_context import ContextHolder
 
 NAME = "mlflow_llm"
-HOLDER = "mlflow_llm_step"
+HOLDER = "mlflow_llm_context"
 
 # Keyword arguments that change the result and that the plans do not know: models that send them need code first.
 UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
@@ -48,13 +48,13 @@ def attend(
     refuse_unknown(module, attention_mask, kwargs)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
-    step = getattr(module, HOLDER).step
+    context = getattr(module, HOLDER).context
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap), None
+    return context.attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap), None
 
 
-def install(model: Any, holder: StepHolder) -> None:
-    """Give every module that has a ``layer_idx`` the model's step holder."""
+def install(model: Any, holder: ContextHolder) -> None:
+    """Give every module that has a ``layer_idx`` the model's context holder."""
     for module in model.modules():
         if getattr(module, "layer_idx", None) is not None:
             object.__setattr__(module, HOLDER, holder)

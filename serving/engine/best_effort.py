@@ -1,10 +1,10 @@
-"""What a step costs, learned while it runs, and how much time of it other work may take beside guarded requests.
+"""Time budget of best-effort work beside provisioned requests, from a cost model of steps that is fitted as they run.
 
-A guarded request (``ValidRequest.reserved``) keeps its time per output token whatever else the engine has to do. So
-the time of a step is foreseen from what is in it, and spare work is put beside guarded work only for a small part of
-what the guarded work alone takes: ``SHARE`` of it on average, which keeps the guarded tokens/s, and ``STEP_SHARE`` in
-any one step, which keeps their longest pauses. What spare work took is measured, never what it was thought to take:
-an estimate that is wrong costs a few steps, not the guarantee.
+A provisioned request (``ValidRequest.provisioned``) keeps its time per output token whatever else the engine has to do.
+So the time of a step is predicted from its load, and best-effort work joins a step only for a small part of what the
+provisioned work alone takes: ``SHARE`` of it on average, which keeps the provisioned tokens/s, and ``STEP_SHARE`` in
+any one step, which keeps their longest pauses. The budget is charged with the time that best-effort work was measured
+to take, never with the prediction: a wrong estimate costs a few steps, not what was bought.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-SHARE = 0.06  # of guarded time that spare work may add on average: tokens/s stay at 94 %
+SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
 STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
-LINGER = 0.5  # seconds of steps after the last guarded one in which the next is expected: only short steps
+LINGER = 0.5  # seconds of steps after the last provisioned one in which the next is expected: only short steps
 LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
-PROBE_EVERY = 4  # of the steps that could have spare work one has none, so that guarded work alone is seen
+PROBE_EVERY = 4  # of the steps that could have best-effort work one has none: what provisioned work takes alone
 MIN_SEEN = 8  # steps before an estimate is worth anything
 
 _WINDOW = 256  # steps an estimate is made of,
@@ -28,13 +28,13 @@ _FADE = 0.98  # each of which weighs so much less than the one after it
 _REFIT = 4  # steps from one estimate to the next
 _SCALE = np.array([1.0, 8.0, 64.0, 1.0, 2048.0])  # brings all features to about one
 _RIDGE = 1e-4
-_DEBT = 10.0  # ceilings that spare work may owe: what it took without leave is given back before it goes on
+_DEBT = 10.0  # ceilings that best-effort work may owe: what it took beyond its budget is paid back first
 _OUTLIER = 3.0  # times the estimate: more than that is another process's doing
 
 Vector = npt.NDArray[np.float64]
 
 
-class Part(Protocol):
+class RunExtent(Protocol):
     """A run, as far as its cost goes: ``num_tokens`` of a sequence from ``start``."""
 
     @property
@@ -44,9 +44,9 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What decides the time of a step: sequences with one token, tokens in longer runs, the number of those, and
-    the tokens whose keys and values are read."""
+class StepLoad:
+    """What decides the time of a step: ``rows`` are runs of one token (decode), ``chunks`` longer runs (prefill) with
+    ``chunk_tokens`` in all; ``context`` counts the tokens whose keys and values are read."""
 
     rows: int = 0
     chunk_tokens: int = 0
@@ -54,7 +54,7 @@ class Work:
     context: int = 0
 
     @classmethod
-    def of(cls, runs: Iterable[Part]) -> Work:
+    def of(cls, runs: Iterable[RunExtent]) -> StepLoad:
         rows = chunk_tokens = chunks = context = 0
         for run in runs:
             context += run.start + run.num_tokens
@@ -74,9 +74,10 @@ class Work:
 
 
 class StepCost:
-    """Seconds of a step as a line in its features: least squares over the last steps, coefficients not negative.
+    """Seconds of a step, linear in its features: weighted ridge regression over the last ``_WINDOW`` steps with
+    non-negative coefficients (Lawson and Hanson's active set, one way).
 
-    A step's true cost is no line, but near the steps that are run now it is one, and old ones fade.
+    A step's true cost is not linear, but it is near the steps that run now, and old ones fade.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class StepCost:
     def known(self) -> bool:
         return self._count >= MIN_SEEN
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: StepLoad, seconds: float) -> None:
         features = work.features
         if self.known and (foreseen := float(self._weights @ features)) > 0:
             seconds = min(seconds, _OUTLIER * foreseen)
@@ -99,7 +100,8 @@ class StepCost:
         if self._count % _REFIT == 0:
             self._fit()
 
-    def predict(self, work: Work) -> float:
+    def predict(self, work: StepLoad) -> float:
+        """Seconds of a step of ``work``; 0 for an empty one."""
         return float(self._weights @ work.features) if work else 0.0
 
     def row(self, context: int) -> float:
@@ -130,30 +132,30 @@ class StepCost:
             self._weights[kept] = found
 
 
-class Pace:
-    """The account of the time that spare work may still take. Told of every step by ``ran``; owns no sequence."""
+class BestEffortBudget:
+    """Account of the seconds that best-effort work may still take. ``ran`` books every step; it owns no sequence."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
         self.credit = 0.0  # seconds
-        self._since_guarded = LINGER
+        self._since_provisioned = LINGER
         self._steps = 0
         self._guarded_seen = 0
 
     @property
     def lingers(self) -> bool:
-        """Whether a guarded request ended just now and its caller's next one may come in any moment."""
-        return self._since_guarded < LINGER
+        """Whether a provisioned request ended just now, so that its caller's next one may come at any moment."""
+        return self._since_provisioned < LINGER
 
-    def allowance(self, guarded: Work) -> float:
-        """Seconds that spare work may add to a step of ``guarded``."""
+    def allowance(self, provisioned: StepLoad) -> float:
+        """Seconds that best-effort work may add to a step of ``provisioned``."""
         if not self.cost.known:
             return 0.0
-        if not guarded:
-            return LINGER_STEPS * self.cost.predict(Work(rows=1))
+        if not provisioned:
+            return LINGER_STEPS * self.cost.predict(StepLoad(rows=1))
         if self._steps % PROBE_EVERY == 0:
             return 0.0
-        most = STEP_SHARE * self.cost.predict(guarded)
+        most = STEP_SHARE * self.cost.predict(provisioned)
         if self.credit >= self._piece:  # saved up, if need be, for a piece that is larger than any step's part
             most = max(most, self._piece)
         return min(self.credit, most)
@@ -166,35 +168,35 @@ class Pace:
     def _ceiling(self, most: float) -> float:
         return 2 * max(most, self._piece)
 
-    def row(self, guarded: Work, context: int) -> float:
-        """Seconds a row is charged with in advance; at least a little, lest an estimate of nothing admit everything."""
-        return max(self.cost.row(context), self.cost.predict(guarded or Work(rows=1)) / 100)
+    def row(self, provisioned: StepLoad, context: int) -> float:
+        """Seconds reckoned for one more decoding row; at least a little, lest an estimate of zero admit everything."""
+        return max(self.cost.row(context), self.cost.predict(provisioned or StepLoad(rows=1)) / 100)
 
-    def chunk_tokens(self, guarded: Work, start: int, seconds: float) -> int:
-        """How many tokens of a prompt from ``start`` on fit into ``seconds``."""
+    def chunk_tokens(self, provisioned: StepLoad, start: int, seconds: float) -> int:
+        """Prefill tokens of a prompt from ``start`` on that fit into ``seconds``."""
         fixed = self.cost.chunk(start, 0)
-        token = max(self.cost.chunk(start, 1) - fixed, self.cost.predict(guarded or Work(rows=1)) / 400)
-        # reading n tokens of one sequence is never dearer than a token of n sequences
-        return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(guarded, start), 1e-9)))
+        token = max(self.cost.chunk(start, 1) - fixed, self.cost.predict(provisioned or StepLoad(rows=1)) / 400)
+        # prefill of n tokens of one sequence never costs more than one token of n sequences
+        return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
-    def ran(self, guarded: Work, total: Work, seconds: float) -> None:
-        """A step of ``total``, ``guarded`` of it under guarantee, took ``seconds``."""
-        if guarded:
-            self._since_guarded = 0.0
+    def ran(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
+        """Book a step of ``total``, ``provisioned`` of it, that took ``seconds``."""
+        if provisioned:
+            self._since_provisioned = 0.0
             self._steps += 1
             self._guarded_seen += 1
             if self.cost.known:
-                self._account(guarded, total, seconds)
+                self._account(provisioned, total, seconds)
         else:
-            self._since_guarded += seconds
-        # Steps far larger than those under guarantee would bend the line: they count until there are others.
-        if guarded or self.lingers or self._guarded_seen < MIN_SEEN:
+            self._since_provisioned += seconds
+        # Steps far larger than provisioned ones would bend the fit: they count only until there are others.
+        if provisioned or self.lingers or self._guarded_seen < MIN_SEEN:
             self.cost.observe(total, seconds)
 
-    def _account(self, guarded: Work, total: Work, seconds: float) -> None:
-        alone = self.cost.predict(guarded)
+    def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
+        alone = self.cost.predict(provisioned)
         self.credit += SHARE * alone
-        if total != guarded:
+        if total != provisioned:
             foreseen = self.cost.predict(total) - alone
             taken = seconds - alone
             self.credit -= min(taken, _OUTLIER * foreseen + STEP_SHARE * alone)

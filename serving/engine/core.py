@@ -18,10 +18,10 @@ from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import openmp
 from .adapter_registry import AdapterRegistry
-from .assembly import Parts, build
+from .assembly import EngineParts, assemble
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
-from .inflight import Client, Entries, Entry, Told
+from .inflight import Client, EngineOutput, InflightRequest, InflightRequests
 from .interface import AdapterInfo, EngineInfo, Health
 from .kv_cache import PrefixKey
 from .native import library
@@ -38,14 +38,14 @@ class EngineCore:
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         self.settings = settings
-        self._parts: Parts = build(bundle, settings)
+        self._parts: EngineParts = assemble(bundle, settings)
         self._scheduler = self._parts.scheduler
         self._runner = self._parts.runner
         self._embeddings = EmbeddingQueue(self._parts.embedder, settings.max_num_batched_tokens)
         self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
-        self._entries = Entries()
+        self._inflight = InflightRequests()
         self._next_id = 0
-        self._generated = self._generated_reserved = 0
+        self._generated = self._generated_provisioned = 0
         self._steps = 0
         self._last_step = time.monotonic()
         self._goes_on = False
@@ -67,9 +67,9 @@ class EngineCore:
             self._check(request, continues)
             adapter = self._adapters.key_of(request.adapter)
         except ServingError as error:
-            self._entries.refuse(request, client, error)
+            self._inflight.refuse(request, client, error)
             return
-        entry = self._entries.add(request, client)
+        entry = self._inflight.add(request, client)
         if request.task == "embeddings":
             self._embeddings.add(request)
             return
@@ -89,17 +89,17 @@ class EngineCore:
                 self._finish(sequence, reason)
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
-        if request.request_id in self._entries:
+        if request.request_id in self._inflight:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
-        if not continues and (queued := self._entries.ahead_of(request)) >= self.settings.max_queued_requests:
+        if not continues and (queued := self._inflight.ahead_of(request)) >= self.settings.max_queued_requests:
             raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
         check_request(request, self.info)
 
     def abort(self, request_id: str) -> None:
         """End a request early; an unknown or finished one is none of our business."""
-        entry = self._entries.get(request_id)
+        entry = self._inflight.get(request_id)
         if entry is None:
             return
         if entry.request.task == "embeddings":
@@ -109,17 +109,17 @@ class EngineCore:
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence whose text is complete for its caller; the others go on."""
-        entry = self._entries.get(request_id)
+        entry = self._inflight.get(request_id)
         if entry is not None and index in entry.unfinished:
             self._finish(entry.unfinished[index], "abort")
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._entries) or self._entries.has_news
+        return bool(self._inflight) or self._inflight.has_news
 
     @torch.inference_mode()
-    def step(self) -> list[Told]:
+    def step(self) -> list[EngineOutput]:
         """One forward of everything that can run, and one batch of embeddings; returns what there is to tell."""
         # from the end of the step before, if there was more to do: messages taken since then are part of the pace too
         began = self._last_step if self._goes_on else time.monotonic()
@@ -135,7 +135,7 @@ class EngineCore:
         self._contention.look()
         self._last_step = time.monotonic()
         self._goes_on = bool(runs) and self._scheduler.has_work()
-        return self._entries.drain()
+        return self._inflight.drain()
 
     def _run(self, runs: list[Run]) -> None:
         known = [run.sequence.num_tokens for run in runs]
@@ -144,7 +144,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(runs))
             if len(runs) == 1:
-                self._fail(self._entries.of(runs[0].sequence), InternalError(_brief(error)))
+                self._fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
                 return
             # The KV of a run is simply written again: find whose fault it was by running each alone, except those
             # that have got their token already.
@@ -185,30 +185,30 @@ class EngineCore:
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed >= sequence.num_prompt:
             sequence.prompt_scores = None
-            self._entries.tell(self._entries.of(sequence), PromptScored(sequence.index, tuple(scores)))
+            self._inflight.tell(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
 
     def _deliver(self, sequence: SequenceState, result: Sampled) -> None:
         if result.token_id < 0:
             self._parts.cache.wipe(sequence.id)
             logger.error("request %s: logits are not finite", sequence.request.request_id)
             error = InternalError("the model produced numbers that are not finite")
-            self._fail(self._entries.of(sequence), error)
+            self._fail(self._inflight.of(sequence), error)
             return
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
         sequence.append(result.token_id)
         self._generated += 1
-        self._generated_reserved += sequence.reserved
+        self._generated_provisioned += sequence.provisioned
         sequence.held.append(result)
         reason = sequence.finish_reason()
         if reason is not None:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
-            self._entries.tell_held(sequence)
+            self._inflight.tell_held(sequence)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for entry in self._entries:
+        for entry in self._inflight:
             deadline = entry.request.deadline
             if deadline is None or now < deadline:
                 continue
@@ -220,30 +220,30 @@ class EngineCore:
     def _embed(self) -> None:
         batch = self._embeddings.run()
         for request_id, outcome in batch:
-            entry = self._entries.get(request_id)
+            entry = self._inflight.get(request_id)
             if entry is None:
                 continue
             if isinstance(outcome, Exception):
                 logger.error("embedding request %s failed: %s", request_id, outcome)
                 self._fail(entry, InternalError(_brief(outcome)))
                 continue
-            self._entries.tell(entry, outcome)
+            self._inflight.tell(entry, outcome)
         for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
-            entry = self._entries.get(request_id)
+            entry = self._inflight.get(request_id)
             if entry is not None and self._embeddings.is_done(request_id):
-                self._entries.leave(entry)
+                self._inflight.leave(entry)
 
     # -- the exits of a request -------------------------------------------------------------------------------------
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._scheduler.finish(sequence)
-        self._entries.finish(sequence, reason)
+        self._inflight.finish(sequence, reason)
 
-    def _fail(self, entry: Entry, error: ServingError) -> None:
+    def _fail(self, entry: InflightRequest, error: ServingError) -> None:
         for sequence in entry.unfinished.values():
             self._scheduler.finish(sequence, keep=False)
         self._embeddings.drop(entry.request.request_id)
-        self._entries.fail(entry, error)
+        self._inflight.fail(entry, error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class EngineCore:
         return self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name, (entry.request.adapter for entry in self._entries))
+        self._adapters.unload(name, (entry.request.adapter for entry in self._inflight))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._adapters.infos()
@@ -272,9 +272,9 @@ class EngineCore:
             prefix_hit_tokens=scheduler.prefix_hit_tokens if scheduler else 0,
             prefix_query_tokens=scheduler.prefix_query_tokens if scheduler else 0,
             generated_tokens=self._generated,
-            num_reserved=scheduler.num_reserved if scheduler else 0,
-            reserved_tokens=self._generated_reserved,
-            reserved_prompt_tokens=scheduler.reserved_prompt_tokens if scheduler else 0,
+            num_provisioned=scheduler.num_provisioned if scheduler else 0,
+            provisioned_tokens=self._generated_provisioned,
+            provisioned_prompt_tokens=scheduler.provisioned_prompt_tokens if scheduler else 0,
             processor_wait=round(self._contention.waiting, 3),
         )
 
@@ -290,19 +290,19 @@ class EngineCore:
         if cache is not None:
             cache.check_integrity()
             running = len(self._scheduler.running)
-            unfinished = sum(len(entry.unfinished) for entry in self._entries)
+            unfinished = sum(len(entry.unfinished) for entry in self._inflight)
             if running + len(self._scheduler.waiting) != unfinished:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
-    def close(self) -> list[Told]:
+    def close(self) -> list[EngineOutput]:
         """End every request with ``Failed("shutting_down")`` and give memory back; returns what is still to tell."""
         if not self._closed:
             self._closed = True
-            for entry in self._entries:
+            for entry in self._inflight:
                 self._fail(entry, ShuttingDown("the engine is shutting down"))
             if self._parts.cache is not None:
                 self._parts.cache.close()
-        return self._entries.drain()
+        return self._inflight.drain()
 
 
 def _brief(error: Exception) -> str:

@@ -23,7 +23,7 @@ from ..errors import ContextTooLong, InvalidField, PackagingError
 from ..settings import EngineSettings
 from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
-from .forward_context import Step, StepHolder
+from .forward_context import ContextHolder, ForwardContext
 from .interface import EngineInfo
 from .native.encoder import NativeEncoder, native_encoder
 from .native.library import NotNative
@@ -45,7 +45,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # 
 class Embedder:
     """Only the thread that loaded it may call ``embed``."""
 
-    def __init__(self, model: Any, holder: StepHolder, spec: EmbeddingSpec, max_length: int, info: EngineInfo) -> None:
+    def __init__(
+        self, model: Any, holder: ContextHolder, spec: EmbeddingSpec, max_length: int, info: EngineInfo
+    ) -> None:
         self._model, self._holder, self._spec = model, holder, spec
         self._device = next(model.parameters()).device
         self._position_offset = position_offset(model)
@@ -85,7 +87,7 @@ class Embedder:
         ids = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
         positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences]) + self._position_offset
         plan = ragged_attention.RaggedPlan(lengths)
-        self._holder.step = Step(num_tokens=len(ids), attention=plan)
+        self._holder.context = ForwardContext(num_tokens=len(ids), attention=plan)
         arguments = {"use_cache": False} if getattr(self._model.config, "use_cache", None) is not None else {}
         try:
             return self._model(
@@ -94,7 +96,7 @@ class Embedder:
                 **arguments,
             ).last_hidden_state[0]
         finally:
-            self._holder.step = None
+            self._holder.context = None
 
 
 def _rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
@@ -120,14 +122,14 @@ def position_offset(model: Any) -> int:
 
 
 @torch.inference_mode()
-def load_embedder(bundle: Bundle, settings: EngineSettings, holder: StepHolder | None = None) -> Embedder:
+def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolder | None = None) -> Embedder:
     """Load ``bundle.model_dir`` (safetensors alone), check it against the model's own attention, pack its linears.
 
     Raises ``PackagingError`` for an architecture whose result would be wrong.
     """
     from .loader import from_pretrained, resolve_device, resolve_dtype
 
-    holder = holder or StepHolder()
+    holder = holder or ContextHolder()
     spec = bundle.embedding or EmbeddingSpec()
     if spec.pooling not in MODES:
         raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
@@ -165,7 +167,7 @@ def _check(embedder: Embedder, tests: list[list[int]], expected: Any, allowed: f
         raise PackagingError(f"this model is not supported for embeddings: packed result differs by {distance:.2g}")
 
 
-def _use_ragged_attention(embedder: Embedder, model: Any, holder: StepHolder) -> tuple[list[list[int]], Any]:
+def _use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
     """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
     the model made of them."""
     name = type(model).__name__

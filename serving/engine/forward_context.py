@@ -1,7 +1,7 @@
-"""The flat row of tokens that one forward runs, as the attention function and the LoRA layers see it.
+"""What attention and LoRA layers see of one forward beside its tensors: plans over the flat row of tokens.
 
-Every module of one model holds the same ``StepHolder``; the runner puts the step in before a forward. A module-level
-global would tie two engines in one process together.
+Every module of one model holds the same ``ContextHolder``; whoever runs a forward sets the context before it and takes
+it away after it. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Step:
-    """``attention`` is the KV cache's plan for this row, ``lora`` the pool's (None: no adapter is active)."""
+class ForwardContext:
+    """Of one flat row of ``num_tokens``: ``attention`` is the KV cache's plan, ``lora`` the adapter pool's (None: no
+    adapter is active)."""
 
     num_tokens: int
     attention: Any = None
     lora: Any = None
 
 
-class StepHolder:
-    __slots__ = ("step",)
+class ContextHolder:
+    """``context`` is that of the forward now running, None between two."""
+
+    __slots__ = ("context",)
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.context: ForwardContext | None = None

@@ -12,11 +12,11 @@ from ..request import ValidRequest
 from .sequence import SequenceState
 
 Client = Hashable
-Told = tuple[Client, str, Event]
+EngineOutput = tuple[Client, str, Event]
 
 
 @dataclass(slots=True)
-class Entry:
+class InflightRequest:
     """A request the engine has taken on, and its sequences that still run."""
 
     request: ValidRequest
@@ -24,48 +24,48 @@ class Entry:
     unfinished: dict[int, SequenceState] = field(default_factory=dict)
 
 
-class Entries:
+class InflightRequests:
     """Keyed by request id. Events gather until ``drain``, in the order they were told."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
-        self._told: list[Told] = []
+        self._inflight: dict[str, InflightRequest] = {}
+        self._told: list[EngineOutput] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._inflight)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self._inflight
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[InflightRequest]:
         """Those open now: entries may leave while they are gone through."""
-        return iter(list(self._entries.values()))
+        return iter(list(self._inflight.values()))
 
     @property
     def has_news(self) -> bool:
         return bool(self._told)
 
-    def get(self, request_id: str) -> Entry | None:
-        return self._entries.get(request_id)
+    def get(self, request_id: str) -> InflightRequest | None:
+        return self._inflight.get(request_id)
 
     def ahead_of(self, request: ValidRequest) -> int:
-        """Requests that it would have to share with: a reserved one waits for no others than those."""
-        if not request.reserved:
-            return len(self._entries)
-        return sum(entry.request.reserved for entry in self._entries.values())
+        """Requests that it would have to share with: a provisioned one waits for no others."""
+        if not request.provisioned:
+            return len(self._inflight)
+        return sum(entry.request.provisioned for entry in self._inflight.values())
 
-    def of(self, sequence: SequenceState) -> Entry:
-        return self._entries[sequence.request.request_id]
+    def of(self, sequence: SequenceState) -> InflightRequest:
+        return self._inflight[sequence.request.request_id]
 
-    def add(self, request: ValidRequest, client: Client) -> Entry:
-        entry = self._entries[request.request_id] = Entry(request, client)
+    def add(self, request: ValidRequest, client: Client) -> InflightRequest:
+        entry = self._inflight[request.request_id] = InflightRequest(request, client)
         return entry
 
     def refuse(self, request: ValidRequest, client: Client, error: ServingError) -> None:
         """Tell why a request was not taken on."""
         self._told.append((client, request.request_id, _failed(error)))
 
-    def tell(self, entry: Entry, event: Event) -> None:
+    def tell(self, entry: InflightRequest, event: Event) -> None:
         self._told.append((entry.client, entry.request.request_id, event))
 
     def tell_held(self, sequence: SequenceState) -> None:
@@ -95,16 +95,16 @@ class Entries:
         if not entry.unfinished:
             self.leave(entry)
 
-    def fail(self, entry: Entry, error: ServingError) -> None:
+    def fail(self, entry: InflightRequest, error: ServingError) -> None:
         """The end of a whole request that cannot go on."""
         entry.unfinished.clear()
         self.leave(entry)
         self.tell(entry, _failed(error))
 
-    def leave(self, entry: Entry) -> None:
-        del self._entries[entry.request.request_id]
+    def leave(self, entry: InflightRequest) -> None:
+        del self._inflight[entry.request.request_id]
 
-    def drain(self) -> list[Told]:
+    def drain(self) -> list[EngineOutput]:
         told, self._told = self._told, []
         return told
 

@@ -39,7 +39,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     pid: int = 0
 
     @property
-    def kernels_told(self) -> str:
+    def kernels_summary(self) -> str:
         """In a line."""
         return f"{self.kernels} ({self.kernels_reason})" if self.kernels_reason else self.kernels
 
@@ -60,8 +60,8 @@ class Health(Struct, frozen=True, kw_only=True):
 
     ``num_standbys`` are loaded and ready to take the engine's place.
 
-    ``num_reserved`` of the sequences running and waiting, ``reserved_tokens`` of those generated and
-    ``reserved_prompt_tokens`` of those read are within a provisioned reserve. ``processor_wait`` is the part of
+    ``num_provisioned`` of the sequences running and waiting, ``provisioned_tokens`` of those generated and
+    ``provisioned_prompt_tokens`` of those read are within a provisioned reserve. ``processor_wait`` is the part of
     the time in which the engine's thread could have run, but had to wait for a processor (``contention.py``).
     """
 
@@ -75,9 +75,9 @@ class Health(Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     generated_tokens: int = 0
-    num_reserved: int = 0
-    reserved_tokens: int = 0
-    reserved_prompt_tokens: int = 0
+    num_provisioned: int = 0
+    provisioned_tokens: int = 0
+    provisioned_prompt_tokens: int = 0
     processor_wait: float = 0.0
     num_standbys: int = 0
 

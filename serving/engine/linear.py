@@ -20,7 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..settings import EngineSettings
-from .forward_context import StepHolder
+from .forward_context import ContextHolder
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
 from .weight_layouts import PackedWeight, pack_float
@@ -41,7 +41,7 @@ class LinearGroup:
 
     __slots__ = ("_all_taken", "_input", "_parts", "_taken", "bounds", "holder", "key", "packed", "sizes")
 
-    def __init__(self, key: tuple[str, ...], packed: PackedWeight, sizes: Sequence[int], holder: StepHolder) -> None:
+    def __init__(self, key: tuple[str, ...], packed: PackedWeight, sizes: Sequence[int], holder: ContextHolder) -> None:
         self.key = key
         self.packed = packed
         self.sizes = list(sizes)
@@ -70,9 +70,9 @@ class LinearGroup:
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.packed.in_features)
         y = self.packed.matmul(flat)
-        step = self.holder.step
-        if step is not None and step.lora is not None:
-            step.lora.add_to(self.key, flat, y)
+        context = self.holder.context
+        if context is not None and context.lora is not None:
+            context.lora.add_to(self.key, flat, y)
         return y.view(*x.shape[:-1], self.packed.out_features)
 
 
@@ -167,7 +167,7 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
 Pack = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None, bool], PackedWeight]
 
 
-def install(model: nn.Module, holder: StepHolder, settings: EngineSettings, pack: Pack | None = None) -> LinearSet:
+def install(model: nn.Module, holder: ContextHolder, settings: EngineSettings, pack: Pack | None = None) -> LinearSet:
     """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
 
     ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""

@@ -17,7 +17,7 @@ from ..processors import num_threads
 from ..settings import EngineSettings
 from . import attention, linear, openmp
 from .config_bounds import in_proportion
-from .forward_context import StepHolder
+from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
@@ -41,7 +41,7 @@ class LoadedModel:
 
     model: Any
     config: Any
-    holder: StepHolder
+    holder: ContextHolder
     layers: Sequence[LayerShape]
     linears: Any
     decoder: DecoderWeights | None
@@ -94,7 +94,7 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
     test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len)
-    holder = StepHolder()
+    holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)
     try:
@@ -162,7 +162,7 @@ def refuse_incomplete(auto: Any, model: Any, missing: Set[str], *, own_code: boo
 
 def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel | None:
     """The model from its packed file, which a native step runs on; None where there is none that passes the test."""
-    holder = StepHolder()
+    holder = ContextHolder()
     try:
         found = Mapped(bundle, settings, holder, key)
     except (LookupError, OSError, ValueError, PackagingError) as error:

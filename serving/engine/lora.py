@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import AlreadyExists, InvalidField, LimitExceeded, NotFound, PackagingError, reason
 from .adapter_files import AdapterFiles, check_fits, read_adapter
-from .forward_context import StepHolder
+from .forward_context import ContextHolder
 from .interface import AdapterInfo
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
@@ -27,7 +27,7 @@ class LoraPool:
     """Owned by the engine's thread. ``max_adapters`` bounds what is loaded, not what one batch mixes."""
 
     def __init__(
-        self, model: nn.Module, holder: StepHolder, max_adapters: int, dtype: torch.dtype | None = None
+        self, model: nn.Module, holder: ContextHolder, max_adapters: int, dtype: torch.dtype | None = None
     ) -> None:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -27,7 +27,7 @@ from ..bundle import Bundle
 from ..settings import EngineSettings
 from . import attention, linear
 from .config_bounds import in_proportion
-from .forward_context import StepHolder
+from .forward_context import ContextHolder
 from .native import library
 from .native.weight import NativeWeight
 from .packed_cache_file import Array, open_packed, write_packed
@@ -62,7 +62,7 @@ def _code() -> tuple[str, ...]:
 class Mapped:
     """What a packed file holds: ``model`` and ``linears`` as ``linear.install`` leaves them, ``uses`` of its layers."""
 
-    def __init__(self, bundle: Bundle, settings: EngineSettings, holder: StepHolder, key: str) -> None:
+    def __init__(self, bundle: Bundle, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
         """Raises ``LookupError`` where there is no such file, or its model is built otherwise today."""
         found = open_packed(key)
         if found is None:

@@ -78,7 +78,7 @@ def attend(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sliding_window is not None and not causal:
         raise UnsupportedAttentionError(f"{name} uses a window in both directions")
-    plan = getattr(module, HOLDER).step.attention
+    plan = getattr(module, HOLDER).context.attention
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(query[0], key[0], value[0], scale, causal, sliding_window)[None], None
 

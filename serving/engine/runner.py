@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from .forward_context import Step, StepHolder
+from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import KVCache, Row
 from .scheduler import Run
 
@@ -39,7 +39,7 @@ class ModelForward:
 
     wants_decodes_together = True
 
-    def __init__(self, model: Any, holder: StepHolder, cache: KVCache, lora: Any, device: Any) -> None:
+    def __init__(self, model: Any, holder: ContextHolder, cache: KVCache, lora: Any, device: Any) -> None:
         self._model = model
         self._holder = holder
         self._cache = cache
@@ -49,12 +49,12 @@ class ModelForward:
     def forward(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]) -> Any:
         """See ``StepForward.forward``."""
         positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
-        step = Step(num_tokens=len(ids), attention=self._cache.plan(rows))
+        context = ForwardContext(num_tokens=len(ids), attention=self._cache.plan(rows))
         if self._lora is not None:
-            step.lora = self._lora.plan(adapters, [row.num_tokens for row in rows])
+            context.lora = self._lora.plan(adapters, [row.num_tokens for row in rows])
         everything = len(kept) == len(ids)
         wanted = np.array(kept or [0], dtype=np.int64)
-        self._holder.step = step
+        self._holder.context = context
         try:
             logits = self._model(
                 input_ids=self._tensor(ids)[None],
@@ -63,7 +63,7 @@ class ModelForward:
                 logits_to_keep=0 if everything else self._tensor(wanted),
             ).logits[0]
         finally:
-            self._holder.step = None
+            self._holder.context = None
         return logits[: len(kept)]
 
     def _tensor(self, array: Any) -> Any:

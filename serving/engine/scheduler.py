@@ -1,12 +1,13 @@
-"""Which tokens the next forward runs.
+"""Continuous batching: which tokens the next forward runs.
 
-Each step: first one token of every sequence that decodes, then prompts in chunks up to ``max_num_batched_tokens``.
-Sequences start in order of (priority, arrival) as far as slots and memory for their whole prompt allow. Prompts being
-read take turns with a share of the step each, so a long one delays the short ones behind it by little. When memory runs
-out, the sequences that came last lose theirs and start again later (their tokens are kept, only KV is recomputed).
+Each step: decode first, one token of every sequence that has its prompt, then chunked prefill up to
+``max_num_batched_tokens``. Sequences start in order of (priority, arrival) as far as slots and memory for their whole
+prompt allow. Prefills take turns with a share of the step each, so a long one delays the short ones after it by little.
+When memory runs out, the sequences that came last are preempted and start again later (their tokens are kept, only KV
+is recomputed).
 
-While sequences under guarantee (``reserved``) are there, a step is made of them alone in just that way, and the others
-are spare work: they get the time that ``pace`` allows beside it, in order of arrival, and give up slots and memory.
+While provisioned sequences are there, a step is made of them alone in just that way. The others are best effort: they
+get the time that ``best_effort.BestEffortBudget`` allows beside it, in order of arrival, and give up slots and memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .best_effort import Pace, Work
+from .best_effort import BestEffortBudget, StepLoad
 from .kv_cache import KVCache
 from .sequence import SequenceState
 
@@ -49,11 +50,11 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
-        self.pace = Pace()
+        self.budget = BestEffortBudget()
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
-        self.reserved_prompt_tokens = 0
+        self.provisioned_prompt_tokens = 0
         self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
@@ -63,35 +64,35 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
-    def has_reserved(self) -> bool:
-        """Reserved sequences come first in both lists."""
-        return any(sequences and sequences[0].reserved for sequences in (self.running, self.waiting))
+    def has_provisioned(self) -> bool:
+        """Provisioned sequences come first in both lists."""
+        return any(sequences and sequences[0].provisioned for sequences in (self.running, self.waiting))
 
     @property
-    def num_reserved(self) -> int:
-        return sum(s.reserved for s in self.running) + sum(s.reserved for s in self.waiting)
+    def num_provisioned(self) -> int:
+        return sum(s.provisioned for s in self.running) + sum(s.provisioned for s in self.waiting)
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
-        if not self.has_reserved and not self.pace.lingers:
+        if not self.has_provisioned and not self.budget.lingers:
             return self._step(False)
         runs = self._step(True)
-        return sorted(runs + self._spare(runs), key=lambda run: run.num_tokens > 1)
+        return sorted(runs + self._best_effort(runs), key=lambda run: run.num_tokens > 1)
 
     def ran(self, runs: Sequence[Run], seconds: float) -> None:
         """``runs`` took ``seconds``: what the next steps are planned by."""
         if runs:
-            guarded = Work.of(run for run in runs if run.sequence.reserved)
-            self.pace.ran(guarded, Work.of(runs), seconds)
+            provisioned = StepLoad.of(run for run in runs if run.sequence.provisioned)
+            self.budget.ran(provisioned, StepLoad.of(runs), seconds)
 
-    def _step(self, reserved: bool) -> list[Run]:
+    def _step(self, provisioned: bool) -> list[Run]:
         """A whole step of one class of sequences."""
-        runs = self._decodes(reserved)
+        runs = self._decodes(provisioned)
         budget = self.max_num_batched_tokens - len(runs)
         # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
         # such, so that neither kind waits for the other to be done.
-        turns = [sequence for sequence in self._turns if sequence.reserved == reserved]
-        prefills = self._admit(budget // 2 if turns else budget, reserved)
+        turns = [sequence for sequence in self._turns if sequence.provisioned == provisioned]
+        prefills = self._admit(budget // 2 if turns else budget, provisioned)
         budget -= sum(run.num_tokens for run in prefills)
         prefills += self._turn_by_turn(turns, budget)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs + prefills)
@@ -101,10 +102,10 @@ class Scheduler:
             self._turns.append(run.sequence)
         return runs + prefills
 
-    def _decodes(self, reserved: bool) -> list[Run]:
+    def _decodes(self, provisioned: bool) -> list[Run]:
         runs = []
         for sequence in list(self.running):
-            if sequence.reserved != reserved or sequence.status != "running" or sequence.num_remaining > 1:
+            if sequence.provisioned != provisioned or sequence.status != "running" or sequence.num_remaining > 1:
                 continue
             if self._make_room(sequence):
                 runs.append(Run(sequence, sequence.num_computed, 1))
@@ -120,7 +121,7 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: SequenceState, *, keep: bool = False) -> None:
-        """running → waiting: its KV is given up and computed again later, unless ``keep`` and nobody needs the room."""
+        """running → waiting: its KV is given up, or with ``keep`` stays for reuse until its room is needed."""
         self._leave(sequence)
         self.cache.release(sequence.id, keep=keep)
         sequence.move("waiting")
@@ -144,7 +145,7 @@ class Scheduler:
             self._turns.remove(sequence)
 
     def _turn_by_turn(self, turns: list[SequenceState], budget: int) -> list[Run]:
-        """A share for each prompt being read; who was served goes behind the others (``_step`` puts it there)."""
+        """A share for each prefill; one that was served goes to the end of the turns (``_step`` puts it there)."""
         share = max(budget // SHARES, 1)
         runs: list[Run] = []
         for sequence in turns:
@@ -160,22 +161,22 @@ class Scheduler:
             runs.append(run)
         return runs
 
-    def _admit(self, budget: int, reserved: bool) -> list[Run]:
+    def _admit(self, budget: int, provisioned: bool) -> list[Run]:
         share = max(self.max_num_batched_tokens // SHARES, 1)
         runs: list[Run] = []
-        for sequence in self._candidates(reserved):
+        for sequence in self._candidates(provisioned):
             if budget <= 0:
                 break
             if not self._start(sequence):
-                break  # in order of arrival: none behind it may take the memory it waits for
+                break  # in order of arrival: no later one may take the memory it waits for
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
             budget -= run.num_tokens
             runs.append(run)
         return runs
 
-    def _candidates(self, reserved: bool) -> Iterator[SequenceState]:
+    def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
         """Waiting sequences that may start now, as far as it is worth looking in one step."""
-        for sequence in [s for s in self.waiting if s.reserved == reserved][:MATCHES_PER_STEP]:
+        for sequence in [s for s in self.waiting if s.provisioned == provisioned][:MATCHES_PER_STEP]:
             is_full = len(self.running) >= self.max_num_seqs
             if is_full and not self._can_displace(sequence):
                 return
@@ -186,23 +187,23 @@ class Scheduler:
             yield sequence
 
     def _can_displace(self, sequence: SequenceState) -> bool:
-        return sequence.reserved and bool(self.running) and not self.running[-1].reserved
+        return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
 
     def _displace(self) -> None:
-        """Send the spare sequence that came last back to the queue, for the sake of a reserved one."""
+        """Preempt the best-effort sequence that came last, for the sake of a provisioned one."""
         self.preempt(self.running[-1], keep=True)
 
     def _awaits_prefix(self, sequence: SequenceState) -> bool:
         """Whether a running sequence is just computing what this one could copy (as for the choices of n > 1).
 
-        A reserved one does not wait for spare work, which may take long.
+        A provisioned one does not wait for best-effort work, which may take long.
         """
         if sequence.prompt_scores is not None:
             return False
         owner = self.cache.match(sequence.key, sequence.tokens)[1]
-        if owner is None or not sequence.reserved:
+        if owner is None or not sequence.provisioned:
             return owner is not None
-        return any(s.id == owner and s.reserved for s in self.running)
+        return any(s.id == owner and s.provisioned for s in self.running)
 
     def _start(self, sequence: SequenceState) -> bool:
         reuse = sequence.prompt_scores is None
@@ -220,7 +221,7 @@ class Scheduler:
             sequence.first_step_at = time.monotonic()
             sequence.num_cached = min(cached, sequence.num_prompt)
             self.prefix_hit_tokens += cached
-            self.reserved_prompt_tokens += sequence.num_prompt * sequence.reserved
+            self.provisioned_prompt_tokens += sequence.num_prompt * sequence.provisioned
             self.prefix_query_tokens += sequence.num_tokens
         return True
 
@@ -233,18 +234,18 @@ class Scheduler:
             filled.append(Run(run.sequence, run.start, run.num_tokens + more))
         return filled
 
-    def _spare(self, runs: list[Run]) -> list[Run]:
+    def _best_effort(self, runs: list[Run]) -> list[Run]:
         """What else goes into a step of ``runs``: first come first, each as much as the time that is left allows.
 
         With nothing else in the step there is always one piece, so that no step is empty while there is work.
         """
-        guarded = Work.of(runs)
-        seconds = self.pace.allowance(guarded)
+        provisioned = StepLoad.of(runs)
+        seconds = self.budget.allowance(provisioned)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
-        spare: list[Run] = []
-        for sequence in self._spare_sequences():
-            must = not runs and not spare
-            num_tokens = self._affordable(sequence, guarded, seconds, budget)
+        extra: list[Run] = []
+        for sequence in self._best_effort_sequences():
+            must = not runs and not extra
+            num_tokens = self._affordable(sequence, provisioned, seconds, budget)
             if num_tokens < 1 and not must:
                 break
             if sequence.status == "waiting" and not self._start(sequence):
@@ -253,32 +254,32 @@ class Scheduler:
                 break
             num_tokens = max(1, min(num_tokens, sequence.num_remaining))
             run = Run(sequence, sequence.num_computed, num_tokens)
-            spare.append(run)
+            extra.append(run)
             if sequence.num_remaining > num_tokens and sequence not in self._turns:
                 self._turns.append(sequence)
             budget -= num_tokens
-            seconds -= self._price(run, guarded)
-        return spare
+            seconds -= self._price(run, provisioned)
+        return extra
 
-    def _spare_sequences(self) -> Iterator[SequenceState]:
-        for sequence in [s for s in self.running if not s.reserved]:
+    def _best_effort_sequences(self) -> Iterator[SequenceState]:
+        for sequence in [s for s in self.running if not s.provisioned]:
             if sequence.status == "running":  # it may have lost its memory to one before it
                 yield sequence
-        if not any(s.reserved for s in self.waiting):
+        if not any(s.provisioned for s in self.waiting):
             yield from self._candidates(False)
 
-    def _affordable(self, sequence: SequenceState, guarded: Work, seconds: float, budget: int) -> int:
+    def _affordable(self, sequence: SequenceState, provisioned: StepLoad, seconds: float, budget: int) -> int:
         """Tokens of ``sequence`` that ``seconds`` pay for; those of a waiting one as if nothing were cached."""
         if seconds <= 0:
             return 0
         start = sequence.num_computed
-        num_tokens = 1 if self.pace.row(guarded, start) <= seconds else 0
+        num_tokens = 1 if self.budget.row(provisioned, start) <= seconds else 0
         if sequence.num_remaining > 1:
-            num_tokens = max(num_tokens, self.pace.chunk_tokens(guarded, start, seconds))
+            num_tokens = max(num_tokens, self.budget.chunk_tokens(provisioned, start, seconds))
         return min(num_tokens, sequence.num_remaining, budget)
 
-    def _price(self, run: Run, guarded: Work) -> float:
-        row = self.pace.row(guarded, run.start)
+    def _price(self, run: Run, provisioned: StepLoad) -> float:
+        row = self.budget.row(provisioned, run.start)
         if run.num_tokens == 1:
             return row
-        return min(self.pace.cost.chunk(run.start, run.num_tokens), row * run.num_tokens)
+        return min(self.budget.cost.chunk(run.start, run.num_tokens), row * run.num_tokens)

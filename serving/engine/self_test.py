@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import PackagingError
-from .forward_context import Step, StepHolder
+from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import LayerShape, PrefixKey, Row
 from .slot_cache import SlotKVCache
 
@@ -57,7 +57,7 @@ class ProbePlan:
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
 
 
-def probe_layers(model: Any, holder: StepHolder, config: Any) -> list[LayerUse]:
+def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUse]:
     """What every layer asks of the attention, found by running the model once."""
     plan = ProbePlan()
     _forward(model, holder, np.zeros(2, dtype=np.int64), np.arange(2), plan)
@@ -74,7 +74,7 @@ def probe_layers(model: Any, holder: StepHolder, config: Any) -> list[LayerUse]:
 Forward = Callable[[SlotKVCache, Any, Sequence[Row]], Any]
 
 
-def model_forward(model: Any, holder: StepHolder) -> Forward:
+def model_forward(model: Any, holder: ContextHolder) -> Forward:
     """transformers' code with our attention."""
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
@@ -149,8 +149,8 @@ def relative_norm(found: Any, wanted: Any) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-6))
 
 
-def _forward(model: Any, holder: StepHolder, ids: Any, positions: Any, plan: Any) -> Any:
-    holder.step = Step(num_tokens=len(ids), attention=plan)
+def _forward(model: Any, holder: ContextHolder, ids: Any, positions: Any, plan: Any) -> Any:
+    holder.context = ForwardContext(num_tokens=len(ids), attention=plan)
     try:
         return model(
             input_ids=torch.from_numpy(ids).to(model.device)[None],
@@ -158,4 +158,4 @@ def _forward(model: Any, holder: StepHolder, ids: Any, positions: Any, plan: Any
             use_cache=False,
         ).logits[0]
     finally:
-        holder.step = None
+        holder.context = None

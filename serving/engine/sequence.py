@@ -33,7 +33,8 @@ class SequenceState:
     __slots__ = (
         "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index",
         "key", "limit", "num_cached", "num_computed", "num_preemptions", "num_prompt",
-        "num_resumed", "num_tokens", "prompt_scores", "request", "reserved", "sampling", "seed", "status", "stop_ids",
+        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status",
+        "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -46,8 +47,8 @@ class SequenceState:
         self.request, self.index, self.id, self.key = request, index, id, key
         self.sampling: Sampling = sampling
         self.adapter = request.adapter
-        self.reserved = request.reserved
-        self.arrival = (not request.reserved, request.priority, id)
+        self.provisioned = request.provisioned
+        self.arrival = (not request.provisioned, request.priority, id)
         self.arrived_at = arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed

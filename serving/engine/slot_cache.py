@@ -90,12 +90,12 @@ class SlotKVCache(KVCache):
         found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
         source = found.source if found.length else None
         if source is not None and source.is_idle and self._should_take_over(source, found.length, len(tokens)):
-            if not self._make_room(len(tokens) - source.charged, spare=source):
+            if not self._make_room(len(tokens) - source.charged, protected=source):
                 return None
             self._trim(source, len(tokens))
             self.table.activate(source, owner, key, tokens, found.length)
             return found.length
-        slot = self._fresh_slot(len(tokens), spare=source)
+        slot = self._fresh_slot(len(tokens), protected=source)
         if slot is None:
             return None
         if source is not None:
@@ -110,24 +110,24 @@ class SlotKVCache(KVCache):
             return True
         return self.table.used + needed > self.num_tokens_total
 
-    def _fresh_slot(self, num_tokens: int, spare: Slot | None) -> Slot | None:
-        if not self._make_room(num_tokens, spare):
+    def _fresh_slot(self, num_tokens: int, protected: Slot | None) -> Slot | None:
+        if not self._make_room(num_tokens, protected):
             return None
         slot = self.table.lowest_free()
         if slot is None:
-            idle = self.table.evictable(spare)
+            idle = self.table.evictable(protected)
             if not idle:
                 return None
             slot = idle[0]
             self._clear(slot)
         return slot
 
-    def _make_room(self, extra: int, spare: Slot | None = None) -> bool:
+    def _make_room(self, extra: int, protected: Slot | None = None) -> bool:
         """Evict idle slots until ``extra`` more tokens fit; evicts nothing when that would not be enough."""
         missing = self.table.used + extra - self.num_tokens_total
         if missing <= 0:
             return True
-        idle = self.table.evictable(spare)
+        idle = self.table.evictable(protected)
         if sum(s.charged for s in idle) < missing:
             return False
         for slot in idle:

@@ -93,9 +93,9 @@ class SlotTable:
             wait_for = None
         return Match(best if best >= min(WORTH_REUSING, limit) else 0, source, wait_for)
 
-    def evictable(self, spare: Slot | None = None) -> list[Slot]:
+    def evictable(self, protected: Slot | None = None) -> list[Slot]:
         """Idle slots, least recently used first."""
-        return sorted((s for s in self.slots if s.is_idle and s is not spare), key=lambda s: s.last_used)
+        return sorted((s for s in self.slots if s.is_idle and s is not protected), key=lambda s: s.last_used)
 
     def lowest_free(self) -> Slot | None:
         return next((s for s in self.slots if s.is_free), None)

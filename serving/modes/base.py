@@ -45,8 +45,8 @@ class Mode(Protocol):
 class Admission:
     """The context manager around a request's run: ``with mode.admit(…) as admitted: engine.submit(admitted.request)``.
 
-    ``request`` is the ``ValidRequest`` as the engine gets it, ``reserved`` where the mode says so. Leaving settles (see
-    ``Lease``).
+    ``request`` is the ``ValidRequest`` as the engine gets it, ``provisioned`` where the mode says so. Leaving settles
+    (see ``Lease``).
     """
 
     def __init__(self, lease: Lease, request: ValidRequest) -> None:

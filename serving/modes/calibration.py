@@ -45,8 +45,8 @@ def calibrate(
 
     On a machine where that would take much longer than ``SECONDS`` the requests are shorter.
 
-    Raises the ``ServingError`` that the engine answered with. What others run meanwhile is spare work beside it, and
-    takes little; other reserved requests there should be none.
+    Raises the ``ServingError`` that the engine answered with. What others run meanwhile is best-effort work beside it,
+    and takes little; other provisioned requests there should be none.
     """
     info = engine.info
     callers = max(1, min(callers, info.max_num_seqs))
@@ -126,7 +126,7 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
         task="completions" if new_tokens else "embeddings",
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
-        reserved=True,
+        provisioned=True,
         deadline=time.monotonic() + DEADLINE,
         sampling=Sampling(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0.0) if new_tokens else None,
     )

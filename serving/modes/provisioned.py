@@ -47,7 +47,7 @@ class Provisioned:
     def admit(self, valid: ValidRequest, caller: Caller, target: Target) -> Admission:
         lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, self._bucket))
         if lease.within_reserve:
-            valid = msgspec.structs.replace(valid, reserved=True)
+            valid = msgspec.structs.replace(valid, provisioned=True)
         return Admission(lease, valid)
 
 

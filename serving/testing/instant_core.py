@@ -64,7 +64,7 @@ class InstantCore:
         self._outbox: list[tuple[str, str, Event]] = []
         self._read: set[tuple[str | None, str, tuple[int, ...]]] = set()
         self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
-        self._steps = self._generated = self._generated_reserved = 0
+        self._steps = self._generated = self._generated_provisioned = 0
         self._last_step = time.monotonic()
         length = min(settings.max_model_len or self.model.max_model_len, self.model.max_model_len)
         self.info = EngineInfo(
@@ -159,7 +159,7 @@ class InstantCore:
             if reason is None:
                 token_id = sequence.next(self.model.vocab_size)
                 self._generated += 1
-                self._generated_reserved += request.reserved
+                self._generated_provisioned += request.provisioned
                 cached = sequence.num_cached if sequence.num_generated == sequence.num_resumed + 1 else None
                 event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs), cached)
                 self._outbox.append((running.client, request.request_id, event))
@@ -250,8 +250,8 @@ class InstantCore:
             num_running=running,
             num_waiting=len(self._running) - running,
             generated_tokens=self._generated,
-            num_reserved=sum(running.request.reserved for running in self._running.values()),
-            reserved_tokens=self._generated_reserved,
+            num_provisioned=sum(running.request.provisioned for running in self._running.values()),
+            provisioned_tokens=self._generated_provisioned,
         )
 
     def close(self) -> list[tuple[str, str, Event]]:

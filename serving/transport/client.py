@@ -30,7 +30,7 @@ from .wait import ThreadWait, Wait
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
 # in an engine that is not there
-AWAY = dict.fromkeys(("num_running", "num_waiting", "num_reserved", "kv_tokens_used", "num_standbys"), 0)
+AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
 
 
 class _Call:

@@ -73,7 +73,7 @@ class EngineHost:
     def _tell(self, status: ReplicaStatus, seconds: float) -> None:
         if status.state == "ready":
             info = self._supervisor.status(NAME).info
-            kernels = info.kernels_told if info is not None else ""
+            kernels = info.kernels_summary if info is not None else ""
             self._say("ready", seconds=round(seconds, 2), address=self._model.listen, kernels=kernels)
         elif status.state == "failed":
             self._say("failed", message=status.message)

@@ -121,7 +121,7 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
         socket, remote = _bound(context, spec, state)
     info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
     keeper = _standby_keeper(spec, state, lock, info.kv_cache_memory)
-    logger.info("kernels: %s; package: %s", info.kernels_told, child.package_place())
+    logger.info("kernels: %s; package: %s", info.kernels_summary, child.package_place())
     server = EngineServer(
         core,
         spec.settings,

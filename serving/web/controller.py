@@ -87,7 +87,7 @@ class Controller:
         """What the engines of an endpoint run on, in words."""
         served = [served for one in self._deployed.values() if one.name == name for served in one.served]
         infos = [self._supervisor.status(one.key).info for one in served]
-        return ", ".join(dict.fromkeys(info.kernels_told for info in infos if info is not None))
+        return ", ".join(dict.fromkeys(info.kernels_summary for info in infos if info is not None))
 
     def _settled(self, declared: Iterable[str]) -> bool:
         rows = self._endpoints.rows()

@@ -60,7 +60,7 @@ class Gate:
     ) -> None:
         at_once = engine.info.max_num_seqs * max(1, getattr(engine, "count", 1))
         health = engine.health()
-        waiting = health.num_reserved - at_once if reserves else health.num_waiting
+        waiting = health.num_provisioned - at_once if reserves else health.num_waiting
         full = f"endpoint {endpoint} has {self.max_queued} requests waiting already"
         if len(entered) >= at_once + self.max_queued:
             raise Overloaded(full, retry_after=self.retry_after)

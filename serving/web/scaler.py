@@ -50,8 +50,8 @@ class _Counters(Struct, frozen=True):
         health = [replica.health for replica in status.replicas]
         return cls(
             sum(h.steps for h in health),
-            sum(h.reserved_tokens for h in health),
-            sum(h.reserved_prompt_tokens for h in health),
+            sum(h.provisioned_tokens for h in health),
+            sum(h.provisioned_prompt_tokens for h in health),
         )
 
 

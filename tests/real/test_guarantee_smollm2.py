@@ -9,7 +9,7 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import core
-from mlflow_llm.serving.engine.best_effort import Work
+from mlflow_llm.serving.engine.best_effort import StepLoad
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.scheduler import Run
 from mlflow_llm.serving.events import Finished, Tokens
@@ -54,7 +54,7 @@ class Engine:
                 model="m",
                 sequences=(Sequence(prompt_token_ids=prompt, seed=number),),
                 sampling=Sampling(max_tokens=24, min_tokens=24),
-                reserved=not name.startswith("flood"),
+                provisioned=not name.startswith("flood"),
             )
         )
 
@@ -83,8 +83,8 @@ def engine(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return made
 
 
-def test_a_flood_waits_and_changes_no_reserved_text(engine: Engine) -> None:
-    """All slots are a flood's: reserved requests start in the next step, end first and have the text that they have
+def test_a_flood_waits_and_changes_no_provisioned_text(engine: Engine) -> None:
+    """All slots are a flood's: provisioned requests start in the next step, end first and have the text that they have
     alone; then every request of the flood is answered."""
     for number in range(3):
         engine.add(f"alone-{number}", number)
@@ -98,8 +98,8 @@ def test_a_flood_waits_and_changes_no_reserved_text(engine: Engine) -> None:
     for number in range(3):
         engine.add(f"reserved-{number}", number)
     engine.step()
-    assert engine.core.health().reserved_tokens == 3 * 24 + 3
-    while engine.core.health().num_reserved:
+    assert engine.core.health().provisioned_tokens == 3 * 24 + 3
+    while engine.core.health().num_provisioned:
         engine.step()
     assert {"reserved-0", "reserved-1", "reserved-2"} <= set(engine.ended[ended:])
     assert len(engine.ended) < ended + 3 + 8
@@ -108,5 +108,5 @@ def test_a_flood_waits_and_changes_no_reserved_text(engine: Engine) -> None:
         assert engine.tokens[f"reserved-{number}"] == engine.tokens[f"alone-{number}"]
     assert len(engine.tokens) == 26
     assert {len(tokens) for tokens in engine.tokens.values()} == {24}
-    assert 0 < engine.core._scheduler.pace.cost.predict(Work(rows=3, context=100)) < 10
+    assert 0 < engine.core._scheduler.budget.cost.predict(StepLoad(rows=3, context=100)) < 10
     engine.core.close()

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.forward_context import StepHolder
+from mlflow_llm.serving.engine.forward_context import ContextHolder
 from mlflow_llm.serving.settings import EngineSettings
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
@@ -22,7 +22,7 @@ def test_perplexity_of_int8_is_near_float32(smollm2_dir):
         return torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).exp().item()
 
     exact = perplexity()
-    linear.install(model, StepHolder(), EngineSettings(quantization="int8"))
+    linear.install(model, ContextHolder(), EngineSettings(quantization="int8"))
     ratio = perplexity() / exact
     assert 0.97 < ratio < 1.04
     assert ratio != 1

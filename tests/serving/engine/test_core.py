@@ -368,10 +368,10 @@ def test_refused_address_space_falls_back_to_the_budget(
         EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))
 
 
-def test_a_full_queue_of_others_keeps_no_reserved_request_out(tiny_bundle: Bundle) -> None:
-    """Others are refused beyond ``max_queued_requests``; reserved requests are counted among themselves."""
+def test_a_full_queue_of_others_keeps_no_provisioned_request_out(tiny_bundle: Bundle) -> None:
+    """Others are refused beyond ``max_queued_requests``; provisioned requests are counted among themselves."""
     core = EngineCore(tiny_bundle, settings(max_queued_requests=2))
-    requests = [request_of(name, prompt_of(5, i), reserved=name in "rst") for i, name in enumerate("abcrst")]
+    requests = [request_of(name, prompt_of(5, i), provisioned=name in "rst") for i, name in enumerate("abcrst")]
     outcomes = run(core, *requests)
     assert {name for name, outcome in outcomes.items() if outcome.failed} == {"c", "t"}
     assert outcomes["c"].failed.kind == outcomes["t"].failed.kind == "overloaded"
@@ -392,19 +392,18 @@ def test_a_full_queue_keeps_no_continuation_out(tiny_bundle: Bundle, tiny_llama:
     core.close()
 
 
-def test_a_flood_changes_no_reserved_token(core: EngineCore, tiny_llama: Any) -> None:
-    """Reserved requests take slots from spare ones in the middle of their text, and both have the tokens they would
-    have alone."""
+def test_a_flood_changes_no_provisioned_token(core: EngineCore, tiny_llama: Any) -> None:
+    """Provisioned requests preempt best-effort ones amid their text; both have the tokens they have alone."""
     flood = {f"f{i}": prompt_of(6 + i, i) for i in range(6)}
     outcomes = {name: Outcome() for name in (*flood, "r0", "r1", "r2")}
     for name, prompt in flood.items():
         core.add(request_of(name, prompt, max_tokens=20))
     take(core, outcomes, max_steps=8)
-    reserved = {f"r{i}": prompt_of(9, 20 + i) for i in range(3)}
-    for name, prompt in reserved.items():
-        core.add(request_of(name, prompt, max_tokens=10, reserved=True))
+    provisioned = {f"r{i}": prompt_of(9, 20 + i) for i in range(3)}
+    for name, prompt in provisioned.items():
+        core.add(request_of(name, prompt, max_tokens=10, provisioned=True))
     take(core, outcomes)
     assert core._scheduler.num_preemptions >= 3
-    for name, prompt in (flood | reserved).items():
-        assert outcomes[name].tokens[0] == greedy(tiny_llama, prompt, 10 if name in reserved else 20)
-    assert core.health().reserved_tokens == 30
+    for name, prompt in (flood | provisioned).items():
+        assert outcomes[name].tokens[0] == greedy(tiny_llama, prompt, 10 if name in provisioned else 20)
+    assert core.health().provisioned_tokens == 30

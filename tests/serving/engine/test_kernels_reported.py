@@ -44,7 +44,7 @@ def test_why_a_decoder_is_not_run_natively(config: Any, settings: Any, reason: s
     """The setting, the precision, the architecture or the heads are named."""
     info = info_of(save_bundle(make_model(config), tmp_path), **settings)
     assert (info.kernels, reason in info.kernels_reason) == ("torch", True), info.kernels_reason
-    assert info.kernels_told == f"torch ({info.kernels_reason})"
+    assert info.kernels_summary == f"torch ({info.kernels_reason})"
 
 
 @here

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mlflow_llm.serving.engine import linear
-from mlflow_llm.serving.engine.forward_context import StepHolder
+from mlflow_llm.serving.engine.forward_context import ContextHolder
 from mlflow_llm.serving.engine.quantization import Int8Weight, quantize_rows
 from mlflow_llm.serving.engine.weight_layouts import OneDnnWeight, PlainWeight, can_block
 from mlflow_llm.serving.settings import EngineSettings
@@ -29,14 +29,14 @@ def test_float32_logits_are_those_of_the_model(make):
     model, ids = make(), torch.randint(0, 100, (1, 9))
     with torch.inference_mode():
         expected = model(ids).logits
-        linear.install(model, StepHolder(), EngineSettings())
+        linear.install(model, ContextHolder(), EngineSettings())
         assert torch.allclose(model(ids).logits, expected, atol=1e-5)
 
 
 def test_every_linear_is_found_and_siblings_share_one_gemm():
     """q, k, v and gate, up share a group; names, shapes and the head are told."""
     model = tiny_llama()
-    found = linear.install(model, StepHolder(), EngineSettings())
+    found = linear.install(model, ContextHolder(), EngineSettings())
     assert found.head == "lm_head"
     assert found.shapes["model.layers.1.self_attn.k_proj"] == (16, 32)
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
@@ -51,7 +51,7 @@ def test_weight_and_bias_stay_readable():
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.bias.normal_()
     expected = {n: p.clone() for n, p in model.model.layers[0].self_attn.k_proj.named_parameters()}
-    linear.install(model, StepHolder(), EngineSettings())
+    linear.install(model, ContextHolder(), EngineSettings())
     found = model.model.layers[0].self_attn.k_proj
     assert torch.equal(found.weight, expected["weight"])
     assert torch.equal(found.bias, expected["bias"])
@@ -63,7 +63,7 @@ def test_siblings_called_with_different_inputs_are_each_right():
     model = tiny_llama()
     attention = model.model.layers[0].self_attn
     weights = {name: getattr(attention, name).weight.detach().clone() for name in ("q_proj", "k_proj", "v_proj")}
-    linear.install(model, StepHolder(), EngineSettings())
+    linear.install(model, ContextHolder(), EngineSettings())
     inputs = [torch.randn(3, 32) for _ in range(2)]
     calls = [("v_proj", 0), ("q_proj", 0), ("q_proj", 0), ("k_proj", 1), ("v_proj", 1), ("k_proj", 0), ("q_proj", 1)]
     with torch.inference_mode():
@@ -119,6 +119,6 @@ def test_blocked_and_plain_weights_agree(dtype, rows):
 def test_int8_leaves_head_and_gates_in_float():
     """The output head and linears of a few outputs are not quantised."""
     model = tiny_llama()
-    found = linear.install(model, StepHolder(), EngineSettings(quantization="int8", kernels="torch")).linears
+    found = linear.install(model, ContextHolder(), EngineSettings(quantization="int8", kernels="torch")).linears
     assert isinstance(found["model.layers.0.mlp.down_proj"].group.packed, Int8Weight)
     assert not isinstance(found["lm_head"].group.packed, Int8Weight)

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mlflow_llm.serving.engine import linear, lora_plan
-from mlflow_llm.serving.engine.forward_context import Step, StepHolder
+from mlflow_llm.serving.engine.forward_context import ContextHolder, ForwardContext
 from mlflow_llm.serving.engine.lora import LoraPool
 from mlflow_llm.serving.engine.lora_plan import MaskedPlan, SegmentPlan, segments_of
 from mlflow_llm.serving.errors import AlreadyExists, InvalidField, LimitExceeded, NotFound
@@ -54,7 +54,7 @@ def save_adapter(folder, make=llama, **config):
 
 
 def pool_over(model, max_adapters=8):
-    holder = StepHolder()
+    holder = ContextHolder()
     linear.install(model, holder, EngineSettings())
     return holder, LoraPool(model, holder, max_adapters, torch.float32)
 
@@ -76,9 +76,9 @@ def test_a_batch_of_adapters_and_base_gives_what_peft_gives_for_each(adapters):
     names = ["rs", None, "plain", "patterns", "rs"]
     with torch.inference_mode():
         ids = IDS.repeat(len(names), 1)
-        holder.step = Step(num_tokens=ids.numel(), lora=pool.plan(names, [7] * len(names)))
+        holder.context = ForwardContext(num_tokens=ids.numel(), lora=pool.plan(names, [7] * len(names)))
         mixed = model(ids).logits
-        holder.step = None
+        holder.context = None
         without = model(ids).logits
     for row, name in zip(mixed, names, strict=True):
         expected = base if name is None else adapters[name][1]
@@ -101,7 +101,7 @@ def test_segments_give_what_the_masked_way_gives(adapters, monkeypatch):
         plan = pool.plan(names, counts)
         assert isinstance(plan, kind)
         with torch.inference_mode():
-            holder.step = Step(num_tokens=ids.numel(), lora=plan)
+            holder.context = ForwardContext(num_tokens=ids.numel(), lora=plan)
             results[kind] = model(ids).logits[0]
     assert torch.allclose(results[SegmentPlan], results[MaskedPlan], atol=2e-6)
 
@@ -134,7 +134,7 @@ def test_fan_in_fan_out_of_gpt2(tmp_path):
     holder, pool = pool_over(model)
     pool.load("a", str(tmp_path / "a"))
     with torch.inference_mode():
-        holder.step = Step(num_tokens=7, lora=pool.plan(["a"], [7]))
+        holder.context = ForwardContext(num_tokens=7, lora=pool.plan(["a"], [7]))
         assert torch.allclose(model(IDS).logits[0], expected, atol=2e-6)
 
 
@@ -166,7 +166,7 @@ def test_a_name_loaded_again_has_its_new_weights(adapters):
         path, expected = adapters[name]
         pool.load("x", str(path))
         with torch.inference_mode():
-            holder.step = Step(num_tokens=7, lora=pool.plan(["x"], [7]))
+            holder.context = ForwardContext(num_tokens=7, lora=pool.plan(["x"], [7]))
             assert torch.allclose(model(IDS).logits[0], expected, atol=2e-6)
         pool.unload("x")
 

@@ -159,7 +159,7 @@ def test_the_setting_leaves_the_kernels_out() -> None:
         (EngineSettings(quantization="int8"), {INT8, BF16 if has_bf16() else F32}),
     ):
         model = make_model(DECODERS["llama"]())
-        found = linear.install(model, linear.StepHolder(), settings).linears.values()
+        found = linear.install(model, linear.ContextHolder(), settings).linears.values()
         assert {getattr(each.group.packed, "kind", None) for each in found} == kinds
 
 

@@ -90,8 +90,8 @@ def test_within_the_reserve_a_request_runs_first(ledger):
     reserved, paid = Provisioned(ledger, throughput=1), PayPerToken(ledger)
     admissions = [reserved.admit(valid(f"r{number}"), CALLER, TARGET) for number in range(3)]  # 25 of 60 tokens each
     flood = paid.admit(valid("flood"), CALLER, TARGET)
-    assert [admitted.request.reserved for admitted in admissions] == [True, True, False]
-    assert not flood.request.reserved
+    assert [admitted.request.provisioned for admitted in admissions] == [True, True, False]
+    assert not flood.request.provisioned
     for admitted in (*admissions, flood):
         admitted.settle()
 

@@ -112,7 +112,7 @@ def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
         os.kill(engine.info.pid, signal.SIGKILL)
         assert eventually(lambda: engine.health().status == "starting")
         away = engine.health()
-        assert (away.num_running, away.num_waiting, away.num_reserved, away.kv_tokens_used) == (0, 0, 0, 0)
+        assert (away.num_running, away.num_waiting, away.num_provisioned, away.kv_tokens_used) == (0, 0, 0, 0)
         assert away.steps > 0
         assert eventually(lambda: engine.health().last_step_age > away.last_step_age > 0)
         assert eventually(lambda: engine.health().num_waiting == 2)

@@ -130,7 +130,13 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
     """A flood on the same engine is no demand of the entity; prompts count by their weight."""
     scaler = Scaler(settle_seconds=20)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400)
-    tokens = {"reserved_tokens": 0, "reserved_prompt_tokens": 0, "generated_tokens": 0, "num_running": 5, "steps": 0}
+    tokens = {
+        "provisioned_tokens": 0,
+        "provisioned_prompt_tokens": 0,
+        "generated_tokens": 0,
+        "num_running": 5,
+        "steps": 0,
+    }
     replicas, now = 1, 0.0
 
     def run(seconds: int, **each: int) -> None:
@@ -143,9 +149,9 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
 
     run(30, generated_tokens=5_000, steps=10)
     assert replicas == 1
-    run(30, reserved_tokens=100, reserved_prompt_tokens=200, steps=10)
+    run(30, provisioned_tokens=100, provisioned_prompt_tokens=200, steps=10)
     assert replicas == 3
-    run(300, reserved_tokens=10, steps=10)
+    run(300, provisioned_tokens=10, steps=10)
     assert replicas == 1
 
 
@@ -222,11 +228,11 @@ def test_calibration_of_an_engine_of_each_kind(tmp_path: Path) -> None:
 class Busy:
     """An engine of four sequences at once with so many requests of each kind."""
 
-    def __init__(self, *, num_waiting: int = 0, num_reserved: int = 0) -> None:
+    def __init__(self, *, num_waiting: int = 0, num_provisioned: int = 0) -> None:
         self.info = EngineInfo(
             content_hash="x", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=4, max_kv_tokens=9
         )
-        self._health = Health(status="ready", num_running=4, num_waiting=num_waiting, num_reserved=num_reserved)
+        self._health = Health(status="ready", num_running=4, num_waiting=num_waiting, num_provisioned=num_provisioned)
 
     def health(self) -> Health:
         return self._health
@@ -246,4 +252,4 @@ def test_a_queue_of_others_keeps_no_reserved_request_out() -> None:
         gate.leave(flooded, reserves=True)
     assert gate.running(flooded) == 0
     with pytest.raises(Overloaded):
-        gate.enter("reserved", Busy(num_reserved=6), reserves=True)
+        gate.enter("reserved", Busy(num_provisioned=6), reserves=True)
