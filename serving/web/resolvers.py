@@ -1,30 +1,97 @@
 """The processes that look models up (``entry``), few at a time: each imports MLflow and takes some 200 MB.
 
-A place among ``limit`` is a lock on a file of the server's directory, which its workers and its keeper share and the
-kernel gives back when its holder dies. Who asks for what is already being looked up in this process waits for that
-answer; others wait for a place, in the order in which they came.
+A place among ``limit`` is a lock on a file of the server's directory, which all of its processes share and the kernel
+gives back when its holder dies. A question that is already being looked up, in whichever process, is not asked again:
+its answer goes to all that wait for it. Others wait for a place, those of a process in the order in which they came::
+
+    resolver-<n>.lock       held by a lookup, for its place
+    lookup-<key>.lock       held by the process that looks ``key`` up, the SHA-256 of what is asked for
+    lookup-<key>.json       its answer, for processes that asked meanwhile
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import Overloaded, ShuttingDown
+import msgspec
+from msgspec import Struct
+
+from ..errors import NotFound, Overloaded, PackagingError, ShuttingDown
+from ..files import replace_file
 from ..transport.locks import FileLock, try_acquire
 from .entry import Resolved, resolve
 
 POLL_INTERVAL = 0.05
 MAX_WAITING = 64  # lookups of a process, those under way among them
 RETRY_AFTER = 5.0
+ANSWERS_KEPT = 60.0  # seconds: each process that waits for one looks every POLL_INTERVAL
 
 Uris = tuple[str, ...]
+SHARED = {kind.__name__: kind for kind in (NotFound, Overloaded, PackagingError)}
+
+
+class _Answer(Struct, frozen=True, kw_only=True):
+    """What lookup ``number`` gave: models, or one of the ``SHARED`` errors."""
+
+    number: str
+    found: tuple[Resolved, ...] = ()
+    error: str | None = None
+    message: str = ""
+
+    def given(self) -> tuple[Resolved, ...]:
+        """Raises the error."""
+        if self.error is None:
+            return self.found
+        kind = SHARED[self.error]
+        raise kind(self.message, retry_after=RETRY_AFTER) if kind is Overloaded else kind(self.message)
+
+
+class _Answers:
+    """The files of one question. Raises ``ShuttingDown`` where the server's directory is gone."""
+
+    def __init__(self, directory: Path, key: tuple[Uris, Uris]) -> None:
+        name = f"lookup-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()}"
+        self._directory, self._lock, self._file = directory, directory / f"{name}.lock", directory / f"{name}.json"
+
+    def begin(self) -> FileLock | None:
+        """None while another process looks this up."""
+        return _locked(self._lock)
+
+    def last(self) -> _Answer | None:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=_Answer)
+        except FileNotFoundError:
+            return None
+
+    def give(self, answer: _Answer) -> None:
+        """Where this fails, whoever waits looks it up again."""
+        with contextlib.suppress(OSError):
+            self._remove_old()
+            replace_file(self._file, msgspec.json.encode(answer))
+
+    def _remove_old(self) -> None:
+        for path in self._directory.glob("lookup-*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                if abs(time.time() - path.stat().st_mtime) > ANSWERS_KEPT:
+                    path.unlink()
+
+
+def _locked(path: Path) -> FileLock | None:
+    """None while another has it."""
+    try:
+        return try_acquire(str(path))
+    except FileNotFoundError:
+        raise ShuttingDown("the server has ended") from None
 
 
 class _Lookup:
-    """One that is under way; ``found`` and ``error`` stay None where who began it was stopped."""
+    """One that this process waits for; ``found`` and ``error`` stay None where who began it was stopped."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -74,13 +141,8 @@ class Resolvers:
             return self._lookups[key], True
 
     def _look_up(self, key: tuple[Uris, Uris], lookup: _Lookup) -> tuple[Resolved, ...]:
-        uris, texts = key
         try:
-            place = self._place()
-            try:
-                lookup.found = self._find(uris, texts, timeout=self._timeout)
-            finally:
-                place.release()
+            lookup.found = self._ask_once(key)
             return lookup.found
         except Exception as error:
             lookup.error = error
@@ -90,15 +152,48 @@ class Resolvers:
                 del self._lookups[key]
             lookup.over.set()
 
+    def _ask_once(self, key: tuple[Uris, Uris]) -> tuple[Resolved, ...]:
+        """Ask, or take the answer of the process that does: one that was given after we came."""
+        answers = _Answers(self._directory, key)
+        before = answers.last()
+        deadline = self._clock() + 2 * self._timeout  # of one that has just begun: its wait for a place, then its own
+        while True:
+            begun = answers.begin()
+            try:
+                answer = answers.last()
+                if answer is not None and answer != before:
+                    return answer.given()
+                if begun is not None:
+                    return self._ask(key, answers)
+            finally:
+                if begun is not None:
+                    begun.release(unlink=True)
+            if self._clock() > deadline:
+                raise Overloaded("another process takes too long to look this model up", retry_after=RETRY_AFTER)
+            self._sleep(POLL_INTERVAL)
+
+    def _ask(self, key: tuple[Uris, Uris], answers: _Answers) -> tuple[Resolved, ...]:
+        uris, texts = key
+        number = uuid.uuid4().hex
+        try:
+            place = self._place()
+            try:
+                found = self._find(uris, texts, timeout=self._timeout)
+            finally:
+                place.release()
+        except tuple(SHARED.values()) as error:
+            if type(error).__name__ in SHARED:
+                answers.give(_Answer(number=number, error=type(error).__name__, message=str(error)))
+            raise
+        answers.give(_Answer(number=number, found=found))
+        return found
+
     def _place(self) -> FileLock:
         deadline = self._clock() + self._timeout
         with self._turn:
             while True:
                 for number in range(self._limit):
-                    try:
-                        lock = try_acquire(str(self._directory / f"resolver-{number}.lock"))
-                    except FileNotFoundError:
-                        raise ShuttingDown("the server has ended") from None
+                    lock = _locked(self._directory / f"resolver-{number}.lock")
                     if lock is not None:
                         return lock
                 if self._clock() > deadline:

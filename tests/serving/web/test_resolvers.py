@@ -14,9 +14,11 @@ import psutil
 import pytest
 from processes import gone
 
+from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import NotFound, Overloaded, PackagingError, ShuttingDown
 from mlflow_llm.serving.transport.locks import try_acquire
 from mlflow_llm.serving.web import entry, resolvers
+from mlflow_llm.serving.web.entry import Resolved
 from mlflow_llm.serving.web.resolvers import Resolvers
 
 HOLDER = """
@@ -49,7 +51,13 @@ class Lookups:
             self.at_once -= 1
         if uris[0] == "missing":
             raise NotFound("no such model")
-        return (f"found {uris[0]}",)
+        return model(uris[0])
+
+
+def model(uri: str) -> tuple[Resolved, ...]:
+    """What is found for ``uri``."""
+    bundle = Bundle(content_hash=uri, tasks=("chat",), model_dir="/model", tokenizer_dir="/tokenizer")
+    return (Resolved(bundle=bundle, config={"max_num_seqs": 4}, uri=f"models:/{uri}/1"),)
 
 
 def ask(bounded: Resolvers, *uris: str) -> tuple[list[threading.Thread], list[Any]]:
@@ -90,7 +98,7 @@ def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
         assert lookups.entered.acquire(timeout=60)
         lookups.go.release()
     join(first + second)
-    assert sorted(answers + more) == [(f"found {name}",) for name in "abcdef"]
+    assert sorted(answers + more, key=lambda found: found[0].uri) == [model(name) for name in "abcdef"]
     assert lookups.most <= 2
 
 
@@ -98,7 +106,7 @@ def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
     """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
     lookups = Lookups()
     bounded = Resolvers(tmp_path, limit=2, timeout=60, find=lookups)
-    for uri, told in (("a", ("found a",)), ("missing", None)):
+    for uri, told in (("a", model("a")), ("missing", None)):
         first, answers = ask(bounded, uri)
         assert lookups.entered.acquire(timeout=60)
         others, more = ask(bounded, uri, uri)
@@ -110,7 +118,7 @@ def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
         assert lookups.asked.count(uri) == 1
         assert answers == [told] * 3 if told else all(isinstance(answer, NotFound) for answer in answers)
     lookups.go.release()
-    assert bounded(("a",)) == ("found a",)
+    assert bounded(("a",)) == model("a")
     assert lookups.asked.count("a") == 2
 
 
@@ -125,7 +133,7 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
             waits.set()
             stop.wait(60)
             raise KeyboardInterrupt
-        return ("found",)
+        return model("a")
 
     bounded = Resolvers(tmp_path, limit=1, timeout=60, find=find)
 
@@ -141,7 +149,71 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
     until(lambda: len(lookup.over._cond._waiters) == 1)  # type: ignore[attr-defined]
     stop.set()
     join([first, *others])
-    assert answers == [("found",)]
+    assert answers == [model("a")]
+
+
+def test_the_same_question_is_asked_once_by_all_processes(tmp_path: Path) -> None:
+    """What one worker looks up another takes from it, model and error; who asks after that looks anew."""
+    lookups, polls = Lookups(), threading.Semaphore(0)
+
+    def wait(seconds: float) -> None:
+        polls.release()
+        threading.Event().wait(seconds)
+
+    first, second = (Resolvers(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
+    for uri, told in (("a", model("a")), ("missing", None)):
+        asking, answers = ask(first, uri)
+        assert lookups.entered.acquire(timeout=60)
+        others, more = ask(second, uri, uri)
+        assert polls.acquire(timeout=60)  # it is there to wait
+        lookups.go.release()
+        join(asking + others)
+        assert lookups.asked.count(uri) == 1
+        answers += more
+        if told is None:
+            assert [(type(error), str(error)) for error in answers] == [(NotFound, "no such model")] * 3
+        else:
+            assert answers == [told] * 3
+    lookups.go.release()
+    assert second(("a",)) == model("a")
+    assert lookups.asked == ["a", "missing", "a"]
+
+
+def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> None:
+    """A lookup that ends without an answer keeps nobody waiting, and an answer from before is not taken for its own."""
+    lookups, polls = Lookups(), threading.Semaphore(0)
+
+    def wait(seconds: float) -> None:
+        polls.release()
+        threading.Event().wait(seconds)
+
+    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups, sleep=wait)
+    lookups.go.release()
+    assert bounded(("a",)) == model("a")
+    killed = resolvers._Answers(tmp_path, (("a",), ())).begin()
+    assert killed is not None
+    waiting, answers = ask(bounded, "a")
+    assert polls.acquire(timeout=60)
+    assert lookups.asked == ["a"]
+    killed.release()
+    lookups.go.release()
+    join(waiting)
+    assert answers == [model("a")]
+    assert lookups.asked == ["a", "a"]
+
+
+def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
+    """A server that looks up many models keeps the answers of the last minute."""
+    lookups = Lookups()
+    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups)
+    for name in "abc":
+        lookups.go.release()
+        bounded((name,))
+        for path in tmp_path.glob("lookup-*.json"):
+            os.utime(path, (0, 0))
+    lookups.go.release()
+    bounded(("d",))
+    assert [path.suffix for path in tmp_path.glob("lookup-*")] == [".json"]
 
 
 def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
