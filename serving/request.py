@@ -2,13 +2,13 @@
 
 ``Raw*`` types are what a dialect decodes: typed, but with None wherever the caller said nothing.
 ``ValidRequest`` is what everything below the dialect sees: defaults resolved, template applied, tokenised,
-seed drawn, limits checked. Only ``tasks.validate`` builds one. All are frozen msgspec structs, so that one
+seed drawn, limits checked. Only ``tasks.prepare`` builds one. All are frozen msgspec structs, so that one
 type serves in a process and over the wire to an engine process.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -49,6 +49,8 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 class Raw(Struct, frozen=True, kw_only=True):
     """What every task has: the name called, the adapter, whether to stream, who may share its prefixes."""
 
+    task: ClassVar[Task]
+
     model: str | None = None
     adapter: str | None = None
     stream: bool = False
@@ -59,6 +61,8 @@ class Raw(Struct, frozen=True, kw_only=True):
 
 class RawChat(Raw, frozen=True, kw_only=True):
     """``messages`` are checked for shape by the dialect and kept as plain dicts for the template."""
+
+    task: ClassVar[Task] = "chat"
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
@@ -72,6 +76,8 @@ class RawChat(Raw, frozen=True, kw_only=True):
 class RawCompletion(Raw, frozen=True, kw_only=True):
     """``prompts`` holds texts or token id lists, one a prompt; ``batched`` is whether a list was sent."""
 
+    task: ClassVar[Task] = "completions"
+
     prompts: tuple[str | tuple[int, ...], ...]
     batched: bool = False
     suffix: str | None = None
@@ -82,6 +88,8 @@ class RawCompletion(Raw, frozen=True, kw_only=True):
 
 class RawEmbedding(Raw, frozen=True, kw_only=True):
     """``inputs`` holds texts or token id lists."""
+
+    task: ClassVar[Task] = "embeddings"
 
     inputs: tuple[str | tuple[int, ...], ...]
     instruction: str | None = None

@@ -27,10 +27,9 @@ from ...serving.request import Task, ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks import embed, generate
 from ...serving.tasks.cache_salt import CacheSalts
-from ...serving.tasks.defaults import with_defaults
 from ...serving.tasks.endpoint import EndpointView, Profile
+from ...serving.tasks.prepare import Limits, prepare
 from ...serving.tasks.text import TextModel
-from ...serving.tasks.validate import validate
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +111,8 @@ class Session:
         if stream:
             asked["stream"] = True
         task: Task = task_of(asked, None)  # type: ignore[assignment]
-        raw = with_defaults(self._dialect.decode(asked, task), view)
-        salt = self._salts.salt("tenant", tenant="", endpoint=view.name, asked=raw.cache_salt)
-        return validate(raw, view, cache_salt=salt)
+        salt = self._salts.of("tenant", tenant="", endpoint=view.name)
+        return prepare(self._dialect.decode(asked, task), view, Limits(cache_salt=salt))
 
     def pieces(self, request: ValidRequest) -> Any:
         """The reply's pieces as they come; ``close`` aborts."""

@@ -3,7 +3,7 @@
 Replies are OpenAI's objects without the cache details; a stream's last chunk with choices carries ``usage``;
 embeddings carry an ``id``. An error is ``{"error_code", "message"}``. Completions are numbered by their prompt, as the
 document says, on endpoints of a Databricks profile; elsewhere flat, as OpenAI does. ``n`` and ``error_behavior`` belong
-to kinds of endpoints, not to the format: ``tasks.validate`` refuses them by the endpoint's profile.
+to kinds of endpoints, not to the format: ``tasks.prepare`` refuses them by the endpoint's profile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The request fields that a model was logged with, for requests that do not have them (``tasks.defaults``)."""
+"""The request fields that a model was logged with, for requests that do not have them (``tasks.prepare``)."""
 
 from __future__ import annotations
 

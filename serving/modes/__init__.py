@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .base import Admission, Mode, ModeProfile, Target, check_fields
+from .base import Admission, Mode, ModeProfile, Target
 from .pay_per_token import PayPerToken
 from .provisioned import Provisioned
 
-__all__ = ["Admission", "Mode", "ModeProfile", "PayPerToken", "Provisioned", "Target", "check_fields"]
+__all__ = ["Admission", "Mode", "ModeProfile", "PayPerToken", "Provisioned", "Target"]

@@ -10,15 +10,15 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from ..errors import InvalidField
 from ..metering.keys import Caller
 from ..metering.lease import Bucket, Lease, Reservation
 from ..metering.limits import LimitStatus
-from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, ValidRequest
+from ..request import ValidRequest
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
-    """Which request fields a mode takes, as the Databricks API has it; ``reserves``: it keeps capacity apart."""
+    """Which request fields a mode takes, as the Databricks API has it (``tasks.prepare`` refuses the others);
+    ``reserves``: it keeps capacity apart."""
 
     name: str
     accepts_n: bool
@@ -80,24 +80,6 @@ class Admission:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.lease.__exit__(kind, error, traceback)
-
-
-def check_fields(profile: ModeProfile, raw: RawRequest) -> None:
-    """Raise ``InvalidField`` for a field that the endpoint's mode does not take.
-
-    ``n: 1`` asks for what every mode does and passes; ``error_behavior`` is refused whatever its value.
-    """
-    match raw:
-        case RawChat() | RawCompletion():
-            n, error_behavior = raw.sampling.n, raw.sampling.error_behavior
-        case RawEmbedding():
-            n, error_behavior = None, raw.error_behavior
-    if n is not None and n != 1 and not profile.accepts_n:
-        raise InvalidField("n", n, "1: more choices are available on provisioned throughput endpoints only")
-    if error_behavior is not None and not profile.accepts_error_behavior:
-        raise InvalidField(
-            "error_behavior", error_behavior, "no value: it is available on pay-per-token endpoints only"
-        )
 
 
 def reservation_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,6 +31,10 @@ class CacheSalts:
         if sharing == "off":
             return None
         return self._hash(sharing, tenant if sharing == "tenant" else endpoint, asked)
+
+    def of(self, sharing: PrefixSharing, *, tenant: str, endpoint: str) -> Callable[[str | None], str | None]:
+        """``salt`` of a caller's requests to an endpoint, by what each asks for itself (``prepare.Limits``)."""
+        return lambda asked: self.salt(sharing, tenant=tenant, endpoint=endpoint, asked=asked)
 
     def _hash(self, *scope: str | None) -> str:
         return hashlib.blake2b(msgspec.msgpack.encode(scope), key=self._secret, digest_size=16).hexdigest()

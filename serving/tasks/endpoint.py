@@ -1,9 +1,10 @@
-"""What validation knows of the endpoint that a request came to."""
+"""What ``prepare`` knows of the endpoint that a request came to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..engine.interface import EngineInfo
 from ..errors import InvalidField, NotFound
@@ -51,7 +52,7 @@ DATABRICKS_PAY_PER_TOKEN = Profile(strict_turns=True, raw_prompts=False, index_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointView:
-    """One served model as ``validate`` sees it.
+    """One served model as ``prepare`` sees it.
 
     ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
     notebook, which cannot know what its callers call it; what follows a colon is an adapter there too. ``adapters`` is
@@ -76,12 +77,22 @@ class EndpointView:
         """Tokens that one sequence may have, prompt and completion together."""
         return min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)
 
+    def said(self, raw: RawRequest, field: str) -> Any:
+        """What ``raw`` says of a field of every task, or else the model's own default does."""
+        if (given := getattr(raw, field)) is not None:
+            return given
+        own = self.defaults(raw.task)
+        return None if own is None else getattr(own, field)
+
     def find_adapter(self, model: str | None, adapter: str | None) -> str | None:
-        """The adapter that ``model`` ("endpoint:adapter") and ``adapter`` name. Raises ``NotFound``."""
+        """The adapter that ``model`` ("endpoint:adapter") and ``adapter`` name, or the default one; None for the base.
+
+        Raises ``NotFound`` for an adapter or a model that is not there, ``InvalidField`` for two that differ.
+        """
         named = self._adapter_of(model)
         if named is not None and adapter is not None and named != adapter:
             raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
-        found = named if named is not None else adapter
+        found = next((name for name in (named, adapter, self.default_adapter) if name is not None), None)
         if found is None:
             return None
         known = self.known_adapters()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from ..errors import ContextTooLong, InvalidField
-from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling, Sampling
+from ..request import RawSampling, Sampling
 from .endpoint import EndpointView
 
 MASK = 2**64 - 1
 
 
 def resolve(
-    raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int, score_prompt: bool = False
+    asked: RawSampling, endpoint: EndpointView, longest_prompt: int, own: RawSampling, score_prompt: bool = False
 ) -> Sampling:
-    """``longest_prompt`` in tokens. Raises ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
-    asked, profile = raw.sampling, endpoint.profile
-    own = _own_defaults(raw, endpoint)
-    max_tokens = _max_tokens(raw, endpoint, longest_prompt, own.max_tokens or profile.default_max_tokens)
+    """``longest_prompt`` in tokens; ``own`` has the model's default lengths, which refuse no request. Raises
+    ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
+    profile = endpoint.profile
+    max_tokens = _max_tokens(asked, endpoint, longest_prompt, own.max_tokens or profile.default_max_tokens)
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
         raise InvalidField("min_tokens", asked.min_tokens, f"at most max_tokens, {max_tokens}")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -58,20 +58,14 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _own_defaults(raw: RawChat | RawCompletion, endpoint: EndpointView) -> RawSampling:
-    """What the model's own defaults say of sampling."""
-    found = endpoint.defaults("chat" if isinstance(raw, RawChat) else "completions")
-    return RawSampling() if found is None or isinstance(found, RawEmbedding) else found.sampling
-
-
-def _max_tokens(raw: RawChat | RawCompletion, endpoint: EndpointView, longest_prompt: int, default: int | None) -> int:
+def _max_tokens(given: RawSampling, endpoint: EndpointView, longest_prompt: int, default: int | None) -> int:
     room = endpoint.context - longest_prompt
-    asked = raw.sampling.max_tokens
+    asked = given.max_tokens
     if asked is None:
         return min(room, default or room)
     if asked <= room:
         return asked
-    if raw.sampling.error_behavior == "truncate":
+    if given.error_behavior == "truncate":
         return room
     text = (
         f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and this model's maximum context "

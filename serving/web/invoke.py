@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -16,14 +15,13 @@ import msgspec
 from ..dialects.base import Dialect
 from ..errors import Aborted, InternalError, InvalidField, ServingError
 from ..metering.caller import ANONYMOUS, Caller
-from ..modes import Target, check_fields
+from ..modes import Target
 from ..reply import Done, Piece, Reply
-from ..request import RawEmbedding, RawRequest, ValidRequest
+from ..request import RawRequest, ValidRequest
 from ..tasks import embed, generate
 from ..tasks.cache_salt import CacheSalts
-from ..tasks.defaults import with_defaults
+from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
-from ..tasks.validate import validate
 from . import logs, ratelimit, tracing
 from .answer import Answer, json_answer
 from .endpoints import Endpoint, Endpoints
@@ -116,28 +114,26 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
 def _accept(
     server: Server, incoming: Incoming, exchange: Exchange, held: ExitStack, *, is_known: bool
 ) -> tuple[Endpoint, ValidRequest]:
-    """Receive, decode, address and validate; nothing of the body is kept. ``is_known``: the endpoint's limits have been
+    """Receive, decode, address and prepare; nothing of the body is kept. ``is_known``: the endpoint's limits have been
     looked at before."""
     with server.intake.holding(incoming.payer(server)) as counted:
         body = incoming.receive(counted)
         raw = server.offload(len(body), _decode, incoming, body)
         endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
         exchange.endpoint, exchange.stream = endpoint.name, raw.stream
-        raw = with_defaults(raw, endpoint.view)
-        server.endpoints.check_use(incoming.caller, endpoint, raw.adapter)
-        exchange.user = raw.user and raw.user[:MAX_USER]
+        adapter = endpoint.view.find_adapter(raw.model, raw.adapter)
+        server.endpoints.check_use(incoming.caller, endpoint, adapter)
+        user = endpoint.view.said(raw, "user")
+        exchange.user = user and user[:MAX_USER]
         exchange.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
-        raw = _with_timeout(raw, incoming.timeout, server.settings.timeout)
+        limits = _limits(server, endpoint, incoming)
         if not is_known:
             _check_limits(server, incoming, [endpoint])
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
         sharer = incoming.caller if server.asks_who else None
         server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
         held.callback(server.gate.leave, endpoint.engine, reserves=reserves, caller=sharer)
-        if endpoint.mode is not None:
-            check_fields(endpoint.mode.profile, raw)
-        salt = _cache_salt(server, endpoint, incoming.caller, raw)
-        valid = server.offload(len(body), partial(validate, cache_salt=salt), raw, endpoint.view)
+        valid = server.offload(len(body), prepare, raw, endpoint.view, limits)
         exchange.accept(valid, body)
     return endpoint, valid
 
@@ -164,9 +160,14 @@ def _check_limits(server: Server, incoming: Incoming, meant: list[Endpoint]) -> 
     )
 
 
-def _cache_salt(server: Server, endpoint: Endpoint, caller: Caller, raw: RawRequest) -> str | None:
+def _limits(server: Server, endpoint: Endpoint, incoming: Incoming) -> Limits:
+    """The shorter of the server's and the header's time, and with whom prefixes are shared."""
+    header, timeout = incoming.timeout, server.settings.timeout
     sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
-    return server.salts.salt(sharing, tenant=caller.tenant, endpoint=endpoint.name, asked=raw.cache_salt)
+    return Limits(
+        timeout=timeout if header is None else min(timeout, _seconds(header)),
+        cache_salt=server.salts.of(sharing, tenant=incoming.caller.tenant, endpoint=endpoint.name),
+    )
 
 
 def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchange) -> Answer:
@@ -191,18 +192,6 @@ def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple
     if adapter is not None:  # before anything says which adapters there are
         endpoints.check_use(incoming.caller, endpoint, adapter)
     return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter)
-
-
-def _with_timeout(raw: RawRequest, header: str | None, limit: float) -> RawRequest:
-    """The shortest of the body's, the header's and the server's time, in seconds."""
-    own = raw.timeout if isinstance(raw, RawEmbedding) else raw.sampling.timeout
-    asked = [limit] if own is None else [limit, own]
-    if header is not None:
-        asked.append(_seconds(header))
-    shortest = min(asked)
-    if isinstance(raw, RawEmbedding):
-        return msgspec.structs.replace(raw, timeout=shortest)
-    return msgspec.structs.replace(raw, sampling=msgspec.structs.replace(raw.sampling, timeout=shortest))
 
 
 def _sticky_key(header: str | None) -> str | None:

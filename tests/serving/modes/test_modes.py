@@ -8,17 +8,10 @@ from mlflow_llm.serving.engine.interface import EngineInfo
 from mlflow_llm.serving.errors import InvalidField, LimitExceeded, Overloaded
 from mlflow_llm.serving.events import Failed, Finished, Tokens
 from mlflow_llm.serving.metering import Caller, Ledger, Limits, Store, Usage, UsageFilter
-from mlflow_llm.serving.modes import PayPerToken, Provisioned, Target, check_fields
+from mlflow_llm.serving.modes import PayPerToken, Provisioned, Target
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
 from mlflow_llm.serving.modes.provisioned import check_throughput
-from mlflow_llm.serving.request import (
-    RawChat,
-    RawEmbedding,
-    RawSampling,
-    Sampling,
-    Sequence,
-    ValidRequest,
-)
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
 CALLER = Caller(key_id="key_1", tenant="acme")
 TARGET = Target(endpoint="chat", entity="model-1")
@@ -54,19 +47,10 @@ def valid(request_id: str, *, n: int = 1, prompts: int = 1, max_tokens: int = 20
 
 
 def test_fields_follow_the_mode(ledger):
-    """n belongs to provisioned throughput, error_behavior to pay-per-token; the other way round each is refused."""
+    """n belongs to provisioned throughput, error_behavior to pay-per-token; ``prepare`` refuses the others."""
     paid, reserved = PayPerToken(ledger).profile, Provisioned(ledger, throughput=10).profile
-    many = RawChat(messages=(), sampling=RawSampling(n=2))
-    truncate = RawChat(messages=(), sampling=RawSampling(error_behavior="truncate"))
-    check_fields(reserved, many)
-    check_fields(paid, truncate)
-    check_fields(paid, RawChat(messages=(), sampling=RawSampling(n=1)))
-    with pytest.raises(InvalidField, match=r"^n: 2.*provisioned"):
-        check_fields(paid, many)
-    with pytest.raises(InvalidField, match=r"^error_behavior: 'truncate'.*pay-per-token"):
-        check_fields(reserved, truncate)
-    with pytest.raises(InvalidField, match="error_behavior"):
-        check_fields(reserved, RawEmbedding(inputs=("x",), error_behavior="error"))
+    assert (paid.accepts_n, paid.accepts_error_behavior) == (False, True)
+    assert (reserved.accepts_n, reserved.accepts_error_behavior) == (True, False)
 
 
 @pytest.mark.parametrize("mode", ["paid", "reserved"])

@@ -9,11 +9,11 @@ from mlflow_llm.serving.errors import ContextTooLong, InvalidField
 from mlflow_llm.serving.events import Embedded
 from mlflow_llm.serving.tasks import embed
 from mlflow_llm.serving.tasks.pieces import gather
-from mlflow_llm.serving.tasks.validate import validate
+from mlflow_llm.serving.tasks.prepare import prepare
 
 
 def _ask(endpoint, **body):
-    return validate(DIALECTS["mlflow"].decode(body), endpoint)
+    return prepare(DIALECTS["mlflow"].decode(body), endpoint)
 
 
 def test_vectors_in_input_order(endpoint):

@@ -8,14 +8,14 @@ from mlflow_llm.serving.errors import DeadlineExceeded, EngineDied, InternalErro
 from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.reply import Delta, Done, Ended
 from mlflow_llm.serving.tasks import generate
-from mlflow_llm.serving.tasks.validate import validate
+from mlflow_llm.serving.tasks.prepare import prepare
 
 
 @pytest.fixture
 def ask(endpoint):
     def build(**body):
         body = body if "messages" in body else {"prompt": "hello", **body}
-        return validate(DIALECTS["mlflow"].decode(body), endpoint)
+        return prepare(DIALECTS["mlflow"].decode(body), endpoint)
 
     return build
 

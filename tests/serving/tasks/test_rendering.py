@@ -9,8 +9,8 @@ from mlflow_llm.serving.confined import MAX_TEMPLATE, Limits, Refused
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.errors import Overloaded, PackagingError, RequestError
 from mlflow_llm.serving.tasks import rendering
+from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.rendering import Renderer, check_length, read_template
-from mlflow_llm.serving.tasks.validate import validate
 
 TEMPLATES = [
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}|{{ m.content | trim }}{{ eos_token }}\n  {% endfor %}",
@@ -59,12 +59,12 @@ def test_a_request_that_is_stopped(endpoint, monkeypatch):
     monkeypatch.setattr(rendering, "render_limits", lambda size, context: tight)
     raw = DIALECTS["openai"].decode({"messages": [{"role": "user", "content": "a" * 100}]}, "chat")
     with pytest.raises(RequestError, match="chat template was stopped: it took more than 50 characters") as caught:
-        validate(raw, endpoint)
+        prepare(raw, endpoint)
     assert (caught.value.status, caught.value.param) == (400, "messages")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     rendering.POOL.close()
     with pytest.raises(Overloaded, match="cannot be rendered now"):
-        validate(raw, endpoint)
+        prepare(raw, endpoint)
 
 
 def test_limits_grow_with_the_request(text):

@@ -10,15 +10,15 @@ import pytest
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.dialects.readers import VARIABLES_MOST, template_variables
 from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.tasks.prepare import prepare
 from mlflow_llm.serving.tasks.reply_size import fixed_size
-from mlflow_llm.serving.tasks.validate import validate
 
 HI = [{"role": "user", "content": "hello world"}]
 KIB = 2**10
 
 
 def _valid(endpoint: Any, **body: object) -> Any:
-    return validate(DIALECTS["mlflow"].decode(body), endpoint)
+    return prepare(DIALECTS["mlflow"].decode(body), endpoint)
 
 
 def _refused(endpoint: Any, field: str, allowed: str, **body: object) -> None:

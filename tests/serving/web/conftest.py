@@ -10,13 +10,15 @@ from instant_model import write_instant_model
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.modes import Mode
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.tasks.endpoint import EndpointView
+from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
 from mlflow_llm.serving.tasks.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.web.app import create_app, make_server
 from mlflow_llm.serving.web.endpoints import Endpoint, Endpoints
 from mlflow_llm.serving.web.invoke import Server
+from mlflow_llm.serving.web.profiles import profile_in
 from mlflow_llm.serving.web.settings import ServerSettings
 
 
@@ -42,7 +44,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
     """``make(keys=…, mode=…, **server_settings)``: a server with one endpoint, ``assistant``."""
 
-    def build(keys: object = None, mode: object = None, **settings: object) -> Server:
+    def build(keys: object = None, mode: Mode | None = None, **settings: object) -> Server:
         engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=4096))
         view = EndpointView(
             name="assistant",
@@ -50,6 +52,7 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
             text=instant_text,
             adapters=lambda: tuple(a.name for a in engine.adapters()),
             names=("model-1",),
+            profile=profile_in(mode, Profile()),
         )
         endpoint = Endpoint(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
         return make_server(Endpoints(endpoint), ServerSettings(**settings), keys=keys)

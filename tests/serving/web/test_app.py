@@ -286,7 +286,7 @@ def test_fault_shows_nothing(client: FlaskClient, monkeypatch: pytest.MonkeyPatc
     def boom(*_: object, **__: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("mlflow_llm.serving.web.invoke.validate", boom)
+    monkeypatch.setattr("mlflow_llm.serving.web.invoke.prepare", boom)
     answer = client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == InternalError.status
     assert "secret" not in answer.text

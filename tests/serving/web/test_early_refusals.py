@@ -120,7 +120,7 @@ def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.Monke
     (one,) = place.server.endpoints
     place.server.endpoints = Endpoints(one, dataclasses.replace(one, name="other", entity="model-2"))
     place.limits.set("endpoint", "assistant", "qpm", 0)
-    monkeypatch.setattr(invoke, "validate", None)
+    monkeypatch.setattr(invoke, "prepare", None)
     assert place.ask(LARGE).status_code == 403
     assert place.ask(None, path="/serving-endpoints/assistant/invocations").status_code == 403
 

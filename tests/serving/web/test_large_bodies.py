@@ -55,7 +55,7 @@ def test_the_loop_turns_while_a_body_is_read(
 ) -> None:
     """Decoding, validating and the writing of a large reply run where the loop goes on meanwhile."""
     server, seen = make(offload_bytes=2048), []
-    for name in ("_decode", "validate", "_whole") if kind == "embeddings" else ("_decode", "validate"):
+    for name in ("_decode", "prepare", "_whole") if kind == "embeddings" else ("_decode", "prepare"):
         function = turning(getattr(invoke, name))
 
         def noted(*args: Any, name: str = name, function: Callable[..., Any] = function, **named: Any) -> Any:
@@ -71,7 +71,7 @@ def test_the_loop_turns_while_a_body_is_read(
         assert "4096 tokens" in answer.json["error"]["message"]
     else:
         assert answer.status_code == 200
-    assert seen == ["_decode", "validate"] + ["_whole"] * (kind == "embeddings")
+    assert seen == ["_decode", "prepare"] + ["_whole"] * (kind == "embeddings")
 
 
 def test_an_error_of_a_thread_is_raised_here_and_printed_nowhere(capfd: pytest.CaptureFixture[str]) -> None:

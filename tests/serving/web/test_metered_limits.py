@@ -73,6 +73,13 @@ def used(answer: Any) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["completion_tokens"]
 
 
+def test_fields_that_the_mode_does_not_take(place: Place) -> None:
+    """Are refused in the words of ``prepare``."""
+    answer = place.ask(n=2)
+    allowed = "1: more choices are available on provisioned throughput endpoints only"
+    assert (answer.status_code, answer.json["error"]["message"]) == (400, f"n: 2 is not allowed; expected {allowed}")
+
+
 @pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])
 @pytest.mark.parametrize("kind", ["itpm", "otpm", "qpm", "qph", "budget_day", "budget_month"])
 def test_a_limit_refuses_until_it_says(place: Place, kind: str, scope: str) -> None:

@@ -1,19 +1,21 @@
 """From raw to valid: defaults, templates, limits, and clear refusals."""
 
+import dataclasses
 import math
 
 import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS
+from mlflow_llm.serving.dialects.defaults import defaults_of
 from mlflow_llm.serving.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.tasks.prepare import NO_LIMITS, Limits, prepare
 from mlflow_llm.serving.tasks.template_reads import TemplateReads
-from mlflow_llm.serving.tasks.validate import validate
 
 HI = [{"role": "user", "content": "hello world"}]
 
 
-def _valid(endpoint, dialect="mlflow", **body):
-    return validate(DIALECTS[dialect].decode(body), endpoint, now=1000.0, created=1000)
+def _valid(endpoint, limits=NO_LIMITS, **body):
+    return prepare(DIALECTS["mlflow"].decode(body), endpoint, limits, now=1000.0, created=1000)
 
 
 def test_defaults(endpoint, text):
@@ -219,11 +221,15 @@ def test_strict_turns_with_tools(endpoint_of):
 
 def test_fields_of_endpoint_kinds(endpoint_of):
     """n is refused on pay-per-token endpoints and error_behavior on provisioned ones, each saying why."""
-    with pytest.raises(InvalidField, match="provisioned"):
-        _valid(endpoint_of(allow_n=False), messages=HI, n=2)
-    with pytest.raises(InvalidField, match="pay-per-token"):
-        _valid(endpoint_of(allow_error_behavior=False), prompt="x", error_behavior="truncate")
-    assert _valid(endpoint_of(allow_n=False), messages=HI, n=1).n == 1
+    paid, provisioned = endpoint_of(allow_n=False), endpoint_of(allow_error_behavior=False)
+    with pytest.raises(InvalidField, match=r"^n: 2 .* provisioned throughput endpoints only$"):
+        _valid(paid, messages=HI, n=2)
+    for body in ({"prompt": "x"}, {"messages": HI}, {"input": "x"}):
+        for value in ("truncate", "error"):
+            with pytest.raises(InvalidField, match=rf"^error_behavior: '{value}' .* pay-per-token endpoints only$"):
+                _valid(provisioned, error_behavior=value, **body)
+    assert _valid(paid, messages=HI, n=1, error_behavior="truncate").n == 1
+    assert _valid(provisioned, messages=HI, n=2).n == 2
 
 
 @pytest.mark.parametrize(
@@ -306,10 +312,50 @@ def test_too_many_prompts(endpoint_of):
         _valid(endpoint_of(max_prompts=3), prompt=["a"] * 4)
 
 
-def test_deadline(endpoint_of):
-    """The deadline is the earlier of the caller's timeout and the endpoint's."""
-    assert _valid(endpoint_of(timeout=10), messages=HI, timeout=60).deadline == 1010
+@pytest.mark.parametrize("body", [{"messages": HI}, {"prompt": "x"}, {"input": "x"}])
+def test_deadline(endpoint_of, body):
+    """The deadline is after the shortest of the time that request, model, endpoint, and server with headers allow."""
+    for asked, profile, server, own, expected in (
+        (None, None, None, None, None),
+        (2.5, None, None, None, 2.5),
+        (60, 10, None, None, 10),
+        (2.5, 10, 600, None, 2.5),
+        (60, None, 3, None, 3),
+        (None, 10, 20, 5, 5),
+        (7, 10, 20, 5, 7),
+    ):
+        endpoint = endpoint_of(timeout=profile)
+        if own is not None:
+            endpoint = dataclasses.replace(endpoint, defaults=defaults_of({"timeout": own}))
+        given = body if asked is None else body | {"timeout": asked}
+        found = _valid(endpoint, Limits(timeout=server), **given).deadline
+        assert found == (None if expected is None else 1000 + expected)
     assert _valid(endpoint_of(timeout=10), messages=HI, timeout=2.5).deadline == 1002.5
+
+
+def test_defaults_of_the_model(endpoint_of):
+    """The default adapter and fields stand where a request says nothing; lengths give way to the context."""
+    endpoint = dataclasses.replace(
+        endpoint_of(adapters=("haiku", "pirate")),
+        default_adapter="pirate",
+        defaults=defaults_of({"temperature": 0, "max_tokens": 10**6, "min_tokens": 9, "cache_salt": "s", "user": "u"}),
+    )
+    limits = Limits(cache_salt=lambda asked: f"salt of {asked}")
+    request = _valid(endpoint, limits, messages=HI)
+    assert (request.adapter, request.sampling.temperature, request.cache_salt) == ("pirate", 0.0, "salt of s")
+    assert request.sampling.max_tokens == 512 - len(request.sequences[0].prompt_token_ids)
+    own = _valid(endpoint, limits, messages=HI, adapter="haiku", temperature=1, max_tokens=3, cache_salt="mine")
+    assert (own.adapter, own.sampling.temperature, own.cache_salt) == ("haiku", 1.0, "salt of mine")
+    assert (own.sampling.max_tokens, own.sampling.min_tokens) == (3, 3)
+    raw = DIALECTS["mlflow"].decode({"messages": HI})
+    assert (endpoint.said(raw, "user"), endpoint_of().said(raw, "user")) == ("u", None)
+    with pytest.raises(NotFound, match="no adapter 'pirate'; loaded: haiku"):
+        _valid(dataclasses.replace(endpoint, adapters=("haiku",)), messages=HI)
+
+
+def test_prefixes_are_shared_with_no_other_request(endpoint):
+    """Unless whoever serves says with whom."""
+    assert _valid(endpoint, messages=HI, cache_salt="mine").cache_salt is None
 
 
 def test_default_system_prompt(endpoint_of, text):

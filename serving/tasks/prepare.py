@@ -1,0 +1,221 @@
+"""From a raw request to a ``ValidRequest``: the only place that builds one, and the only place that knows its rules.
+
+What the caller left open is resolved against the endpoint: the adapter, the model's own defaults, sampling, seeds, the
+time limit. What it may not ask is refused: a task or an adapter that is not there, a field that the endpoint's mode
+does not take, more of anything than the profile allows. Every refusal is a ``RequestError`` that names the field.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import InvalidField, RequestError
+from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Sequence, Task, ValidRequest
+from .endpoint import EndpointView
+from .prompts import Prompt, chat_prompt, completion_prompts, embedding_inputs, is_raw
+from .reply_size import check_size
+from .sampling import resolve, seeds
+
+T = TypeVar("T", bound=Struct)
+MASK = 2**64 - 1
+CONTENT: Mapping[Task, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
+# As defaults these give way to what the request says and to the room in the context, which ``sampling.resolve`` knows.
+LENGTHS = ("max_tokens", "min_tokens")
+
+
+def _shares_nothing(asked: str | None) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds one request beside its endpoint's profile.
+
+    ``timeout``: seconds that the server and the caller's headers leave it, None for no limit. ``cache_salt`` makes
+    ``ValidRequest.cache_salt`` of the request's own (``tasks.cache_salt``); without it prefixes are shared with no
+    other request.
+    """
+
+    timeout: float | None = None
+    cache_salt: Callable[[str | None], str | None] = _shares_nothing
+
+
+NO_LIMITS = Limits()
+
+
+class _Head(NamedTuple):
+    """What every task's request has. ``deadline`` is on the monotonic clock, ``created`` a label."""
+
+    request_id: str
+    created: int
+    adapter: str | None
+    model: str
+    cache_salt: str | None
+    deadline: float | None
+
+
+def prepare(
+    raw: RawRequest,
+    endpoint: EndpointView,
+    limits: Limits = NO_LIMITS,
+    *,
+    request_id: str | None = None,
+    now: float | None = None,
+    created: int | None = None,
+) -> ValidRequest:
+    """The request as the engine gets it: defaults resolved, template applied, tokenised, seeds drawn, limits checked.
+
+    ``now`` is seconds of ``time.monotonic()``, ``created`` seconds since the epoch; both and ``request_id`` are made
+    here where they are None. Raises ``InvalidField``, ``ContextTooLong`` and ``RequestError`` naming the field,
+    ``NotFound`` for an adapter or a model that is not there, ``Overloaded`` where no process is free to render the
+    template.
+    """
+    adapter = endpoint.find_adapter(raw.model, raw.adapter)
+    task = raw.task
+    _check_task(task, endpoint)
+    own = endpoint.defaults(task)
+    if own is not None:
+        raw = _with_defaults(raw, own)
+    _check_rules(raw, endpoint)
+    timeout = raw.timeout if isinstance(raw, RawEmbedding) else raw.sampling.timeout
+    head = _Head(
+        request_id=request_id or uuid.uuid4().hex,
+        created=int(time.time()) if created is None else created,
+        adapter=adapter,
+        model=raw.model or endpoint.name,
+        cache_salt=limits.cache_salt(raw.cache_salt),
+        deadline=_deadline(now, timeout, limits.timeout, endpoint.profile.timeout),
+    )
+    if isinstance(raw, RawEmbedding):
+        valid = _embedding(raw, endpoint, head)
+    else:
+        lengths = RawSampling() if own is None or isinstance(own, RawEmbedding) else own.sampling
+        valid = _generation(raw, endpoint, head, task, lengths)
+    check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
+    return valid
+
+
+def _check_task(task: Task, endpoint: EndpointView) -> None:
+    if task not in endpoint.info.tasks:
+        field = CONTENT[task]
+        raise RequestError(f"{field}: this model does {', '.join(endpoint.info.tasks)}, not {task}", param=field)
+
+
+def _with_defaults(raw: RawRequest, own: RawRequest) -> RawRequest:
+    """``raw`` with the model's own fields where it says nothing."""
+    if isinstance(raw, RawEmbedding) or isinstance(own, RawEmbedding):
+        return _filled(raw, own)
+    return _filled(raw, own, sampling=_filled(raw.sampling, own.sampling, without=LENGTHS))
+
+
+def _filled(given: T, defaults: Struct, *, without: tuple[str, ...] = (), **changed: Any) -> T:
+    for name in given.__struct_fields__:
+        if getattr(given, name) is None and name not in without and (value := getattr(defaults, name)) is not None:
+            changed[name] = value
+    return msgspec.structs.replace(given, **changed)
+
+
+def _check_rules(raw: RawRequest, endpoint: EndpointView) -> None:
+    """The fields that kinds of endpoints take (``modes``), as the Databricks API has them, and how many stop strings.
+
+    ``n: 1`` asks for what every endpoint does and passes; ``error_behavior`` is refused whatever its value.
+    """
+    profile = endpoint.profile
+    if isinstance(raw, RawEmbedding):
+        n, error_behavior, stops = None, raw.error_behavior, None
+        _check_embedding(raw, endpoint)
+    else:
+        n, error_behavior, stops = raw.sampling.n, raw.sampling.error_behavior, raw.sampling.stop
+    if n is not None and n != 1 and not profile.allow_n:
+        raise InvalidField("n", n, "1: more choices are available on provisioned throughput endpoints only")
+    if error_behavior is not None and not profile.allow_error_behavior:
+        allowed = "no value: it is available on pay-per-token endpoints only"
+        raise InvalidField("error_behavior", error_behavior, allowed)
+    if stops is not None:
+        if len(stops) > profile.max_stop_strings:
+            raise InvalidField("stop", f"{len(stops)} strings", f"at most {profile.max_stop_strings} strings")
+        if (size := sum(map(len, stops))) > profile.max_stop_chars:
+            raise InvalidField("stop", f"{size} characters", f"at most {profile.max_stop_chars} in total")
+
+
+def _check_embedding(raw: RawEmbedding, endpoint: EndpointView) -> None:
+    dim = endpoint.info.embedding_dim
+    if raw.stream:
+        raise InvalidField("stream", True, "false: embeddings are not streamed")
+    if raw.dimensions is not None and not 1 <= raw.dimensions <= dim:
+        raise InvalidField("dimensions", raw.dimensions, f"an integer in [1, {dim}]")
+
+
+def _deadline(now: float | None, *timeouts: float | None) -> float | None:
+    """After the shortest of the request's, the server's and the endpoint's time: a caller cannot lengthen theirs."""
+    set_ = [timeout for timeout in timeouts if timeout is not None]
+    return (time.monotonic() if now is None else now) + min(set_) if set_ else None
+
+
+def _generation(
+    raw: RawChat | RawCompletion, endpoint: EndpointView, head: _Head, task: Task, lengths: RawSampling
+) -> ValidRequest:
+    profile, asked = endpoint.profile, raw.sampling
+    n = asked.n or 1
+    prompts = [chat_prompt(raw, endpoint)] if isinstance(raw, RawChat) else completion_prompts(raw, endpoint)
+    if n * len(prompts) > profile.max_sequences:
+        most = profile.max_sequences // len(prompts)
+        raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
+    raw_prompt = isinstance(raw, RawCompletion) and is_raw(raw, endpoint)
+    echo = isinstance(raw, RawCompletion) and bool(raw.echo)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    sampling = resolve(asked, endpoint, longest, lengths, score_prompt=echo)
+    if sampling.prompt_logprobs is not None and not raw_prompt:
+        raise InvalidField("echo", True, "false with logprobs, unless use_raw_prompt is true")
+    return ValidRequest(
+        request_id=head.request_id,
+        task=task,
+        model=head.model,
+        adapter=head.adapter,
+        cache_salt=head.cache_salt,
+        sequences=_sequences(prompts, n, asked.seed),
+        sampling=sampling,
+        n=n,
+        index_by_prompt=profile.index_by_prompt,
+        stop=asked.stop or (),
+        include_stop_str_in_output=bool(asked.include_stop_str_in_output),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        stream=raw.stream,
+        include_usage=raw.include_usage,
+        echo=tuple(prompt.text for prompt in prompts) if echo else (),
+        suffix=(raw.suffix or "") if isinstance(raw, RawCompletion) else "",
+        truncate_on_timeout=asked.error_behavior == "truncate",
+        truncated=any(prompt.truncated for prompt in prompts),
+        created=head.created,
+        deadline=head.deadline,
+    )
+
+
+def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidRequest:
+    inputs = embedding_inputs(raw, endpoint)
+    return ValidRequest(
+        request_id=head.request_id,
+        task="embeddings",
+        model=head.model,
+        adapter=head.adapter,
+        sequences=tuple(Sequence(prompt_token_ids=entry.token_ids) for entry in inputs),
+        dimensions=raw.dimensions,
+        encoding_format=raw.encoding_format or "float",
+        truncated=any(entry.truncated for entry in inputs),
+        created=head.created,
+        deadline=head.deadline,
+    )
+
+
+def _sequences(prompts: list[Prompt], n: int, seed: int | None) -> tuple[Sequence, ...]:
+    first = secrets.randbits(64) if seed is None else seed & MASK
+    drawn = iter(seeds(first, n * len(prompts)))
+    return tuple(Sequence(prompt_token_ids=p.token_ids, seed=next(drawn)) for p in prompts for _ in range(n))
