@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gevent
@@ -65,6 +65,13 @@ class RequestBody:
         """Before the answer's head goes out: the connection ends with it, unless the next request can be found."""
         if not (self.is_whole or self._is_cheap):
             self._request.force_close()
+
+
+def asks_to_close(headers: Iterable[tuple[str, str]]) -> bool:
+    """Whether a request is its connection's last: a list of options, in one field or several (RFC 9110, 7.6.1), of
+    which gunicorn reads a single one."""
+    fields = (value for name, value in headers if name == "CONNECTION")
+    return any(option.strip().lower() == "close" for value in fields for option in value.split(","))
 
 
 def settle(environ: Mapping[str, Any]) -> None:

@@ -25,8 +25,9 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from ..errors import Unauthenticated, Unavailable
 from . import logs
 
-MAX_AGE = 300.0  # seconds until a set is renewed
+MAX_AGE = 300.0  # seconds until a set is renewed whose answer says nothing of it
 FILE_MAX_AGE = 5.0
+FRESHNESS = (10.0, 3600.0)  # whatever the answer says: a key that was withdrawn is believed no longer
 STALE = 86_400.0  # seconds after which keys that could not be renewed are believed no more
 RETRY = 10.0
 FETCH_SECONDS = 5.0
@@ -35,6 +36,7 @@ MAX_KEYS = 100
 MAX_KID = 256
 RSA_BITS = (2048, 8192)
 
+Fetched = tuple[bytes, float]  # a set, and the seconds until it is to be renewed
 PublicKey = RSAKey | ECKey | OKPKey
 KINDS: Mapping[str, type[PublicKey]] = {"RSA": RSAKey, "EC": ECKey, "OKP": OKPKey}
 # what of a key is public: a set that has more by mistake gives no more
@@ -84,18 +86,18 @@ def _is_strong(modulus: Any) -> bool:
 
 
 class KeySource:
-    """``place`` is a path, or an ``https`` URL (``http`` on this machine). ``read`` fetches its bytes."""
+    """``place`` is a path, or an ``https`` URL (``http`` on this machine)."""
 
     def __init__(
         self,
         place: str,
         *,
-        read: Callable[[str], bytes] | None = None,
+        read: Callable[[str], Fetched] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = place
         self._read = read or (download if is_url(place) else _from_file)
-        self._max_age = MAX_AGE if is_url(place) else FILE_MAX_AGE
+        self._max_age = 0.0
         self._clock = clock
         self._keys: dict[str, PublicKey] = {}
         self._renewed: float | None = None
@@ -146,7 +148,8 @@ class KeySource:
             if not self._may_try():
                 return
             self._tried = self._clock()
-            self._keys, self._renewed = parsed(self._read(self._place)), self._clock()
+            data, max_age = self._read(self._place)
+            self._keys, self._max_age, self._renewed = parsed(data), max_age, self._clock()
         except (OSError, BadKeySet, http.client.HTTPException) as error:
             logs.event("jwks", level=30, error=f"{self._place}: {error}"[:300])
         finally:
@@ -157,9 +160,9 @@ def is_url(place: str) -> bool:
     return urlsplit(place).scheme in ("http", "https")
 
 
-def _from_file(path: str) -> bytes:
+def _from_file(path: str) -> Fetched:
     with Path(path).open("rb") as file:
-        return _bounded(file.read(MAX_BYTES + 1))
+        return _bounded(file.read(MAX_BYTES + 1)), FILE_MAX_AGE
 
 
 def _bounded(data: bytes) -> bytes:
@@ -175,7 +178,21 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def download(url: str) -> bytes:
+def freshness(cache_control: str, age: str = "") -> float:
+    """Seconds until an answer with these headers (RFC 9111, 5.1 and 5.2.2) is to be renewed, within ``FRESHNESS``."""
+    parts = [directive.partition("=") for directive in cache_control.split(",")]
+    directives = {name.strip().lower(): value for name, _, value in parts}
+    least, most = FRESHNESS
+    if not directives.keys().isdisjoint(("no-cache", "no-store")):
+        return least
+    given = directives.get("max-age", "").strip().strip('"')
+    if not (given.isascii() and given.isdigit()):
+        return MAX_AGE
+    spent = int(age[:12]) if age.isascii() and age.isdigit() else 0
+    return min(max(float(int(given[:12]) - spent), least), most)
+
+
+def download(url: str) -> Fetched:
     """Raises ``OSError`` (an HTTP status of 300 and above, a timeout), ``BadKeySet``."""
     until = time.monotonic() + FETCH_SECONDS
     request = urllib.request.Request(url, headers={"Accept": "application/json"})
@@ -187,4 +204,5 @@ def download(url: str) -> bytes:
                 break
             if time.monotonic() > until:
                 raise TimeoutError(f"it took more than {FETCH_SECONDS:g} seconds")
-    return _bounded(bytes(data))
+        max_age = freshness(", ".join(answer.headers.get_all("Cache-Control", ())), answer.headers.get("Age", ""))
+    return _bounded(bytes(data)), max_age

@@ -101,10 +101,12 @@ class DrainingWorker(GeventWorker):
         AsyncWorker.handle(self, listener, connection, connection.peer)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
-        from .connections import RequestBody, linger
+        from .connections import RequestBody, asks_to_close, linger
 
         framing.check(req)
         framing.strict(req)
+        if asks_to_close(req.headers):
+            req.force_close()
         req.body = body = RequestBody(req, sock)
         if sock.is_secure:
             req.scheme = "https"

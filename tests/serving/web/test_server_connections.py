@@ -76,6 +76,15 @@ def test_the_last_request(fast: Running, case: str) -> None:
     assert b"keep-alive" not in answer
 
 
+@pytest.mark.parametrize("field", ["Upgrade, close", "close, TE", "Keep-Alive\r\nConnection: Close"])
+def test_a_client_that_closes(fast: Running, field: str) -> None:
+    """``close`` among other options, or in a second field, ends the connection with the answer, good or bad."""
+    for body, status in ((GOOD, 200), (b"{", 400)):
+        statuses, answer = exchange(fast, sized(body, more=b"Connection: %s\r\n" % field.encode()) + NEXT)
+        assert statuses == [status], answer
+        assert b"\r\nConnection: close\r\n" in answer
+
+
 def test_a_short_body(fast: Running) -> None:
     """A body that ends early is a 400 and the connection's last."""
     statuses, answer = exchange(fast, post(b"Content-Length: 100\r\n", GOOD[:20]), end=True)

@@ -57,7 +57,7 @@ def signed(key: Any, algorithm: str, claims: dict[str, Any] | None = None, **hea
 
 @pytest.fixture
 def tokens(keys: dict[str, Any]) -> Tokens:
-    source = KeySource("keys.json", read=lambda place: jwks_of(*keys.values()))
+    source = KeySource("keys.json", read=lambda place: (jwks_of(*keys.values()), jwks.MAX_AGE))
     return Tokens(ServerSettings(**SETTINGS), source, clock=lambda: NOW)
 
 
@@ -76,7 +76,7 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
         "jwt_scope_claim": "realm_access.roles",
         "jwt_endpoints_claim": "models",
     }
-    source = KeySource("keys.json", read=lambda place: jwks_of(keys["RS256"]))
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["RS256"]), jwks.MAX_AGE))
     tokens = Tokens(ServerSettings(**SETTINGS, **names), source, clock=lambda: NOW)
     claims = CLAIMS | {"azp": "x" * 500, "https://acme.example/tenant": "t", "models": "chat law:legal"}
     found = tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": {"roles": ["manage", "root"]}}))
@@ -208,14 +208,14 @@ class Issuer:
     """A JWKS that changes, and how often it was asked for."""
 
     def __init__(self, *keys: Any) -> None:
-        self.keys, self.asked, self.now = keys, 0, 0.0
+        self.keys, self.asked, self.now, self.max_age = keys, 0, 0.0, jwks.MAX_AGE
         self.source = KeySource("https://idp/keys", read=self.read, clock=lambda: self.now)
 
-    def read(self, place: str) -> bytes:
+    def read(self, place: str) -> jwks.Fetched:
         self.asked += 1
         if not self.keys:
             raise OSError("away")
-        return jwks_of(*self.keys)
+        return jwks_of(*self.keys), self.max_age
 
 
 def test_a_new_key_is_found_and_bad_names_fetch_nothing(keys: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
     renewed = threading.Event()
     read = issuer.source._read
 
-    def watched(place: str) -> bytes:
+    def watched(place: str) -> jwks.Fetched:
         try:
             return read(place)
         finally:
@@ -258,6 +258,31 @@ def test_an_old_set_is_renewed_beside_the_requests(keys: dict[str, Any]) -> None
     issuer.now = jwks.STALE
     with pytest.raises(Unavailable):
         issuer.source.find("RS256")
+
+
+def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
+    """By Cache-Control, within bounds: a key that was withdrawn is not believed for a year."""
+    issuer = Issuer(keys["RS256"])
+    issuer.max_age = 1000.0
+    issuer.source.find("RS256")
+    issuer.now = 999.0
+    issuer.source.find("RS256")
+    assert issuer.asked == 1
+    least, most = jwks.FRESHNESS
+    for headers, seconds in (
+        (("",), jwks.MAX_AGE),
+        (("public",), jwks.MAX_AGE),
+        (("public, Max-Age=600",), 600.0),
+        (('max-age="600", must-revalidate', "200"), 400.0),
+        (("max-age=600", "soon"), 600.0),
+        (("max-age=0",), least),
+        (("max-age=31536000",), most),
+        (("max-age=" + "9" * 5000,), most),
+        (("max-age=-1",), jwks.MAX_AGE),
+        (("no-cache",), least),
+        (("max-age=600, no-store",), least),
+    ):
+        assert jwks.freshness(*headers) == seconds, headers
 
 
 def test_an_issuer_that_is_away_is_a_503(keys: dict[str, Any]) -> None:
@@ -294,7 +319,9 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/keys"
         server.answer = (200, {}, b'{"keys": []}')
-        assert jwks.download(url) == b'{"keys": []}'
+        assert jwks.download(url) == (b'{"keys": []}', jwks.MAX_AGE)
+        server.answer = (200, {"Cache-Control": "public, max-age=60", "Age": "20"}, b'{"keys": []}')
+        assert jwks.download(url) == (b'{"keys": []}', 40.0)
         for status, headers, body in (
             (302, {"Location": "file:///etc/passwd"}, b""),
             (302, {"Location": url}, b""),
