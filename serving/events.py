@@ -72,3 +72,8 @@ class Failed(Struct, frozen=True, tag="x", array_like=True):
 
 
 Event: TypeAlias = Tokens | PromptScored | Finished | Embedded | Failed
+
+
+def is_terminal(event: Event) -> bool:
+    """Whether ``event`` ends a sequence (``Failed`` ends the whole request)."""
+    return isinstance(event, Finished | Embedded | Failed)

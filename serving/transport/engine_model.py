@@ -11,7 +11,7 @@ from ..settings import EngineSettings
 from .attach import Attached
 from .launch import Launcher, engine_key
 from .patience import PatientLauncher
-from .process import ENGINE_CORE
+from .process_spec import ENGINE_CORE
 
 
 class EngineModel(Struct, frozen=True, kw_only=True):

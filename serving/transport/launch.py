@@ -24,7 +24,7 @@ from ..settings import EngineSettings
 from .auth import check_address, read_key
 from .locks import FileLock, acquire
 from .membership import Membership
-from .process import ENGINE_CORE, MODULE, Spec
+from .process_spec import ENGINE_CORE, MODULE, Spec
 from .rundir import (
     KEY_LENGTH,
     LOG,

@@ -7,10 +7,9 @@ import secrets
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 
-from ..events import Event, Failed, Tokens
+from ..events import Event, Failed, Tokens, is_terminal
 from ..journal import Entry, Journal
 from ..request import ValidRequest
-from .running import is_terminal
 
 logger = logging.getLogger(__name__)
 

@@ -156,8 +156,3 @@ class RunningRequest:
             return "stop"
         full = num_generated >= sampling.max_tokens or len(source.prompt_token_ids) + num_generated >= max_model_len
         return "length" if full else None
-
-
-def is_terminal(event: Event) -> bool:
-    """Whether ``event`` ends a sequence (``Failed`` ends the whole request)."""
-    return isinstance(event, Finished | Embedded | Failed)

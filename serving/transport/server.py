@@ -18,7 +18,7 @@ import zmq
 
 from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..errors import InternalError, PermissionDenied, ServingError
-from ..events import Event, Failed
+from ..events import Event, Failed, is_terminal
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from . import messages as m
@@ -26,7 +26,6 @@ from .counted import Counted
 from .drain import Drain
 from .metered import MeteredRequests
 from .rundir import StateDir
-from .running import is_terminal
 from .standby import StandbyKeeper
 
 logger = logging.getLogger(__name__)

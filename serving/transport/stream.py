@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ..events import Event, Failed
+from ..events import Event, Failed, is_terminal
 from .client_state import ClientState
-from .running import is_terminal
 
 HIGH = 1024  # events a sequence that may wait for their reader before the engine is told to pause
 LOW = 128  # events left at which the engine is asked to go on

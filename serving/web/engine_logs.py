@@ -15,7 +15,7 @@ from ..errors import NotFound, without_password
 from ..modes.endpoint_config import ServedEntity
 from ..modes.endpoints import EndpointRow
 from ..transport.engine_model import EngineModel
-from ..transport.process import ENGINE_CORE
+from ..transport.process_spec import ENGINE_CORE
 from ..transport.rundir import LOAD_LOG, LOG, tail
 from ..transport.supervisor import MAX_REPLICAS
 from ..visible import plain

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import child
-from .settings import ServerSettings
 
 END_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def exporting(directory: Path, settings: ServerSettings) -> Iterator[None]:
-    """The exporter for as long as the block lasts; nothing where ``trace_sample`` is 0. It takes its stores from this
+def exporting(directory: Path, *, sample: float, experiment: str) -> Iterator[None]:
+    """The exporter for as long as the block lasts; nothing where ``sample`` is 0. It takes its stores from this
     process' environment; its standard input closes with the block, or with this process, however that ends."""
-    if settings.trace_sample == 0:
+    if sample == 0:
         yield
         return
-    command = child.python_command("serving.web.trace_exporter", str(directory), settings.trace_experiment)
+    command = child.python_command("serving.web.trace_exporter", str(directory), experiment)
     # MLflow imports LiteLLM where it is installed, which would ask a server of its own for prices
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", **child.environment()}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)

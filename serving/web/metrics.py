@@ -7,8 +7,9 @@ Workers are processes, so prometheus_client keeps their figures in memory-mapped
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -16,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from ..engine.interface import Engine
 from ..errors import ShuttingDown
 from ..metering.ledger import Ledger
-from .endpoints import Endpoints
 from .engine_figures import Tally, figures_of
 from .worker_figures import locked
 
@@ -67,6 +68,23 @@ E2E = Histogram(
 )
 
 
+class Entity(Protocol):
+    """A served entity as far as metrics name it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def entity(self) -> str: ...
+    @property
+    def engine(self) -> Engine: ...
+
+
+class Entities(Protocol):
+    """What a worker serves (``routing.endpoints.Endpoints``)."""
+
+    def entities(self) -> Iterable[Entity]: ...
+
+
 class EngineCollector(Collector):
     """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``tally``."""
 
@@ -88,7 +106,7 @@ class EngineCollector(Collector):
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
     )
 
-    def __init__(self, endpoints: Endpoints, tally: Tally) -> None:
+    def __init__(self, endpoints: Entities, tally: Tally) -> None:
         self.endpoints, self.tally = endpoints, tally
 
     def collect(self) -> Iterator[Metric]:
@@ -138,10 +156,10 @@ class LedgerCollector(Collector):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
 
 
-_ALONE: WeakKeyDictionary[Endpoints, Tally] = WeakKeyDictionary()  # of processes that share no directory
+_ALONE: WeakKeyDictionary[Entities, Tally] = WeakKeyDictionary()  # of processes that share no directory
 
 
-def exposition(endpoints: Endpoints, ledger: Ledger | None = None) -> bytes:
+def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
     """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
     if DIRECTORY not in os.environ:
         return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, Tally()), ledger)
@@ -156,7 +174,7 @@ def exposition(endpoints: Endpoints, ledger: Ledger | None = None) -> bytes:
         raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
 
 
-def _read(endpoints: Endpoints, tally: Tally, ledger: Ledger | None) -> bytes:
+def _read(endpoints: Entities, tally: Tally, ledger: Ledger | None) -> bytes:
     registry = CollectorRegistry()
     registry.register(EngineCollector(endpoints, tally))
     if ledger is not None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..errors import NotFound, PackagingError, ServingError
 from ..modes.endpoint_config import EndpointConfig, ServedEntity
 from ..modes.endpoints import EndpointRow
-from ..transport.process import ENGINE_CORE
+from ..transport.process_spec import ENGINE_CORE
 from ..transport.supervisor import EngineModel, Supervisor
 from .scaler import Scaler, Served
 

@@ -45,8 +45,10 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
         (directory / SPEC).write_bytes(msgspec.json.encode(spec))
         (directory / METRICS).mkdir()
         os.environ[PROMETHEUS_DIRECTORY] = str(directory / METRICS)
+        settings = spec.settings
+        tracing = exporting(directory, sample=settings.trace_sample, experiment=settings.trace_experiment)
         try:
-            with exporting(directory, spec.settings), Keeper(directory) as keeper:
+            with tracing, Keeper(directory) as keeper:
                 keeper.await_ready(progress or (lambda _: None))
                 Application(spec, directory, keeper, progress).run()
         finally:
