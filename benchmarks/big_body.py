@@ -31,9 +31,9 @@ from report import publish
 from transformers import AutoTokenizer
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.web.settings import ServerSettings
-from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
 
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 SIZE = 4 * 10**6

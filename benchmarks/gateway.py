@@ -30,9 +30,9 @@ from streams import Call, closed_loop, encode
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli.load import percentile
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.web.settings import ServerSettings
-from mlflow_llm.serving.web.spec import EndpointSpec, ServeSpec
 
 PATH = "/v1/completions"
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"

@@ -36,7 +36,7 @@ def hold(args: argparse.Namespace) -> None:
     sys.path.insert(0, args.code)
     from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.settings import EngineSettings
-    from mlflow_llm.serving.transport import process
+    from mlflow_llm.serving.transport.engine_process import main as process
 
     settings = EngineSettings(
         quantization=args.quantization, max_model_len=2048, prefix_caching=False, threads=args.threads or None,

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.serving.web.settings import STATE_VARIABLE
+from mlflow_llm.serving.control.settings import STATE_VARIABLE
 
 from . import calls, model_uris, records
 from . import endpoint_calls as endpoints

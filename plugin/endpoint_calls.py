@@ -9,8 +9,8 @@ from urllib.parse import quote
 import msgspec
 from mlflow.exceptions import MlflowException
 
+from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.web.settings import ServerSettings
 
 from . import calls
 from .model_uris import absolute

@@ -12,11 +12,11 @@ from mlflow.exceptions import MlflowException
 
 from mlflow_llm.serving.child import environment as child_environment
 from mlflow_llm.serving.child import python_command
+from mlflow_llm.serving.control.settings import DATABASE_VARIABLE, ServerSettings
+from mlflow_llm.serving.control.spec import ProfileName
 from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.http.gunicorn.listen_addresses import bind
 from mlflow_llm.serving.settings import EngineSettings, check_server_engine
-from mlflow_llm.serving.web.listening import bind
-from mlflow_llm.serving.web.settings import DATABASE_VARIABLE, ServerSettings
-from mlflow_llm.serving.web.spec import ProfileName
 
 from .endpoint_calls import ENGINE_KEYS, ENTITY_KEYS, parsed
 from .inputs import plain

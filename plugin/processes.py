@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_CONFLICT
 from msgspec import Struct
 
-from mlflow_llm.serving.web.listening import try_address
+from mlflow_llm.serving.http.gunicorn.listen_addresses import try_address
 
 PROC = Path("/proc")
 _children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process started and has to reap

@@ -9,24 +9,24 @@ round=1
 while [ "$round" -le "$times" ]; do
     echo "round $round of $times"
     "${PYTHON:-python}" -m pytest -q -x \
-        tests/serving/transport/test_full_queue.py \
-        tests/serving/transport/test_hosts.py \
-        tests/serving/transport/test_keeping.py \
-        tests/serving/transport/test_lives.py \
-        tests/serving/transport/test_outages.py \
-        tests/serving/transport/test_recovery.py \
-        tests/serving/transport/test_slow_readers.py \
-        tests/serving/transport/test_supervisor.py \
-        tests/serving/transport/test_suspects.py \
-        tests/serving/web/test_drain_waits.py \
-        tests/serving/web/test_health.py \
-        tests/serving/web/test_live_endpoints.py::test_a_killed_keeper_is_missed_by_nobody \
-        tests/serving/web/test_poison.py \
-        tests/serving/web/test_server.py \
-        tests/serving/web/test_server_ending.py \
-        tests/serving/web/test_server_faults.py \
-        tests/serving/web/test_server_limits.py \
-        tests/serving/web/test_server_recovery.py \
+        tests/serving/transport/client/test_full_queue.py \
+        tests/serving/transport/engine_process/test_remote_clients.py \
+        tests/serving/supervision/test_restart_backoff.py \
+        tests/serving/transport/discovery/test_engine_lifetime.py \
+        tests/serving/transport/client/test_outages.py \
+        tests/serving/transport/client/test_recovery.py \
+        tests/serving/transport/client/test_slow_readers.py \
+        tests/serving/supervision/test_supervisor.py \
+        tests/serving/transport/client/test_poison_suspects.py \
+        tests/serving/server/test_drain_waits.py \
+        tests/serving/server/test_stalled_engine_health.py \
+        tests/serving/control/test_live_endpoints.py::test_a_killed_keeper_is_missed_by_nobody \
+        tests/serving/server/test_poison_requests.py \
+        tests/serving/server/test_server.py \
+        tests/serving/server/test_server_ending.py \
+        tests/serving/server/test_server_faults.py \
+        tests/serving/server/test_server_limits.py \
+        tests/serving/server/test_server_recovery.py \
         "$@"
     round=$((round + 1))
 done

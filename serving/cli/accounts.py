@@ -11,10 +11,10 @@ from urllib.parse import quote, urlencode
 import click
 from click.core import ParameterSource
 
+from ..control.settings import DATABASE_VARIABLE
+from ..http.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from ..metering.accounts import Accounts
 from ..metering.audit import here
-from ..web.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
-from ..web.settings import DATABASE_VARIABLE
 from .connecting import tls_options
 from .http import URL_VARIABLE, Client
 from .secret import key_options

@@ -18,8 +18,8 @@ import psutil
 
 from .. import child
 from ..errors import PackagingError, ServingError
+from ..http.gunicorn.listen_addresses import try_address
 from ..processors import num_threads, processors
-from ..web.listening import try_address
 
 PACKAGES = (
     "mlflow-llm",
@@ -142,8 +142,8 @@ def _problems(found: dict[str, Section]) -> list[str]:
 
 def try_model(uri: str) -> Section:
     """Load the model in an engine process, as a server would. Raises ``PackagingError``, ``ServingError``."""
-    from ..transport.client import connect
-    from ..web.warm import generate_one
+    from ..supervision.warm_up import generate_one
+    from ..transport.client.client import connect
     from .serve import endpoint_specs
 
     (spec,) = endpoint_specs({"doctor": uri}, {})

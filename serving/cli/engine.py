@@ -10,9 +10,9 @@ from typing import Any
 import click
 import msgspec
 
+from ..supervision.engine_host import NAME, EngineHost
+from ..supervision.engine_spec import EngineModel
 from ..transport.auth import check_address, read_key, write_key
-from ..transport.engine_model import EngineModel
-from ..transport.host import NAME, EngineHost
 from ..visible import configure, visible
 from .serve import endpoint_specs, engine_overrides, settings_help
 from .spec_files import read_engine_spec
@@ -53,7 +53,7 @@ def engine(
 
     They are started with `mlflow-llm serve --engine tcp://HOST:PORT`. It runs until a signal ends it.
     """
-    from ..web.warm import generate_one
+    from ..supervision.warm_up import generate_one
 
     configure(logging.WARNING, "%(levelname)s %(name)s: %(message)s")
     check_address(listen)

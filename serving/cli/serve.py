@@ -14,13 +14,13 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from ..control.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
+from ..control.spec import EndpointSpec, ProfileName, ServeSpec
 from ..dialects.defaults import check_defaults, request_defaults
+from ..http.gunicorn.listen_addresses import addresses, bind, try_address
+from ..http.gunicorn.tls import gateway_tls, probe_tls
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
-from ..web.listening import addresses, bind, try_address
-from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
-from ..web.spec import EndpointSpec, ProfileName, ServeSpec
-from ..web.tls import gateway_tls, probe_tls
 from .spec_files import read_serve_spec
 from .store import opened
 
@@ -227,7 +227,7 @@ def serve(
 
     In the foreground, until a signal ends it: SIGTERM lets running requests end, SIGINT (Ctrl-C) does not.
     """
-    from ..web.server import serve as run
+    from ..http.gunicorn.server import serve as run
 
     if spec_file is not None:
         _check_alone(click.get_current_context())
@@ -299,7 +299,7 @@ def _check_tokens(settings: ServerSettings) -> None:
     if settings.jwt_jwks is None:
         return
     try:
-        from ..web import jwks
+        from ..http import jwks
     except ModuleNotFoundError:
         raise click.ClickException("--jwt-jwks needs joserfc: pip install 'mlflow-llm[jwt]'") from None
     if jwks.is_url(settings.jwt_jwks):
@@ -435,7 +435,7 @@ def endpoint_specs(
 ) -> tuple[EndpointSpec, ...]:
     """Resolve ``{name: URI}``; saved engine settings and request defaults hold unless overridden. Of the names in
     ``elsewhere`` the engines are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
-    from ..web.entry import resolve
+    from ..control.mlflow_resolver import resolve
 
     if not models:
         return ()

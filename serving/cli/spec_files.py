@@ -10,11 +10,11 @@ import click
 import msgspec
 
 from ..checked import Checked
+from ..control.settings import ServerSettings
+from ..control.spec import ServeSpec
 from ..errors import InvalidField
 from ..settings import EngineSettings, check_server_engine
-from ..transport.engine_model import EngineModel
-from ..web.settings import ServerSettings
-from ..web.spec import ServeSpec
+from ..supervision.engine_spec import EngineModel
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from ..control.settings import DATABASE_VARIABLE
 from ..metering.opening import NoStore
 from ..metering.store import Store
 from ..visible import visible_line
-from ..web.settings import DATABASE_VARIABLE
 
 DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."
 database = click.option("--database", envvar=DATABASE_VARIABLE, required=True, help=DATABASE)

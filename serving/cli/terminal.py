@@ -64,7 +64,7 @@ def _reader() -> Callable[[], str]:
 def history_file() -> Path | None:
     """Where typed turns are kept, for nobody but the user; None where that cannot be: the place cannot be written, or
     the file there is another's."""
-    from ..web.settings import default_state_dir
+    from ..control.settings import default_state_dir
 
     file = default_state_dir() / HISTORY
     try:

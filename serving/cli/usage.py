@@ -6,13 +6,13 @@ import json
 
 import click
 
+from ..control.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from ..metering.export import csv_lines, write_parquet
 from ..metering.money import money, units
 from ..metering.retention import fold
 from ..metering.settling import WATCH_SECONDS, settle_ended
 from ..metering.usage import Usage, UsageFilter, UsageSum
 from ..metering.usage_filter import filter_of, groups_of
-from ..web.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
 from .store import DATABASE, database, opened, table
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

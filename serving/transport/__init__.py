@@ -1,5 +1,5 @@
 """An engine in a process of its own, and the clients that share it."""
 
-from .client import RemoteEngine, attach, connect
+from .client.client import RemoteEngine, attach, connect
 
 __all__ = ["RemoteEngine", "attach", "connect"]

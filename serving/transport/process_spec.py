@@ -7,7 +7,7 @@ from msgspec import Struct
 from ..bundle import Bundle
 from ..settings import EngineSettings
 
-MODULE = "serving.transport.process"
+MODULE = "serving.transport.engine_process.main"
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 

@@ -20,8 +20,8 @@ from stores import own_stores
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.plugin.processes import free_port
+from mlflow_llm.serving.control.mlflow_resolver import resolve
 from mlflow_llm.serving.transport.auth import write_key
-from mlflow_llm.serving.web.entry import resolve
 
 
 def words_of(place: Path, name: str, *words: str) -> contextlib.AbstractContextManager[Path]:

@@ -7,10 +7,25 @@ import pwd
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flask.testing import FlaskClient
+from instant_model import write_instant_model
+from serving_process import Running, running
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.http.app import create_app, make_server
+from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.modes import Mode
+from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints
+from mlflow_llm.serving.routing.profiles import profile_in
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
+from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 
 def _binaries() -> Path | None:
@@ -74,3 +89,77 @@ def store_url(request: pytest.FixtureRequest) -> str:
     with psycopg.connect(server.replace("+psycopg", "") + "/postgres", autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
     return f"{server}/{name}"
+
+
+@pytest.fixture(scope="session")
+def instant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_instant_model(tmp_path_factory.mktemp("instant"))
+
+
+@pytest.fixture(scope="session")
+def instant_text(instant_bundle: Bundle) -> TextModel:
+    return TextModel(instant_bundle)
+
+
+@pytest.fixture(scope="session")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A real server that nobody harms: two workers, 2 ms a step, replies in printable ASCII that never end early."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002, vocab_size=94)
+    with running(bundle, workers=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
+    """``make(keys=…, mode=…, **server_settings)``: a server with one endpoint, ``assistant``."""
+
+    def build(keys: object = None, mode: Mode | None = None, **settings: object) -> Server:
+        engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=4096))
+        view = EndpointView(
+            name="assistant",
+            info=engine.info,
+            text=instant_text,
+            adapters=lambda: tuple(a.name for a in engine.adapters()),
+            names=("model-1",),
+            profile=profile_in(mode, Profile()),
+        )
+        endpoint = Endpoint(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
+        return make_server(Endpoints(endpoint), ServerSettings(**settings), keys=keys)
+
+    return build
+
+
+@pytest.fixture
+def server(make: Callable[..., Server]) -> Server:
+    return make()
+
+
+@pytest.fixture
+def client(server: Server) -> FlaskClient:
+    return create_app(server).test_client()
+
+
+@pytest.fixture(scope="session")
+def unsteady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two workers; an engine of 10 ms a step that counts as hanging after 2 s without one."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("unsteady"), step_delay=0.01)
+    settings = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
+    with running(bundle, workers=2, engine=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker that takes bodies of 1 MiB and waits 5 s for a client that stalls; an engine that never waits."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("fast"), max_model_len=10**7)
+    with running(bundle, io_timeout=5.0, max_body_bytes=2**20) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def deliberate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("deliberate"), step_delay=0.15, load_delay=1.0)
+    settings = EngineSettings(idle_timeout=0.3, max_num_seqs=2, max_queued_requests=4)
+    with running(bundle, engine=settings, max_queued=3) as server:
+        yield server

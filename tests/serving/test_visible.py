@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving import cli
 from mlflow_llm.serving.cli import store
+from mlflow_llm.serving.logs import JsonLines
 from mlflow_llm.serving.visible import VisibleFormatter, visible, visible_line
-from mlflow_llm.serving.web.logs import JsonLines
 
 EVIL = "a\x1b[2J\x9b31m\r\x00\x7f‮txt.exe⁦b⁩\u2028\u200f\ud800é😀 \u200d你\tx\nend"
 HIDDEN = [c for c in EVIL if c not in "\t\n\u200d" and not c.isprintable()]

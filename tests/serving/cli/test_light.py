@@ -13,7 +13,7 @@ from mlflow_llm.serving.cli import cli
 HEAVY = ("torch", "transformers", "tokenizers", "mlflow", "numpy", "pandas")
 CODE = f"""
 import sys
-import mlflow_llm.serving.cli, mlflow_llm.serving.web.server, mlflow_llm.serving.web.worker
+import mlflow_llm.serving.cli, mlflow_llm.serving.http.gunicorn.server, mlflow_llm.serving.http.gunicorn.worker
 print(*(name for name in {HEAVY!r} if name in sys.modules))
 """
 

@@ -16,7 +16,7 @@ from mlflow_llm.serving.engine.kv_cache import LayerShape, PrefixKey
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.transport.running import RunningRequest
+from mlflow_llm.serving.transport.client.inflight import RunningRequest
 
 PROMPT = prompt_of(40, 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_ledger_crashes import rows_of
+from ledger_rows import rows_of
 
 from mlflow_llm.serving.errors import LimitExceeded
 from mlflow_llm.serving.metering import Bucket, Ledger, Limits

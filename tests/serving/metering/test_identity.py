@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from test_ledger_crashes import die, rows_of
+from ledger_rows import die, rows_of
 
 from mlflow_llm.serving.errors import AlreadyExists
 from mlflow_llm.serving.events import Tokens
@@ -20,7 +20,7 @@ from mlflow_llm.serving.metering import Ledger, Store
 from mlflow_llm.serving.metering.identity import identify
 from mlflow_llm.serving.metering.settling import settle_ended
 from mlflow_llm.serving.request import Sequence, ValidRequest
-from mlflow_llm.serving.transport.metered import MeteredRequests
+from mlflow_llm.serving.transport.engine_process.journal import MeteredRequests
 
 
 @pytest.fixture

@@ -12,26 +12,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from ledger_rows import die, rows_of
 
 from mlflow_llm.serving.errors import Unavailable
-from mlflow_llm.serving.metering import Ledger, Limits, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering import Ledger, Limits, Store
 from mlflow_llm.serving.metering.ledger import Standing
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.metering.spool import spooled
 
 WORKER = Path(__file__).with_name("ledger_worker.py")
-
-
-def rows_of(store):
-    return {row.request_id: row for row in Usage(store).rows(UsageFilter())}
-
-
-def die(ledger: Ledger) -> None:
-    """What the kernel does at the end of a process: the lock goes, everything else stays as it is."""
-    assert ledger._owner is not None
-    ledger._owner.spool.close()
-    ledger._owner.progress.close()
-    ledger._owner.forget()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mlflow_llm.serving.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store, Usage, UsageFilter
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.metering.store import here
-from mlflow_llm.serving.web.store_threads import StoreThreads
+from mlflow_llm.serving.http.store_threads import StoreThreads
 
 url, state_dir, where = sys.argv[1:]
 store = Store(url, run=StoreThreads.for_url(url) if where == "threads" else here)

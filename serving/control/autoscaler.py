@@ -1,0 +1,217 @@
+"""How many replicas each served entity has, and what is measured of it before it takes requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ..engine.interface import Engine
+from ..errors import InvalidField
+from ..metering.steady import SteadyClock
+from ..metering.store import Store
+from ..modes.billing import ReservedTime
+from ..modes.calibration import Capacity, calibrate
+from ..modes.endpoint_config import ServedEntity
+from ..modes.provisioned import Measured, check_throughput, reserved_units
+from ..modes.scaling import Load, ScalePolicy, ScaleState, decide
+from ..processors import processors
+from ..supervision.supervisor import EntityStatus
+from .settings import ServerSettings
+
+WANTED_SECONDS = 3.0  # a request that waits for a replica says so each second
+PREPARED_SECONDS = 120.0  # within which what was prepared is served, or never will be
+SMOOTH_SECONDS = 5.0  # over which demand is averaged: engines tell their counters only so often
+
+_Place = tuple[str, int, str]
+
+
+class Served(Struct, frozen=True, kw_only=True):
+    """A served entity in its place. ``key`` is its engine's name in the supervisor; endpoints may share an engine."""
+
+    endpoint: str
+    version: int
+    entity: ServedEntity
+    key: str
+
+
+class _Counters(Struct, frozen=True):
+    """Of all replicas together, since their starts."""
+
+    steps: int
+    reserved: int
+    reserved_prompt: int
+
+    @classmethod
+    def of(cls, status: EntityStatus) -> _Counters:
+        health = [replica.health for replica in status.replicas]
+        return cls(
+            sum(h.steps for h in health),
+            sum(h.provisioned_tokens for h in health),
+            sum(h.provisioned_prompt_tokens for h in health),
+        )
+
+
+class _Seen(Struct):
+    """An entity's scaling state, when and with which counters it was last seen, and its tokens/s of late."""
+
+    state: ScaleState
+    at: float
+    counters: _Counters
+    rate: float = 0.0
+
+
+class Scaler:
+    """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to;
+    on engines of other hosts it has as many as there are.
+
+    ``reserved_time`` None: there is no ledger, so nothing can be reserved. ``idle_seconds`` without a request scale an
+    entity to zero that may be.
+    """
+
+    @classmethod
+    def of(cls, settings: ServerSettings, store: Store) -> Scaler:
+        """That of a server; without a database of its own it keeps no ledger."""
+        reserved_time = ReservedTime(store, now=SteadyClock().now) if settings.database is not None else None
+        return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
+
+    def __init__(
+        self, reserved_time: ReservedTime | None = None, *, idle_seconds: float = 300.0, settle_seconds: float = 60.0
+    ) -> None:
+        self._reserved_time = reserved_time
+        self._idle_seconds, self._settle_seconds = idle_seconds, settle_seconds
+        self._capacity: dict[str, Capacity] = {}  # by engine key
+        self._shares: dict[_Place, tuple[float, float]] = {}  # of the machine that each has reserved, and when
+        self._seen: dict[_Place, _Seen] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, served: Served, engine: Engine) -> dict[str, Any]:
+        """Once a config's entity is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse it.
+
+        Runs on a thread of its own, one entity at a time, and takes some seconds the first time for an engine.
+        """
+        entity = served.entity
+        if not entity.provisioned:
+            return {}
+        if self._reserved_time is None:
+            field, given = entity.reserve
+            raise InvalidField(field, given, "none on a server started without --database")
+        if (capacity := self._capacity.get(served.key)) is None:
+            capacity = self._capacity[served.key] = calibrate(engine)
+        most = replicas_on_this_machine(entity)
+        self._reserve(served, capacity, most)
+        measured = Measured(
+            tokens_per_second=capacity.decode_tokens_per_second,
+            prompt_weight_milli=capacity.prompt_weight_milli,
+            most_replicas=most,
+        )
+        facts: dict[str, Any] = msgspec.to_builtins(measured)
+        return facts
+
+    def replicas(
+        self, served: Served, facts: dict[str, Any], status: EntityStatus, wanted_at: float | None, now: float
+    ) -> int:
+        """How many there should be; asked about every second. ``wanted_at``: when a request last found none.
+
+        Both times are seconds since the epoch.
+        """
+        measured = msgspec.convert(facts, Measured) if facts else None
+        policy = self._policy(served.entity, measured)
+        if policy is None:
+            return max(1, len(served.entity.source.addresses if served.entity.source is not None else ()))
+        place = _place(served)
+        if (seen := self._seen.get(place)) is None:
+            state = ScaleState(replicas=max(status.wanted, 1))
+            seen = self._seen[place] = _Seen(state, now, _Counters.of(status))
+            with self._lock:
+                self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.most), now)
+        if measured is not None:
+            self._bill(served, policy, status)
+        load = _load(seen, measured, status, wanted_at, now)
+        seen.state = decide(policy, seen.state, load, now)
+        return seen.state.replicas
+
+    def forget(self, served: Served) -> None:
+        """The entity is served no more."""
+        self._seen.pop(_place(served), None)
+        with self._lock:
+            self._shares.pop(_place(served), None)
+        if self._reserved_time is not None:
+            self._reserved_time.forget(served.endpoint, served.entity.name)
+
+    def _reserve(self, served: Served, capacity: Capacity, most: int) -> None:
+        """Note the part of the machine that the minimum takes. Raises ``InvalidField`` where that is more than is left.
+
+        Another version of the same endpoint takes the place of this one, so it does not count.
+        """
+        minimum, maximum = served.entity.min_provisioned_throughput or 0, served.entity.max_provisioned_throughput or 0
+        check_throughput(minimum, maximum, capacity, max_replicas=most)
+        share = minimum / (capacity.decode_tokens_per_second * most)
+        with self._lock:
+            taken = sum(
+                other
+                for place, (other, at) in self._shares.items()
+                if (place[0] != served.endpoint or place[1] == served.version)
+                and (place in self._seen or time.monotonic() - at < PREPARED_SECONDS)
+            )
+            if taken + share > 1.0:
+                left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * most))
+                allowed = f"at most {left} tokens/s: what other endpoints have left of this machine"
+                raise InvalidField("min_provisioned_throughput", minimum, allowed)
+            self._shares[_place(served)] = (share, time.monotonic())
+
+    def _policy(self, entity: ServedEntity, measured: Measured | None) -> ScalePolicy | None:
+        """None where there is nothing to decide."""
+        if measured is None and not entity.scale_to_zero_enabled:
+            return None
+        return ScalePolicy(
+            per_replica=measured.tokens_per_second if measured is not None else 1,
+            min_throughput=(entity.min_provisioned_throughput or 0) if measured is not None else 0,
+            max_throughput=(entity.max_provisioned_throughput or 0) if measured is not None else 1,
+            most=measured.most_replicas if measured is not None else 1,
+            scale_to_zero=entity.scale_to_zero_enabled,
+            settle_seconds=self._settle_seconds,
+            idle_seconds=self._idle_seconds,
+        )
+
+    def _bill(self, served: Served, policy: ScalePolicy, status: EntityStatus) -> None:
+        if self._reserved_time is not None:
+            running = min(len(status.ready), policy.max_replicas)  # another endpoint may keep more of this engine
+            units = reserved_units(policy.per_replica, policy.max_throughput, running)
+            self._reserved_time.hold(served.endpoint, served.entity.name, units)
+
+
+def replicas_on_this_machine(entity: ServedEntity) -> int:
+    """As many as have processors of their own: an engine that uses all of them leaves none for another."""
+    threads = entity.source.engine.threads if entity.source is not None else None
+    if not threads:
+        return 1
+    found = processors()
+    there = found.allowed if found.quota is None else min(found.allowed, found.quota)
+    return max(1, int(there // threads))
+
+
+def _place(served: Served) -> _Place:
+    return (served.endpoint, served.version, served.entity.name)
+
+
+def _load(seen: _Seen, measured: Measured | None, status: EntityStatus, wanted_at: float | None, now: float) -> Load:
+    """Demand is what is used of the reserve; a request of any kind keeps an entity from being idle."""
+    counters, before, seconds = _Counters.of(status), seen.counters, max(now - seen.at, 0.05)
+    used = 0.0
+    if measured is not None:
+        prompt = max(0, counters.reserved_prompt - before.reserved_prompt)
+        used = max(0, counters.reserved - before.reserved) + prompt * measured.prompt_weight_milli / 1000
+    seen.rate += (used / seconds - seen.rate) * min(1.0, seconds / SMOOTH_SECONDS)
+    seen.counters, seen.at = counters, now
+    health = [replica.health for replica in status.replicas]
+    running = sum(h.num_running + h.num_waiting for h in health) + (counters.steps != before.steps)
+    cold = not status.ready and wanted_at is not None and now - wanted_at < WANTED_SECONDS
+    return Load(
+        tokens_per_second=seen.rate if running else 0.0,
+        waiting=int(cold and seen.state.replicas == 0),
+        running=running + cold,
+    )

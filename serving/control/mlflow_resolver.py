@@ -1,0 +1,170 @@
+"""Where MLflow meets the server: model URIs become bundles. The only module of the server that imports MLflow.
+
+``python -m mlflow_llm.serving.control.mlflow_resolver URI… [--texts URI…]`` runs in a process of its own and prints one
+JSON object: the server's own processes need no MLflow, whose import would cost each of them seconds and a few hundred
+megabytes. Of URIs after ``--texts`` the weights stay where they are: their engines are on other hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from .. import child
+from ..bundle import Bundle
+from ..dialects.defaults import request_defaults
+from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
+from ..settings import EngineSettings
+
+
+class Resolved(Struct, frozen=True, kw_only=True):
+    """``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a version, never an alias."""
+
+    bundle: Bundle
+    config: dict[str, object] = {}
+    uri: str = ""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Request fields for requests that lack them: of the model's ``generation_config.json``, under those that it
+        was logged with."""
+        layers: list[Any] = [self.config.get(name) or {} for name in ("generation_config", "defaults")]
+        return request_defaults(*layers)
+
+    def settings(self, overrides: dict[str, Any]) -> EngineSettings:
+        """The saved engine settings under ``overrides``. Raises ``PackagingError``.
+
+        A model does not grant itself ``trust_remote_code``: who writes to a registry is not who runs its servers.
+        """
+        own = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
+        saved = {k: v for k, v in self.config.items() if k in own and v is not None}
+        if saved.get("trust_remote_code") and "trust_remote_code" not in overrides:
+            raise PackagingError(
+                "the model was logged with trust_remote_code: it brings code of its own, which runs only where the "
+                "server is started with -C trust_remote_code=true"
+            )
+        try:
+            return EngineSettings.read(saved | overrides)
+        except InvalidField as error:
+            raise PackagingError(f"engine settings: {error}") from None
+
+
+TEXTS = "--texts"
+
+
+def resolve(
+    uris: tuple[str, ...], texts: tuple[str, ...] = (), *, timeout: float | None = None
+) -> tuple[Resolved, ...]:
+    """The bundles of model URIs or local directories, then those of ``texts``, without weights, within ``timeout``
+    seconds. Raises ``PackagingError``, or ``NotFound`` for no such model."""
+    output, status = _run(child.python_command("serving.control.mlflow_resolver", *uris, TEXTS, *texts), timeout)
+    lines = output.decode().strip().splitlines()
+    try:
+        answer = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise PackagingError(f"reading the model failed with exit status {status}") from None
+    if answer.get("missing"):
+        raise NotFound(answer["error"])
+    if "error" in answer:
+        raise PackagingError(answer["error"])
+    return msgspec.convert(answer["models"], tuple[Resolved, ...])
+
+
+def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
+    """What it writes, and its exit status. It ends with us, however we end: its standard input is a pipe that only we
+    hold open. In a session of its own: Ctrl-C is ours to answer, and ends it, and what it started, without a trace."""
+    lifeline, held = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command, stdin=lifeline, stdout=subprocess.PIPE, start_new_session=True, env=child.environment()
+        )
+    except BaseException:
+        os.close(held)
+        raise
+    finally:
+        os.close(lifeline)
+    with process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise PackagingError(f"reading the model took longer than resolve_timeout, {timeout:g} seconds") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            os.close(held)
+    return output, process.returncode
+
+
+def end_with_parent(lifeline: int = 0) -> None:
+    """End this process, and its session's others, when nobody holds the other end of the pipe ``lifeline`` any more."""
+
+    def watch() -> None:
+        while os.read(lifeline, 1):
+            pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def main(words: list[str]) -> int:
+    from mlflow.exceptions import MlflowException
+
+    from mlflow_llm.flavors.llm.resolve import configured
+
+    try:
+        found = []
+        weights = True
+        for word in words:
+            if word == TEXTS:
+                weights = False
+                continue
+            root, fixed = _root(word, weights=weights)
+            bundle, config = configured(root, weights=weights)
+            _check_defaults(config.request_defaults, bundle)
+            found.append(Resolved(bundle=bundle, config=config.to_dict(), uri=fixed))
+    except (MlflowException, PackagingError, OSError) as error:
+        missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
+        print(json.dumps({"error": str(error)[:500], "missing": missing}))
+        return 1
+    print(json.dumps({"models": msgspec.to_builtins(found)}))
+    return 0
+
+
+def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
+    """The folder of a model, and its URI with a version; what is not logged yet is logged into the user's cache."""
+    from mlflow_llm.flavors.llm import registry, unlogged
+    from mlflow_llm.flavors.llm.resolve import _local
+
+    made = unlogged.logged(uri)
+    if made is not None:
+        return made, uri
+    fixed = registry.fixed(uri)
+    return _local(fixed, weights=weights), fixed
+
+
+def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:
+    """Before a request meets them. Raises ``PackagingError``."""
+    from ..dialects.defaults import defaults_of
+
+    read = defaults_of(values)
+    try:
+        for task in bundle.tasks:
+            read(task)
+    except InvalidField as error:
+        raise PackagingError(f"defaults: {error}") from None
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(main(sys.argv[1:]))

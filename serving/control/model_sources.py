@@ -1,0 +1,112 @@
+"""The models of served entities, found through MLflow (``entry``) and kept with the configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..dialects.defaults import check_defaults, request_defaults
+from ..errors import InvalidField, PackagingError
+from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
+from ..modes.source import Source
+from .mlflow_resolver import Resolved, resolve
+from .spec import EndpointSpec
+
+
+def locate(
+    entities: tuple[ServedEntity, ...],
+    overrides: dict[str, Any],
+    *,
+    metered: bool = True,
+    find: Callable[..., tuple[Resolved, ...]] | None = None,
+) -> tuple[Source, ...]:
+    """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
+
+    ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is ``entry.resolve``, or
+    ``Resolvers``, which bounds it. Raises ``NotFound`` for a model that
+    the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
+    """
+    for place, entity in enumerate(entities):
+        check_defaults(entity.defaults, f"served_entities[{place}].defaults")
+        if entity.provisioned and not metered:
+            field, given = entity.reserve
+            raise InvalidField(
+                f"served_entities[{place}].{field}", given, "none on a server started without --database"
+            )
+    try:
+        found = (find or resolve)(tuple(entity.uri for entity in entities))
+        settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
+    except PackagingError as error:
+        raise InvalidField(
+            "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
+        ) from None
+    return tuple(
+        Source(
+            uri=model.uri,
+            bundle=model.bundle,
+            engine=engine,
+            defaults=request_defaults(model.defaults, entity.defaults),
+        )
+        for model, engine, entity in zip(found, settings, entities, strict=True)
+    )
+
+
+def with_files(entity: ServedEntity, *, find: Callable[..., tuple[Resolved, ...]] | None = None) -> ServedEntity:
+    """``entity`` with its model's files on this machine, fetched again where they are gone; ``find`` as of ``locate``.
+
+    Raises ``PackagingError``, ``NotFound``.
+    """
+    source = entity.source
+    assert source is not None, "stored configs have their sources"
+    if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
+        return entity
+    uris = (source.uri,)
+    look = find or resolve
+    (found,) = look((), texts=uris) if source.addresses else look(uris)
+    if found.bundle.content_hash != source.bundle.content_hash:
+        raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
+    return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=found.bundle))
+
+
+def config_of(spec: EndpointSpec) -> EndpointConfig:
+    """What the command line asked for, as a configuration of one served entity."""
+    if spec.addresses and (spec.scale_to_zero_enabled or spec.max_provisioned_throughput is not None):
+        raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
+    name, version = _named(spec.entity)
+    source = Source(
+        uri=spec.entity,
+        bundle=spec.bundle,
+        engine=spec.engine,
+        defaults=spec.defaults,
+        core=spec.core,
+        addresses=spec.addresses,
+        key_file=spec.key_file,
+    )
+    entity = ServedEntity(
+        name=spec.entity,
+        entity_name=name,
+        entity_version=version,
+        source=source,
+        min_provisioned_throughput=spec.min_provisioned_throughput,
+        max_provisioned_throughput=spec.max_provisioned_throughput,
+        scale_to_zero_enabled=spec.scale_to_zero_enabled,
+    )
+    route = Route(served_model_name=spec.entity, traffic_percentage=100)
+    return EndpointConfig(
+        served_entities=(entity,), routes=(route,), profile=spec.profile, prefix_sharing=spec.prefix_sharing
+    )
+
+
+def _named(uri: str) -> tuple[str, str]:
+    """``models:/assistant@champion`` is (assistant, champion); what is no registered model is a name alone."""
+    path = uri.removeprefix("models:/").lstrip("/")
+    if not uri.startswith("models:/"):
+        return uri, ""
+    name, _, alias = path.partition("@")
+    if alias:
+        return name, alias
+    name, _, version = path.partition("/")
+    return (name, version) if version else (uri, "")

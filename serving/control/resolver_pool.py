@@ -1,0 +1,202 @@
+"""The processes that look models up (``entry``), few at a time: each imports MLflow and takes some 200 MB.
+
+A place among ``limit`` is a lock on a file of the server's directory, which all of its processes share and the kernel
+gives back when its holder dies. A question that is already being looked up, in whichever process, is not asked again:
+its answer goes to all that wait for it. Others wait for a place, those of a process in the order in which they came::
+
+    resolver-<n>.lock       held by a lookup, for its place
+    lookup-<key>.lock       held by the process that looks ``key`` up, the SHA-256 of what is asked for
+    lookup-<key>.json       its answer, for processes that asked meanwhile
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import NotFound, Overloaded, PackagingError, ShuttingDown
+from ..file_locks import FileLock, try_acquire
+from ..files import replace_file
+from .mlflow_resolver import Resolved, resolve
+
+POLL_INTERVAL = 0.05
+MAX_WAITING = 64  # lookups of a process, those under way among them
+RETRY_AFTER = 5.0
+ANSWERS_KEPT = 60.0  # seconds: each process that waits for one looks every POLL_INTERVAL
+
+Uris = tuple[str, ...]
+SHARED = {kind.__name__: kind for kind in (NotFound, Overloaded, PackagingError)}
+
+
+class _Answer(Struct, frozen=True, kw_only=True):
+    """What lookup ``number`` gave: models, or one of the ``SHARED`` errors."""
+
+    number: str
+    found: tuple[Resolved, ...] = ()
+    error: str | None = None
+    message: str = ""
+
+    def given(self) -> tuple[Resolved, ...]:
+        """Raises the error."""
+        if self.error is None:
+            return self.found
+        kind = SHARED[self.error]
+        raise kind(self.message, retry_after=RETRY_AFTER) if kind is Overloaded else kind(self.message)
+
+
+class _Answers:
+    """The files of one question. Raises ``ShuttingDown`` where the server's directory is gone."""
+
+    def __init__(self, directory: Path, key: tuple[Uris, Uris]) -> None:
+        name = f"lookup-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()}"
+        self._directory, self._lock, self._file = directory, directory / f"{name}.lock", directory / f"{name}.json"
+
+    def begin(self) -> FileLock | None:
+        """None while another process looks this up."""
+        return _locked(self._lock)
+
+    def last(self) -> _Answer | None:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=_Answer)
+        except FileNotFoundError:
+            return None
+
+    def give(self, answer: _Answer) -> None:
+        """Where this fails, whoever waits looks it up again."""
+        with contextlib.suppress(OSError):
+            self._remove_old()
+            replace_file(self._file, msgspec.json.encode(answer))
+
+    def _remove_old(self) -> None:
+        for path in self._directory.glob("lookup-*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                if abs(time.time() - path.stat().st_mtime) > ANSWERS_KEPT:
+                    path.unlink()
+
+
+def _locked(path: Path) -> FileLock | None:
+    """None while another has it."""
+    try:
+        return try_acquire(str(path))
+    except FileNotFoundError:
+        raise ShuttingDown("the server has ended") from None
+
+
+class _Lookup:
+    """One that this process waits for; ``found`` and ``error`` stay None where who began it was stopped."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.found: tuple[Resolved, ...] | None = None
+        self.error: Exception | None = None
+
+
+class Resolvers:
+    """Called as ``entry.resolve`` is. ``directory`` is the server's, ``timeout`` (seconds) each lookup's, and that of
+    the wait for a place. Thread-safe, and for greenlets where gevent has patched the process."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        limit: int,
+        timeout: float,
+        find: Callable[..., tuple[Resolved, ...]] = resolve,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._directory, self._limit, self._timeout = directory, limit, timeout
+        self._find, self._clock, self._sleep = find, clock, sleep
+        self._lookups: dict[tuple[Uris, Uris], _Lookup] = {}
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+
+    def __call__(self, uris: Uris, texts: Uris = ()) -> tuple[Resolved, ...]:
+        """Raises as ``entry.resolve`` does, and ``Overloaded``, ``ShuttingDown``."""
+        key = (uris, texts)
+        while True:
+            lookup, mine = self._join(key)
+            if mine:
+                return self._look_up(key, lookup)
+            lookup.over.wait()
+            if lookup.error is not None:
+                raise lookup.error
+            if lookup.found is not None:
+                return lookup.found
+
+    def _join(self, key: tuple[Uris, Uris]) -> tuple[_Lookup, bool]:
+        with self._lock:
+            if key in self._lookups:
+                return self._lookups[key], False
+            if len(self._lookups) >= MAX_WAITING:
+                raise Overloaded(f"{MAX_WAITING} models are being looked up already", retry_after=RETRY_AFTER)
+            self._lookups[key] = _Lookup()
+            return self._lookups[key], True
+
+    def _look_up(self, key: tuple[Uris, Uris], lookup: _Lookup) -> tuple[Resolved, ...]:
+        try:
+            lookup.found = self._ask_once(key)
+            return lookup.found
+        except Exception as error:
+            lookup.error = error
+            raise
+        finally:
+            with self._lock:
+                del self._lookups[key]
+            lookup.over.set()
+
+    def _ask_once(self, key: tuple[Uris, Uris]) -> tuple[Resolved, ...]:
+        """Ask, or take the answer of the process that does: one that was given after we came."""
+        answers = _Answers(self._directory, key)
+        before = answers.last()
+        deadline = self._clock() + 2 * self._timeout  # of one that has just begun: its wait for a place, then its own
+        while True:
+            begun = answers.begin()
+            try:
+                answer = answers.last()
+                if answer is not None and answer != before:
+                    return answer.given()
+                if begun is not None:
+                    return self._ask(key, answers)
+            finally:
+                if begun is not None:
+                    begun.release(unlink=True)
+            if self._clock() > deadline:
+                raise Overloaded("another process takes too long to look this model up", retry_after=RETRY_AFTER)
+            self._sleep(POLL_INTERVAL)
+
+    def _ask(self, key: tuple[Uris, Uris], answers: _Answers) -> tuple[Resolved, ...]:
+        uris, texts = key
+        number = uuid.uuid4().hex
+        try:
+            place = self._place()
+            try:
+                found = self._find(uris, texts, timeout=self._timeout)
+            finally:
+                place.release()
+        except tuple(SHARED.values()) as error:
+            if type(error).__name__ in SHARED:
+                answers.give(_Answer(number=number, error=type(error).__name__, message=str(error)))
+            raise
+        answers.give(_Answer(number=number, found=found))
+        return found
+
+    def _place(self) -> FileLock:
+        deadline = self._clock() + self._timeout
+        with self._turn:
+            while True:
+                for number in range(self._limit):
+                    lock = _locked(self._directory / f"resolver-{number}.lock")
+                    if lock is not None:
+                        return lock
+                if self._clock() > deadline:
+                    text = f"max_resolvers, {self._limit}, are busy looking up other models"
+                    raise Overloaded(text, retry_after=RETRY_AFTER)
+                self._sleep(POLL_INTERVAL)

@@ -1,0 +1,160 @@
+"""One configuration of one endpoint on its way into service.
+
+::
+
+    finding ──► warming ──► preparing ──► ready          finding: are the model's files (still) there
+        └──────────┴────────────┴───────► failed         warming: each entity's first replica gives a token
+                                                         preparing: ``Scaler.prepare`` measures each entity
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import NotFound, PackagingError, ServingError
+from ..modes.endpoint_config import EndpointConfig, ServedEntity
+from ..modes.endpoints import EndpointRow
+from ..supervision.supervisor import EngineModel, Supervisor
+from ..transport.process_spec import ENGINE_CORE
+from .autoscaler import Scaler, Served
+
+Stage = Literal["finding", "warming", "preparing", "ready", "failed"]
+AGAIN_SECONDS = 10.0
+Find = Callable[[ServedEntity], ServedEntity]
+
+
+@dataclass(kw_only=True, slots=True)
+class Deployed:
+    """A config whose engines run. ``facts`` are by the served entity's name."""
+
+    name: str
+    id: str
+    created: int
+    version: int
+    config: EndpointConfig
+    served: tuple[Served, ...]
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Rollout:
+    """Driven by ``poll``, which never blocks. ``known`` are facts of an earlier life, which are not measured again."""
+
+    def __init__(
+        self,
+        row: EndpointRow,
+        version: int,
+        config: EndpointConfig,
+        *,
+        supervisor: Supervisor,
+        scaler: Scaler,
+        find: Find,
+        finders: Executor,
+        preparers: Executor,
+        known: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self.row, self.version, self.config = row, version, config
+        self.stage: Stage = "finding"
+        self.message = ""
+        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by served entity
+        self.served: tuple[Served, ...] = ()
+        self.facts = dict(known or {})
+        self.generation: int | None = None  # of the plan that has it
+        self._supervisor, self._scaler, self._preparers = supervisor, scaler, preparers
+        self._failed_at = 0.0
+        self._work: Future[Any] = finders.submit(self._found, find)
+
+    def needs(self) -> set[str]:
+        """The engines that it needs."""
+        return {served.key for served in self.served}
+
+    @property
+    def is_stuck(self) -> bool:
+        """Failed before it had engines, and long ago: only another rollout can do better."""
+        return self.stage == "failed" and not self.served and time.monotonic() - self._failed_at > AGAIN_SECONDS
+
+    def poll(self) -> Stage:
+        """Go as far as it goes now. A failed start is told, and goes on being tried until somebody gives up."""
+        try:
+            if self.stage == "finding" and self._work.done():
+                self._warm(self._work.result())
+            if self.stage in ("warming", "failed") and self.served:
+                self._look()
+            if self.stage == "preparing" and self._work.done():
+                self.facts = self._work.result()
+                self.stage = "ready"
+        except (ServingError, PackagingError, OSError) as error:
+            self.served = ()
+            self._fail(str(error))
+        return self.stage
+
+    def deployed(self) -> Deployed:
+        return Deployed(
+            name=self.row.name,
+            id=self.row.id,
+            created=self.row.created_ms // 1000,
+            version=self.version,
+            config=self.config,
+            served=self.served,
+            facts=self.facts,
+        )
+
+    def _found(self, find: Find) -> list[tuple[Served, EngineModel]]:
+        found = []
+        for entity in self.config.served_entities:
+            entity = find(entity)
+            assert entity.source is not None
+            source = entity.source
+            model = EngineModel(
+                bundle=source.bundle,
+                settings=source.engine,
+                core=source.core or ENGINE_CORE,
+                addresses=source.addresses,
+                key_file=source.key_file,
+            )
+            served = Served(endpoint=self.row.name, version=self.version, entity=entity, key=model.key())
+            found.append((served, model))
+        return found
+
+    def _warm(self, found: list[tuple[Served, EngineModel]]) -> None:
+        kept = self._supervisor.entities()
+        for served, model in found:
+            running = self._supervisor.status(served.key).wanted if served.key in kept else 0
+            self._supervisor.add(served.key, model, replicas=max(1, running, len(model.addresses)))
+        self.served = tuple(served for served, _ in found)
+        self.stage = "warming"
+
+    def _look(self) -> None:
+        for served in self.served:
+            status = self._supervisor.status(served.key)
+            if status.failed and not status.ready:
+                self.failed_logs[served.entity.name] = status.failed[0].failed_log
+                self._fail(f"{served.entity.name}: {status.failed[0].message}")
+                return
+            if not status.ready:
+                return
+        self.stage, self.message = "preparing", ""
+        self._work = self._preparers.submit(self._prepared)
+
+    def _prepared(self) -> dict[str, dict[str, Any]]:
+        facts = {}
+        for served in self.served:
+            known = self.facts.get(served.entity.name)
+            facts[served.entity.name] = self._prepare(served) if known is None else known
+        return facts
+
+    def _prepare(self, served: Served) -> dict[str, Any]:
+        try:
+            ready = self._supervisor.status(served.key).ready
+            if not ready:
+                raise NotFound(f"{served.entity.name}: its engine ended")
+            return self._scaler.prepare(served, self._supervisor.engine(served.key, ready[0].index))
+        except NotFound as error:
+            raise ServingError(f"{served.entity.name}: {error}") from None
+
+    def _fail(self, message: str) -> None:
+        self.stage, self.message = "failed", message
+        self._failed_at = time.monotonic()

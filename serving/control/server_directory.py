@@ -1,0 +1,51 @@
+"""A server's own directory: spec, plan, figures and sockets of its processes, for as long as one of them lives.
+
+The server removes it at its end, a keeper whose server was killed does when the workers have finished, and the next
+server's start removes what was left where all of them were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..file_locks import is_held, try_acquire
+from .plan import Board
+
+PREFIX = "mlflow-llm-server-"
+LOCK = "server.lock"  # held by the server as long as it lives
+
+
+@contextlib.contextmanager
+def server_directory() -> Iterator[Path]:
+    """A new one, removed at the end."""
+    sweep()
+    directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+    hidden = str(directory / f".{LOCK}")
+    lock = try_acquire(hidden)
+    assert lock is not None, "nobody else knows of it yet"
+    os.rename(hidden, directory / LOCK)  # under its name only when it is held: a sweep never sees it free
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        lock.release()
+
+
+def sweep() -> None:
+    """Remove the directories of servers that were killed together with their keeper and workers."""
+    with os.scandir(tempfile.gettempdir()) as found:
+        named = [entry for entry in found if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False)]
+    for entry in named:
+        with contextlib.suppress(OSError):  # another start sweeps, too
+            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and _is_left(Path(entry.path)):
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_left(directory: Path) -> bool:
+    lock = directory / LOCK
+    return lock.exists() and not is_held(str(lock)) and not Board(directory).held()

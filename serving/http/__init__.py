@@ -1,0 +1,1 @@
+"""The HTTP API: a Flask application over routes, and what answers them; no server of its own."""

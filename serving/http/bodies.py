@@ -1,0 +1,97 @@
+"""A request's body, whole and within its limit, read from WSGI's own stream.
+
+Not by the framework: of a chunked body over the limit it hands on the beginning as if that were all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gevent
+from gunicorn.http.errors import ParseException
+
+from ..errors import PayloadTooLarge, RequestError
+from .gunicorn.request_smuggling import Ambiguous
+from .gunicorn.slowloris import TooSlow
+from .memory_budget import Held
+
+PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
+
+
+def is_large(environ: Mapping[str, Any], size: int) -> bool:
+    """Whether the body may have ``size`` bytes or more: it says so, or it does not say."""
+    announced = environ.get("CONTENT_LENGTH")
+    return not (announced and announced.isdecimal() and len(announced) < 20 and int(announced) < size)
+
+
+def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) -> bytes:
+    """The body of the request of ``environ``, of ``limit`` bytes at most; ``held`` counts them as they come.
+
+    Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
+    or broken, or (status 408) arrives too slowly.
+    """
+    encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(f"Content-Encoding: {encoding[:40]!r} is not taken; send the body as it is")
+    length = _length(environ, limit)
+    try:
+        if length is not None:
+            if held is not None:
+                held.check(length)
+            return _exactly(environ["wsgi.input"], length, held)
+        return _all(environ["wsgi.input"], limit, held) if environ.get("wsgi.input_terminated") else b""
+    except TooSlow as error:
+        raise _timed_out(str(error)) from None
+    except Ambiguous as error:
+        raise RequestError(f"the body cannot be read: {error}") from None
+    except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
+        raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
+
+
+def _timed_out(message: str) -> RequestError:
+    error = RequestError(message)
+    error.status = 408  # type: ignore[misc]  # HTTP's own; a kind of its own would say no more in any dialect
+    return error
+
+
+def _length(environ: Mapping[str, Any], limit: int) -> int | None:
+    """Announced bytes; None for a chunked body."""
+    announced = environ.get("CONTENT_LENGTH")
+    if environ.get("HTTP_TRANSFER_ENCODING") or not announced:
+        return None
+    if not announced.isdecimal():
+        raise RequestError(f"Content-Length: {announced[:40]!r} is not a number of bytes")
+    length = int(announced) if len(announced) < 20 else limit + 1
+    if length > limit:
+        raise PayloadTooLarge(f"the body has {announced[:20]} bytes; at most {limit} are taken")
+    return length
+
+
+def _exactly(stream: Any, length: int, held: Held | None) -> bytes:
+    pieces, left = [], length
+    while left:
+        piece = stream.read(min(left, PIECE))
+        if not piece:
+            raise RequestError(f"the body ended after {length - left} of {length} bytes")
+        if held is not None:
+            held.more(len(piece))
+        pieces.append(piece)
+        left -= len(piece)
+        if left:
+            gevent.sleep(0)
+    return b"".join(pieces)
+
+
+def _all(stream: Any, limit: int, held: Held | None) -> bytes:
+    pieces, size = [], 0
+    while piece := stream.read(PIECE):
+        size += len(piece)
+        if held is not None:
+            held.more(len(piece))
+        if size > limit:
+            raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
+        pieces.append(piece)
+        if len(piece) == PIECE:
+            gevent.sleep(0)
+    return b"".join(pieces)

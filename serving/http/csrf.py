@@ -1,0 +1,84 @@
+"""What a page in a browser could make its visitor's machine send, refused where no key stands in the way.
+
+A server without keys trusts whoever reaches it, and a browser reaches this machine's loopback addresses for every page
+that it shows. Two ways lead there: requests from the page's own site (CSRF), which ``Origin`` and ``Sec-Fetch-Site``
+tell, and a name of the page's own that comes to mean this machine (DNS rebinding), which ``Host`` tells. Bodies have to
+be JSON besides: no page may send that without asking, and nobody here says yes (CORS).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from werkzeug.http import parse_options_header
+
+from ..control.listen_settings import is_loopback
+from ..errors import PermissionDenied, RequestError
+
+ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
+OWN_SITE = ("same-origin", "none")  # none: typed, or chosen by the user
+WITH_BODY = ("POST", "PUT", "PATCH")
+
+
+def check_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
+    """Raises ``PermissionDenied`` for a request that a page of another site may have made.
+
+    ``listens`` is the address that it came to, ``allowed`` are names beside it.
+    """
+    site = environ.get("HTTP_SEC_FETCH_SITE")
+    if site is not None and site.strip().lower() not in OWN_SITE:
+        raise PermissionDenied(f"Sec-Fetch-Site: {_WHY}pages of other sites")
+    host = environ.get("HTTP_HOST")
+    origin = environ.get("HTTP_ORIGIN")
+    if origin is not None and not _is_of(origin, host):
+        raise PermissionDenied(f"Origin: {_WHY}pages of other sites")
+    if host is not None and not _is_ours(name_of(host), listens, allowed):
+        raise PermissionDenied(
+            f"Host: {_WHY}another name than {', '.join((_OWN, *allowed))}; --allowed-host adds those of a proxy"
+        )
+
+
+_WHY = "this server asks for no keys, so it takes no requests from "
+_OWN = "this machine's own"
+
+
+def _is_of(origin: str, host: str | None) -> bool:
+    found = ORIGIN.fullmatch(origin.strip())
+    return found is not None and host is not None and found[1].lower() == host.lower()
+
+
+def name_of(host: str) -> str:
+    """A ``Host`` without its port, and an address without its brackets; "" where it is malformed."""
+    found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::[0-9]*)?", host.strip())
+    return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
+
+
+def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
+    """Names are checked where they are known: on loopback, which has no others, and where they were told."""
+    if not allowed and not is_loopback(listens):
+        return True
+    return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]
+
+
+def check_content_type(environ: Mapping[str, Any]) -> None:
+    """Raises ``RequestError`` (415) for a body that is not said to be JSON, in UTF-8."""
+    if environ["REQUEST_METHOD"] not in WITH_BODY:
+        return
+    given = environ.get("CONTENT_TYPE", "")
+    kind, options = parse_options_header(given)
+    subtype = kind.lower().removeprefix("application/")
+    if kind.lower().startswith("application/") and (subtype == "json" or subtype.endswith("+json")):
+        charset = options.get("charset", "utf-8")
+        if charset.lower() in ("utf-8", "utf8"):
+            return
+        raise _unsupported(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
+    told = f"{given[:80]!r} is not taken" if given else "is missing"
+    raise _unsupported(f"Content-Type: {told}; send application/json (curl: -H 'Content-Type: application/json')")
+
+
+def _unsupported(message: str) -> RequestError:
+    error = RequestError(message)
+    error.status = 415  # type: ignore[misc]  # HTTP's own; a kind of its own would say no more in any dialect
+    return error

@@ -1,0 +1,110 @@
+"""``…/served-models/{served}/logs`` and ``/build-logs``: what the engines of a served entity wrote, for who manages.
+
+Engines see token ids, no prompts; what looks like a secret is taken out all the same, and what would move a terminal's
+cursor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import NotFound, without_password
+from ..modes.endpoint_config import ServedEntity
+from ..modes.endpoints import EndpointRow
+from ..supervision.engine_spec import EngineModel
+from ..supervision.supervisor import MAX_REPLICAS
+from ..transport.discovery.state_directory import LOAD_LOG, LOG, tail
+from ..transport.process_spec import ENGINE_CORE
+from ..visible import plain
+from .answer import Answer, json_answer
+from .invoke import Server
+from .management import Asked
+
+MAX_BYTES = 64 * 1024
+MAX_LINE = 2000
+_SECRETS = re.compile(
+    r"\b(sk-|hf_|ghp_|xox[a-z]-|AKIA)[A-Za-z0-9_-]{8,}"  # keys by their usual beginnings
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]+"  # JWT
+    r"|(?i:(?<=bearer )|(?<=token=)|(?<=password=)|(?<=secret=)|(?<=api_key=))[^\s&'\"]+"
+)
+
+
+def logs(server: Server, asked: Asked) -> Answer:
+    """The end of what each replica's engine wrote."""
+    return _answer(server, asked, lambda directory: tail(os.path.join(directory, LOG), MAX_BYTES))
+
+
+def build_logs(server: Server, asked: Asked) -> Answer:
+    """What they wrote while they loaded; of the last load that failed, where none has succeeded since."""
+    return _answer(server, asked, _load_log, failed=True)
+
+
+def _load_log(directory: str) -> str:
+    """While it loads, and where it was killed, there is only the log itself."""
+    return tail(os.path.join(directory, LOAD_LOG), MAX_BYTES) or tail(os.path.join(directory, LOG), MAX_BYTES)
+
+
+def _answer(server: Server, asked: Asked, read: Callable[[str], str], *, failed: bool = False) -> Answer:
+    asked.caller.check_scope("manage")
+    if server.management is None:
+        raise NotFound("this server has no store of endpoints")
+    served = asked.parts["served"]
+    row = next((row for row in server.management.rows() if row.name == asked.name), None)
+    if row is None:
+        raise NotFound(f"there is no endpoint {asked.name!r}")
+    kept = server.follower.kept_log(row.id, served) if server.follower is not None else ""
+    if kept and failed:
+        return json_answer({"logs": cleaned(kept)})
+    found = _entities(server, row)
+    if served not in found and not kept:
+        raise NotFound(f"{asked.name} has no served model {served[:80]!r}; it has {', '.join(found) or 'none'}")
+    # an engine's place follows from its adapters' files, which are read for that: beside the loop
+    parts = server.offload(server.offload.threshold, _read, server, found.get(served, ()), read)
+    return json_answer({"logs": "\n".join(parts) or cleaned(kept)})
+
+
+def _entities(server: Server, row: EndpointRow) -> dict[str, tuple[ServedEntity, ...]]:
+    """Those of the active config and of the one on its way, by name."""
+    found: dict[str, tuple[ServedEntity, ...]] = {}
+    for version in (row.active_version, row.pending_version):
+        if version is not None:
+            for entity in server.management.config(row.name, version).served_entities:
+                found[entity.name] = (*found.get(entity.name, ()), entity)
+    return found
+
+
+def _read(server: Server, entities: tuple[ServedEntity, ...], read: Callable[[str], str]) -> list[str]:
+    return list(dict.fromkeys(part for entity in entities for part in _parts(server, entity, read)))
+
+
+def _parts(server: Server, entity: ServedEntity, read: Callable[[str], str]) -> Iterator[str]:
+    """A text for each replica that has an engine on this machine."""
+    source: Any = entity.source
+    if source.addresses:
+        yield f"its engines are on other hosts, which have their logs: {', '.join(source.addresses)}"
+        return
+    model = EngineModel(bundle=source.bundle, settings=source.engine, core=source.core or ENGINE_CORE)
+    for index in range(MAX_REPLICAS):
+        directory = model.address(index, server.runtime_dir)
+        if index and not os.path.isdir(directory):
+            return  # the last numbers end first
+        if text := cleaned(read(directory)):
+            yield text if index == 0 else f"replica {index}:\n{text}"
+
+
+def cleaned(text: str) -> str:
+    """Without secrets and control characters, long lines cut, the first line dropped where it was cut."""
+    lines = (plain(without_secrets(line))[:MAX_LINE] for line in text.splitlines())
+    return "\n".join(lines)
+
+
+def without_secrets(line: str) -> str:
+    if "://" in line and "@" in line:
+        line = re.sub(r"\S+://\S+@\S+", lambda url: without_password(url[0]), line)
+    return _SECRETS.sub("***", line)
+
+
+ANSWERS = {"get_serving_logs": logs, "get_serving_build_logs": build_logs}

@@ -1,0 +1,104 @@
+"""Whether a connection takes another request: only where it is known where the last one ended.
+
+What follows a body that broke off, or was left unread, would be taken for a request: behind a proxy, another client's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import gevent
+from gunicorn.http.body import ChunkedReader
+
+from .slowloris import Arrivals
+
+CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and dropped rather than the connection
+LINGER = 5.0  # seconds
+
+
+class RequestBody:
+    """A request's body for WSGI, in place of gunicorn's, that knows whether its end was reached.
+
+    What arrives behind its end is the next head's: ``arrivals`` is told.
+    """
+
+    def __init__(self, request: Any, arrivals: Arrivals) -> None:
+        self._request = request
+        self.arrivals = arrivals
+        self._stream = request.body
+        self._chunked = isinstance(request.body.reader, ChunkedReader)
+        headers = dict(request.headers)
+        self._left = int(headers.get("CONTENT-LENGTH", 0))
+        self._optional = "EXPECT" in headers
+        self._ended = self._broken = False
+        arrivals.expect_body()
+        self._note_end()
+
+    def read(self, size: int) -> bytes:
+        """Up to ``size`` bytes; fewer only where no more come."""
+        broken, self._broken = self._broken, True  # where this raises, nobody knows what follows
+        data: bytes = self._stream.read(size)
+        self._broken = broken
+        self._left -= len(data)
+        self._ended = len(data) < size
+        self._note_end()
+        return data
+
+    def _note_end(self) -> None:
+        if self.is_whole:
+            self.arrivals.expect_head()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._broken and (self._ended if self._chunked else self._left == 0)
+
+    @property
+    def _is_cheap(self) -> bool:
+        # a client that waited for a 100 has got one, and may send the body or, with the answer there, leave it out
+        known = not (self._chunked or self._broken or self._ended or self._optional)
+        return known and self._left <= CHEAP
+
+    def settle(self) -> None:
+        """Before the answer's head goes out: the connection ends with it, unless the next request can be found."""
+        if not (self.is_whole or self._is_cheap):
+            self._request.force_close()
+
+
+def asks_to_close(headers: Iterable[tuple[str, str]]) -> bool:
+    """Whether a request is its connection's last: a list of options, in one field or several (RFC 9110, 7.6.1), of
+    which gunicorn reads a single one."""
+    fields = (value for name, value in headers if name == "CONNECTION")
+    return any(option.strip().lower() == "close" for value in fields for option in value.split(","))
+
+
+def settle(environ: Mapping[str, Any]) -> None:
+    """``RequestBody.settle`` of the request of ``environ``, where it came over a connection of ours."""
+    body = environ.get("wsgi.input")
+    if isinstance(body, RequestBody):
+        body.settle()
+
+
+def came_to_probes(environ: Mapping[str, Any]) -> bool:
+    """Whether the request of ``environ`` came to the listener for probes."""
+    body = environ.get("wsgi.input")
+    return isinstance(body, RequestBody) and body.arrivals.probes
+
+
+def address_in(environ: Mapping[str, Any]) -> str:
+    """Whom the request of ``environ`` counts for where it shows no key: as its connection does (``places``)."""
+    body = environ.get("wsgi.input")
+    return body.arrivals.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""
+
+
+def linger(client: socket.socket) -> None:
+    """End the sending side and take what the client still sends, for a while.
+
+    Closing on unread bytes would reset the connection, and the client might never see its answer.
+    """
+    with contextlib.suppress(OSError), gevent.Timeout(LINGER, False):
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(65536):
+            pass

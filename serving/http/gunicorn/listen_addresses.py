@@ -1,0 +1,64 @@
+"""Where a server listens, and whether it could, asked before it is started."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+
+from ...control.listen_settings import Perimeter
+
+Address = tuple[str, int] | str  # a host and a port, or the path of a Unix socket
+
+
+def addresses(settings: Perimeter) -> list[Address]:
+    """The gateway's, then that for probes."""
+    found: list[Address] = [(settings.host, settings.port) if settings.socket is None else settings.socket]
+    if settings.probe_port is not None:
+        found.append((settings.probe_host or settings.host, settings.probe_port))
+    return found
+
+
+def bind(address: Address) -> str:
+    """An address as gunicorn's configuration has it, and people read it."""
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host, port = address
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def umask(settings: Perimeter) -> int:
+    """What keeps a Unix socket from all whom ``socket_mode`` does not name."""
+    return 0o777 & ~int(settings.socket_mode, 8)
+
+
+def try_address(address: Address) -> None:
+    """Raises ``OSError`` where nobody can listen there now; port 0 is any free one."""
+    if isinstance(address, str):
+        _try_path(address)
+        return
+    family, kind, _, _, found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(found)
+
+
+def _try_path(path: str) -> None:
+    """A socket that a killed server left is no hindrance."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, f"{folder} is no directory that can be written")
+    try:
+        kind = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise OSError(errno.EEXIST, "it is there already, and no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

@@ -1,0 +1,201 @@
+"""A running server: a keeper for the engines, then gunicorn's arbiter and its workers. ``serve(spec)`` blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gunicorn.app.base import BaseApplication
+
+from ... import child, logs
+from ...control.server_directory import server_directory
+from ...control.spec import ServeSpec
+from ...errors import EngineDied, PackagingError
+from ...observability.exporter_process import exporting
+from ...tasks.cache_salt import SECRET_BYTES
+from .accept_balancing import Shares
+from .listen_addresses import addresses, bind, umask
+
+Progress = Callable[[dict[str, Any]], None]
+PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+SPEC = "spec.json"
+METRICS = "metrics"
+KEEPER_SECONDS = 2.0
+MAX_FILES = 65536
+BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
+
+
+def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
+    """Serve until a signal ends it. Raises ``EngineDied``, ``PackagingError`` where an engine does not come up.
+
+    ``progress`` is told each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
+    """
+    _allow_files()
+    with server_directory() as directory:
+        (directory / SPEC).write_bytes(msgspec.json.encode(spec))
+        (directory / METRICS).mkdir()
+        os.environ[PROMETHEUS_DIRECTORY] = str(directory / METRICS)
+        settings = spec.settings
+        tracing = exporting(directory, sample=settings.trace_sample, experiment=settings.trace_experiment)
+        try:
+            with tracing, Keeper(directory) as keeper:
+                keeper.await_ready(progress or (lambda _: None))
+                Application(spec, directory, keeper, progress).run()
+        finally:
+            os.environ.pop(PROMETHEUS_DIRECTORY, None)
+
+
+def _allow_files() -> None:
+    """As many open files as this process may allow itself: a thousand connections a worker are more than many a default
+    has room for, beside sockets to engines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Keeper:
+    """The keeper process. Leaving (or dying) closes its standard input, at which it ends; killed, it is started again.
+
+    Its engines outlive it: the workers are their clients too.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started_at = 0.0
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at = time.monotonic()
+        command, env = child.python_command("serving.control.main", str(self._directory)), child.environment()
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
+
+    def await_ready(self, progress: Progress) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            if told["stage"] == "failed":
+                raise PackagingError(told["message"])
+            progress(told)
+            if told["stage"] == "ready":
+                return
+        raise EngineDied("the engine keeper ended before the engines were ready")
+
+    def look(self) -> None:
+        """Start it again where it has ended, at most every ``KEEPER_SECONDS``."""
+        if self._process.poll() is None or time.monotonic() - self._started_at < KEEPER_SECONDS:
+            return
+        # without its exit status, which gunicorn has collected with the workers'
+        logs.event("the keeper ended and is started again", level=40)
+        self._close_pipes()
+        self._process = self._start()
+
+    def forget(self) -> None:
+        """In a worker: our copies of the pipes must not hold the keeper when the server is gone."""
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close_pipes()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class Application(BaseApplication):
+    """gunicorn with our worker, arbiter and logger; configured from the spec alone, never from gunicorn's files."""
+
+    def __init__(self, spec: ServeSpec, directory: Path, keeper: Keeper, progress: Progress | None = None) -> None:
+        self.spec, self.directory, self.keeper = spec, directory, keeper
+        self.progress = progress
+        self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
+        self.shares = Shares(spec.settings.workers)
+        super().__init__()
+
+    def load_config(self) -> None:
+        settings = self.spec.settings
+        values = {
+            "bind": [bind(address) for address in addresses(settings)],
+            "umask": umask(settings),
+            "workers": settings.workers,
+            "worker_class": "mlflow_llm.serving.http.gunicorn.worker.DrainingWorker",
+            "logger_class": "mlflow_llm.serving.http.gunicorn.worker.JsonLogger",
+            "worker_connections": settings.max_connections,
+            "timeout": BOOT_SECONDS,
+            "graceful_timeout": int(settings.drain_timeout) + 5,
+            "keepalive": 75,
+            "loglevel": "warning",
+            "proc_name": "mlflow-llm",
+            "control_socket_disable": True,
+            "limit_request_line": 8190,
+            "limit_request_fields": 100,
+            "limit_request_field_size": 16384,
+            "http_parser": "python",  # whose leniencies ``framing`` knows
+            # nothing that a client sends moves its path or scheme, from whatever address it comes
+            "forwarded_allow_ips": "",
+            "forwarder_headers": "",
+            "secure_scheme_headers": {},
+            "pre_fork": self._give_share,
+            "child_exit": self._forget_worker,
+            "when_ready": self._listening,
+        }
+        for name, value in values.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Any:
+        """In a worker: connect, prove that a token comes, build the application."""
+        from .worker_app import build
+
+        self.keeper.forget()
+        return build(self.spec, self.directory, self.cache_secret)
+
+    def run(self) -> None:
+        from .worker import ServerArbiter
+
+        logs.configure(self.spec.settings.log_level)
+        arbiter = os.getpid()
+        try:
+            ServerArbiter(self).run()
+        except SystemExit as ended:  # how the arbiter returns, and a worker: what is below on its stack is not its own
+            if os.getpid() != arbiter:
+                os._exit(ended.code if isinstance(ended.code, int) else 1)
+            if ended.code:
+                raise
+
+    def _listening(self, arbiter: Any) -> None:
+        if self.progress is None:
+            return
+        for stage, listener in zip(("listening", "probes"), arbiter.LISTENERS, strict=False):
+            name = listener.sock.getsockname()
+            place = {"socket": name} if isinstance(name, str) else {"host": name[0], "port": name[1]}
+            secure = self.spec.settings.tls_cert is not None
+            self.progress({"stage": stage, "scheme": "https" if secure else "http", **place})
+
+    def _give_share(self, arbiter: Any, worker: Any) -> None:
+        worker.share = self.shares.give()
+
+    def _forget_worker(self, arbiter: Any, worker: Any) -> None:
+        from ...observability.worker_counters import (
+            merge_ended,  # prometheus_client, once imported, looks no more for the directory
+        )
+
+        self.shares.take_back(worker.share)
+        merge_ended(self.directory / METRICS, worker.pid)

@@ -1,0 +1,99 @@
+"""TLS of a listener: 1.2 and 1.3, ciphers with forward secrecy, and certificates that are read again when renewed."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+from ... import logs
+from ...control.listen_settings import Perimeter
+from ...errors import PackagingError
+
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; all of 1.3 are fine
+
+
+class Tls:
+    """``context`` is for the next connection. ``look`` is called now and then; files that cannot be read, as between
+    two of a renewal, leave the context as it is."""
+
+    def __init__(self, cert: str, key: str | None = None, client_ca: str | None = None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._seen = self._stamps()
+        self.context = make_context(cert, key, client_ca)
+
+    def look(self) -> None:
+        found = self._stamps()
+        if found == self._seen:
+            return
+        self._seen = found
+        try:
+            self.context = make_context(self._cert, self._key, self._client_ca)
+            logs.event("the certificate was read again", file=self._cert)
+        except PackagingError as error:
+            logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(map(_stamp, (self._cert, self._key, self._client_ca)))
+
+
+def _stamp(path: str | None) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path or "")
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def gateway_tls(settings: Perimeter) -> Tls | None:
+    """Raises ``PackagingError`` as ``make_context`` does."""
+    if settings.tls_cert is None:
+        return None
+    return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def probe_tls(settings: Perimeter) -> Tls | None:
+    """With the gateway's certificate, and a client CA of its own: whoever probes may have no certificate."""
+    if settings.tls_cert is None:
+        return None
+    return Tls(settings.tls_cert, settings.tls_key, settings.probe_tls_client_ca)
+
+
+def make_context(cert: str, key: str | None, client_ca: str | None) -> ssl.SSLContext:
+    """Raises ``PackagingError``, with the file at fault, where one cannot be read or the key is another's."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(CIPHERS)
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.set_alpn_protocols(["http/1.1"])
+    for name, path in (("certificate", cert), ("key", key), ("client CA", client_ca)):
+        if path is not None:
+            _check_file(name, path)
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except (ssl.SSLError, OSError) as error:
+        raise PackagingError(f"TLS: {cert} and {key or 'its key'}: {_told(error)}") from None
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise PackagingError(f"TLS: client CA {client_ca}: {_told(error)}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_file(name: str, path: str) -> None:
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise PackagingError(f"TLS: {name} {path}: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    """Instead of asking the terminal for one."""
+    raise PackagingError("TLS: the key has a password; a server needs one without")
+
+
+def _told(error: OSError) -> str:
+    reason = getattr(error, "reason", None)
+    return str(reason).replace("_", " ").lower() if reason else "no PEM"

@@ -1,0 +1,130 @@
+"""JWT bearer tokens (RFC 7519) as callers: signed by an issuer whose public keys are known, for this server.
+
+Algorithms are those of an allow-list, of which none is symmetric and none is ``none``: a public key is no secret to
+sign with (algorithm confusion), and a key is used with the algorithms of its own kind only. What was wrong with a token
+its bearer is told no further than that it has expired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from joserfc import jwt
+from joserfc.errors import ClaimError, ExpiredTokenError, JoseError
+from joserfc.jws import CompactSignature, JWSRegistry
+
+from .. import logs
+from ..control.settings import ServerSettings
+from ..errors import Unauthenticated
+from ..metering.accounts import TOKEN_PREFIX
+from ..metering.caller import SCOPES, Caller
+from ..metering.keys import ALLOWED_ENDPOINT, MAX_ENDPOINTS
+from .jwks import KeySource, PublicKey
+
+MAX_TOKEN = 8192  # characters
+MAX_SUBJECT = 100
+INVALID = "the token is not valid here"
+_ABSENT = object()
+
+
+class _Registry(JWSRegistry):
+    """The allow-list is the settings': an algorithm that is thought outdated elsewhere makes no warning a request."""
+
+    def get_alg(self, name: str) -> Any:
+        if self.allowed is None or name not in self.allowed:
+            raise JoseError(f"algorithm {name}")
+        return self.algorithms[name]
+
+
+class Tokens:
+    """``source`` has the issuer's keys."""
+
+    def __init__(self, settings: ServerSettings, source: KeySource, *, clock: Callable[[], float] = time.time) -> None:
+        assert settings.jwt_issuer
+        assert settings.jwt_audience
+        self._settings = settings
+        self._source = source
+        self._algorithms = settings.algorithms
+        self._registry = _Registry(algorithms=list(self._algorithms), strict_check_header=False)
+        self._claims = jwt.JWTClaimsRegistry(
+            now=lambda: int(clock()),
+            leeway=int(settings.jwt_leeway),
+            iss={"essential": True, "value": settings.jwt_issuer},
+            aud={"essential": True, "value": settings.jwt_audience},
+            exp={"essential": True},
+        )
+
+    def verify(self, token: str) -> Caller:
+        """The caller that ``token`` stands for. Raises ``Unauthenticated``, and ``Unavailable`` where the issuer's keys
+        are not to be had."""
+        if len(token) > MAX_TOKEN or not token.isascii():
+            raise Unauthenticated(INVALID)
+        try:
+            found = jwt.decode(token, self._key, algorithms=list(self._algorithms), registry=self._registry)
+            self._claims.validate(found.claims)
+            return self._caller(found.claims)
+        except ExpiredTokenError:
+            raise Unauthenticated("the token has expired") from None
+        except (JoseError, ClaimError, ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+            logs.event("token refused", level=10, reason=f"{type(error).__name__}: {error}"[:200])
+            raise Unauthenticated(INVALID) from None
+
+    def _key(self, signature: Any) -> PublicKey:
+        assert isinstance(signature, CompactSignature)
+        return self._source.find(signature.headers().get("kid"))
+
+    def _caller(self, claims: Mapping[str, Any]) -> Caller:
+        settings = self._settings
+        subject = _text(claims, settings.jwt_subject_claim, 1024)
+        return Caller(
+            key_id=TOKEN_PREFIX + _short(subject),
+            tenant=_text(claims, settings.jwt_tenant_claim, 128),
+            scopes=tuple(scope for scope in SCOPES if scope in (_words(claims, settings.jwt_scope_claim) or ())),
+            endpoints=_endpoints(_words(claims, settings.jwt_endpoints_claim)),
+        )
+
+
+def _claim(claims: Mapping[str, Any], name: str) -> Any:
+    """A claim by its name, else by the path that dots make of it: ``realm_access.roles``."""
+    if name in claims:
+        return claims[name]
+    found: Any = claims
+    for part in name.split("."):
+        found = found.get(part, _ABSENT) if isinstance(found, Mapping) else _ABSENT
+    return found
+
+
+def _text(claims: Mapping[str, Any], name: str, most: int) -> str:
+    value = _claim(claims, name)
+    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+        raise ValueError(f"claim {name}")
+    return value
+
+
+def _words(claims: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """A list of texts, or a text with spaces between them; None where there is no such claim."""
+    value = _claim(claims, name)
+    if value is _ABSENT or value is None:
+        return None
+    words = [word for word in value.split(" ") if word] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"claim {name}")
+    return tuple(words)
+
+
+def _endpoints(words: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if words is None or words == ("*",):
+        return None
+    if len(words) > MAX_ENDPOINTS or not all(ALLOWED_ENDPOINT.fullmatch(word) for word in words):
+        raise ValueError("claim of endpoints")
+    return words
+
+
+def _short(subject: str) -> str:
+    """As ledger and limits name the caller: a long one by its beginning and its SHA-256."""
+    if len(subject) <= MAX_SUBJECT:
+        return subject
+    return f"{subject[:40]}…{hashlib.sha256(subject.encode()).hexdigest()[:32]}"

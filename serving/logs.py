@@ -1,0 +1,55 @@
+"""One JSON object a line on standard error: what happened to each request, found again by its id."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from .visible import visible
+
+PACKAGE = "mlflow_llm"  # what its other parts say is told in the same form
+NAME = f"{PACKAGE}.server"
+
+
+class JsonLines(logging.Formatter):
+    """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string.
+
+    Texts in it are as they were for who reads the JSON; for who reads the line, nothing in them is hidden."""
+
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "pid": record.process,
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return visible(json.dumps(line, ensure_ascii=False, default=str))
+
+
+def logger() -> logging.Logger:
+    return logging.getLogger(NAME)
+
+
+def configure(level: str = "info") -> None:
+    """Send this server's log to standard error, once."""
+    log = logging.getLogger(PACKAGE)
+    log.setLevel(level.upper())
+    log.propagate = False
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonLines())
+        log.addHandler(handler)
+
+
+def event(name: str, *, level: int = logging.INFO, exc_info: bool = False, **fields: Any) -> None:
+    """Log ``name`` with ``fields``; a field that is None is left out."""
+    shown = {key: value for key, value in fields.items() if value is not None}
+    logger().log(level, name, extra={"fields": shown}, exc_info=exc_info)

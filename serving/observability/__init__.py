@@ -1,0 +1,1 @@
+"""What is kept of requests and engines: access records, metrics, traces."""

@@ -1,0 +1,184 @@
+"""One request as the log and the metrics see it: who, what, when, how much, how it ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from .. import logs
+from ..errors import Aborted
+from ..reply import Delta, Done, Ended, Piece, Usage, Vector
+from ..request import ValidRequest
+from . import metrics, tracing
+from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
+
+REQUEST_ID = "X-Request-Id"
+MANAGEMENT = "/api/2.0/"
+_CALLERS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def request_id_from(header: str | None) -> str:
+    """The caller's own ``X-Request-Id`` where it is short and plain, else a new one."""
+    return header if header and _CALLERS_ID.fullmatch(header) else f"req-{uuid.uuid4().hex}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """Times are seconds on the monotonic clock. ``finish`` records the exchange; a second call does nothing.
+
+    ``headers`` are those that a successful answer gets beside the dialect's own. ``reply_id`` is the id in the reply's
+    ``id`` and in the ledger. ``body`` is kept, and ``replies`` (text by choice) gathered, only where content is traced.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    endpoint: str = ""
+    adapter: str = ""
+    task: str = ""
+    stream: bool = False
+    trace: TraceContext | None = None
+    tracer: Tracer = tracing.OFF
+    reply_id: str = ""
+    body: bytes | None = None
+    replies: dict[int, list[str]] | None = None
+    reasons: dict[int, str] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    key: str | None = None
+    user: str | None = None
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float | None = None
+    delivered: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    usage: Usage | None = None
+    finish_reason: str | None = None
+    finished: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def accept(self, request: ValidRequest, body: bytes) -> None:
+        """Take note of a request that was found valid, and of its ``body`` where content is traced. Not before: what
+        a caller merely names (an adapter) must not become a label of the metrics."""
+        self.task, self.adapter, self.stream = request.task, request.adapter or "", request.stream
+        self.reply_id, self.prompt_tokens = request.request_id, request.num_prompt_tokens
+        if self.tracer.content and self.trace is not None and self.trace.sampled:
+            self.body, self.replies = body[:MAX_CONTENT], {}
+
+    def see(self, piece: Piece) -> None:
+        """Take note of a piece on its way to the caller."""
+        if isinstance(piece, Delta):
+            self._see_tokens(piece)
+        elif isinstance(piece, Ended):
+            self.finish_reason = self.reasons[piece.index] = piece.finish_reason
+        elif isinstance(piece, Done):
+            self.usage = piece.usage
+        elif isinstance(piece, Vector):
+            self.last = time.perf_counter()
+
+    def _see_tokens(self, delta: Delta) -> None:
+        self.last = time.perf_counter()
+        if delta.num_tokens:
+            if self.first is None:
+                self.first = self.last
+            self.delivered += delta.num_tokens
+            # tokens that came together with the choice's first one tell nothing of the time between tokens
+            self.counts[delta.index] = self.counts[delta.index] + delta.num_tokens if delta.index in self.counts else 0
+        if self.replies is not None:
+            self.replies.setdefault(delta.index, []).append(delta.text)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None for a whole reply, whose tokens come in groups."""
+        return None if self.first is None or not self.stream else self.first - self.started
+
+    def finish(self, status: int, error: str | None = None) -> None:
+        if self.finished:
+            return
+        self.finished = True
+        seconds = time.perf_counter() - self.started
+        if not self.endpoint:
+            metrics.REQUESTS.labels("", "", "", str(status)).inc()
+        else:
+            self._measure(status, seconds)
+            if self.trace is not None and self.trace.sampled:
+                self.tracer.export(self._span(status, error, seconds))
+        logs.event(
+            "request",
+            level=self._level(status),
+            request_id=self.request_id,
+            reply_id=self.reply_id or None,
+            trace_id=self.trace.trace_id if self.trace else None,
+            span_id=self.trace.span_id if self.trace and self.trace.sampled else None,
+            parent_id=self.trace.parent_id if self.trace else None,
+            method=self.method,
+            path=self.path,
+            status=status,
+            endpoint=self.endpoint or None,
+            adapter=self.adapter or None,
+            key=self.key,
+            user=self.user,
+            task=self.task or None,
+            stream=self.stream or None,
+            prompt_tokens=self._counts()["prompt"] or None,
+            completion_tokens=self._counts()["completion"] or None,
+            finish_reason=self.finish_reason,
+            ttft_ms=None if self.ttft is None else round(self.ttft * 1e3, 3),
+            duration_ms=round(seconds * 1e3, 3),
+            error=error,
+        )
+
+    def _level(self, status: int) -> int:
+        """A look at the management API that found what it asked for is said at debug: waiters ask time and again."""
+        found = self.method == "GET" and status == 200 and self.path.startswith(MANAGEMENT)
+        return logging.DEBUG if found else logging.INFO
+
+    def _counts(self) -> dict[str, int]:
+        """Tokens by kind: those of the usage, or what was delivered until the request broke off."""
+        if self.usage is not None:
+            used = self.usage
+            return {"prompt": used.prompt_tokens, "cached": used.cached_tokens, "completion": used.completion_tokens}
+        return {"prompt": self.prompt_tokens if self.delivered else 0, "cached": 0, "completion": self.delivered}
+
+    def _measure(self, status: int, seconds: float) -> None:
+        labels = (self.endpoint, self.adapter)
+        metrics.REQUESTS.labels(*labels, self.task, str(status)).inc()
+        metrics.E2E.labels(*labels).observe(seconds)
+        if status == Aborted.status:
+            metrics.DISCONNECTS.labels(*labels).inc()
+        if self.ttft is not None:
+            metrics.TTFT.labels(*labels).observe(self.ttft)
+        longest = max(self.counts.values(), default=0)
+        if self.first is not None and self.last is not None and longest:
+            metrics.TPOT.labels(*labels).observe((self.last - self.first) / longest)
+        for kind, count in self._counts().items():
+            metrics.TOKENS.labels(*labels, kind).inc(count)
+
+    def _span(self, status: int, error: str | None, seconds: float) -> SpanRecord:
+        assert self.trace is not None
+        end = time.time_ns()
+        start = end - int(seconds * 1e9)
+        counts, replies = self._counts(), self.replies or {}
+        texts = [("".join(replies[i])[:MAX_CONTENT], self.reasons.get(i)) for i in sorted(replies)]
+        return SpanRecord(
+            trace=self.trace,
+            request_id=self.request_id,
+            reply_id=self.reply_id,
+            task=self.task,
+            endpoint=self.endpoint,
+            adapter=self.adapter,
+            stream=self.stream,
+            status=status,
+            error=error,
+            finish_reason=self.finish_reason,
+            start_ns=start,
+            first_ns=None if self.ttft is None else start + int(self.ttft * 1e9),
+            end_ns=end,
+            prompt_tokens=counts["prompt"] if self.task else None,
+            cached_tokens=counts["cached"],
+            completion_tokens=counts["completion"],
+            body=self.body,
+            replies=None if self.replies is None else texts,
+        )

@@ -1,0 +1,182 @@
+"""What Prometheus scrapes: counters and histograms of all workers, and the engines' own figures at scrape time.
+
+Workers are processes, so prometheus_client keeps their figures in memory-mapped files of one directory
+(``PROMETHEUS_MULTIPROC_DIR``, set by the server before it forks) and a scrape of any worker adds them up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from ..engine.interface import Engine
+from ..errors import ShuttingDown
+from ..metering.ledger import Ledger
+from .engine_counters import Tally, figures_of
+from .worker_counters import locked
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+BY_ADAPTER = ("endpoint", "adapter")
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+OWN = CollectorRegistry()
+REQUESTS = Counter(
+    "mlflow_llm_requests",
+    "Requests by their HTTP status (200 with an error in the stream counts as the error's); without an endpoint: "
+    "refused before one was known",
+    (*BY_ADAPTER, "task", "status"),
+    registry=OWN,
+)
+TOKENS = Counter("mlflow_llm_tokens", "Tokens by kind: prompt, cached, completion", (*BY_ADAPTER, "kind"), registry=OWN)
+DISCONNECTS = Counter("mlflow_llm_disconnects", "Requests that their client left", BY_ADAPTER, registry=OWN)
+TRACES_DROPPED = Counter(
+    "mlflow_llm_traces_dropped", "Traces that their exporter was too far behind to take", registry=OWN
+)
+STORE_OUTAGES = Counter(
+    "mlflow_llm_store_outages", "Times that the store ceased to answer, as each worker saw it", registry=OWN
+)
+TTFT = Histogram(
+    "mlflow_llm_time_to_first_token_seconds",
+    "From the arrival of a streamed request to its first token",
+    BY_ADAPTER,
+    buckets=SECONDS,
+    registry=OWN,
+)
+TPOT = Histogram(
+    "mlflow_llm_time_per_output_token_seconds",
+    "Mean time between the tokens of a choice, the longest of its request",
+    BY_ADAPTER,
+    buckets=TOKEN_SECONDS,
+    registry=OWN,
+)
+E2E = Histogram(
+    "mlflow_llm_request_seconds",
+    "From the request's arrival to its last byte",
+    BY_ADAPTER,
+    buckets=SECONDS,
+    registry=OWN,
+)
+
+
+class Entity(Protocol):
+    """A served entity as far as metrics name it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def entity(self) -> str: ...
+    @property
+    def engine(self) -> Engine: ...
+
+
+class Entities(Protocol):
+    """What a worker serves (``routing.endpoints.Endpoints``)."""
+
+    def entities(self) -> Iterable[Entity]: ...
+
+
+class EngineCollector(Collector):
+    """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``tally``."""
+
+    LABELS = ("endpoint", "entity")
+    INFO = ("kernels", "kernels_reason", "dtype", "quantization", "device")
+    GAUGES = (
+        ("running_sequences", "Sequences in the engine's batch", "num_running"),
+        ("waiting_requests", "Requests waiting for the engine", "num_waiting"),
+        ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
+        ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
+        ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
+        ("processor_wait_ratio", "Time the engine waited for a processor, of that it wanted one", "processor_wait"),
+        ("standbys", "Loaded engine processes that would take over", "num_standbys"),
+    )
+    COUNTERS = (
+        ("engine_steps", "Forward passes", "steps"),
+        ("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+        ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
+        ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
+    )
+
+    def __init__(self, endpoints: Entities, tally: Tally) -> None:
+        self.endpoints, self.tally = endpoints, tally
+
+    def collect(self) -> Iterator[Metric]:
+        entities = list(self.endpoints.entities())
+        found = [((entity.name, entity.entity), entity.engine.health()) for entity in entities]
+        for name, text, field in self.GAUGES:
+            gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
+            for labels, health in found:
+                gauge.add_metric(labels, float(getattr(health, field)))
+            yield gauge
+        sums = self.tally.add(((entity.name, entity.entity), figures_of(entity.engine)) for entity in entities)
+        for name, text, field in self.COUNTERS:
+            counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
+            for labels, counted in sums.items():
+                counter.add_metric(labels, float(counted[field]))
+            yield counter
+        ready = GaugeMetricFamily("mlflow_llm_engine_ready", "1 where the engine makes progress", labels=self.LABELS)
+        replicas = GaugeMetricFamily("mlflow_llm_replicas", "Engine processes", labels=self.LABELS)
+        for entity, (labels, health) in zip(entities, found, strict=True):
+            ready.add_metric(labels, float(health.status == "ready"))
+            replicas.add_metric(labels, float(getattr(entity.engine, "count", 1)))
+        yield ready
+        yield replicas
+        runs = GaugeMetricFamily("mlflow_llm_engine_info", "What the engine runs on", labels=(*self.LABELS, *self.INFO))
+        for entity, (labels, _) in zip(entities, found, strict=True):
+            runs.add_metric((*labels, *(getattr(entity.engine.info, name) for name in self.INFO)), 1.0)
+        yield runs
+
+
+class LedgerCollector(Collector):
+    """What a ledger knows of itself."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.ledger.standing()
+        for name, text, value in (
+            (
+                "ledger_open_rows",
+                "Requests that the store has as open, those of ended processes included",
+                found.open_rows,
+            ),
+            ("ledger_spooled", "Settlements on this host that wait for the store", found.spooled),
+            ("store_up", "1 where the store answers", found.answers),
+        ):
+            yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
+
+
+_ALONE: WeakKeyDictionary[Entities, Tally] = WeakKeyDictionary()  # of processes that share no directory
+
+
+def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
+    """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
+    if DIRECTORY not in os.environ:
+        return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, Tally()), ledger)
+    directory = Path(os.environ[DIRECTORY])
+    workers = CollectorRegistry()
+    MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
+    try:
+        with locked(directory, alone=False):
+            counted = generate_latest(workers)
+        return counted + _read(endpoints, Tally(directory), ledger)
+    except FileNotFoundError:
+        raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
+
+
+def _read(endpoints: Entities, tally: Tally, ledger: Ledger | None) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(endpoints, tally))
+    if ledger is not None:
+        registry.register(LedgerCollector(ledger))
+    return generate_latest(registry)

@@ -1,0 +1,220 @@
+"""Keeps a worker at what the keeper's plan says: new engines first, then the traffic, then the old engines go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import gevent
+
+from .. import logs
+from ..control.plan import Board, Held, Plan, PlannedEndpoint, PlannedEntity
+from ..dialects.defaults import defaults_of
+from ..engine.interface import AdapterInfo, Engine
+from ..modes.source import Source
+from ..modes.traffic import TrafficSplit
+from ..observability.engine_counters import Kept
+from ..tasks.endpoint import EndpointView, Profile
+from ..tasks.text import TextModel
+from .adapter_names import AdapterNames
+from .admission_mode import mode_of
+from .endpoints import Endpoint, Endpoints, Routed
+from .load_shedding import Gate
+from .profiles import PROFILES, profile_in
+from .replica_set import Replicas
+
+TURN = 0.05  # seconds between looks at the plan
+FIRST_NAMES = 1.0  # seconds in which engines tell their adapters before requests come
+FIRST_SECONDS = 5.0  # for an engine of another host, which the keeper has just been connected to
+RETRY = 20  # turns after which a replica that did not answer is tried again
+
+
+class Follower:
+    """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
+    that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
+    ``kept``: where engines keep their counts.
+
+    One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        endpoints: Endpoints,
+        gate: Gate,
+        *,
+        open: Any,
+        ledger: Any,
+        profile: str = "open",
+        profiles: Mapping[str, Profile] = PROFILES,
+        engine_timeout: float | None = None,
+        kept: Kept | None = None,
+    ) -> None:
+        self._board, self._endpoints, self._gate = board, endpoints, gate
+        self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
+        self._engine_timeout, self._kept = engine_timeout, kept
+        self._engines: dict[str, Replicas] = {}
+        self._retiring: dict[str, Replicas] = {}
+        self._adapters: dict[str, AdapterNames] = {}  # of those in both
+        self._texts: dict[tuple[Any, ...], TextModel] = {}
+        self._splits: dict[tuple[str, int], TrafficSplit] = {}
+        self._post = board.join()
+        self._held = Held()
+        self._stamp: tuple[int, int] | None = None
+        self._complete = True
+        self.generation = -1
+
+    def kept_log(self, endpoint_id: str, entity: str) -> str:
+        """What an engine of ``entity`` wrote whose load failed; empty where none has."""
+        return self._board.kept_log(endpoint_id, entity)
+
+    def run(self) -> None:
+        """For ever: adopt each new plan, and let go of what is not used any more."""
+        turns = 0
+        while True:
+            gevent.sleep(TURN)
+            turns += 1
+            try:
+                if self._board.stamp() != self._stamp or (not self._complete and turns % RETRY == 0):
+                    self.adopt()
+                self._let_go()
+            except Exception:
+                logs.event("the plan could not be followed; it is tried again", level=40, exc_info=True)
+                gevent.sleep(1.0)
+
+    def adopt(self) -> None:
+        """Serve what the newest plan says."""
+        stamp = self._board.stamp()
+        plan = self._board.read()
+        planned = {entity.key: entity for endpoint in plan.endpoints for entity in endpoint.entities}
+        # told before we attach, so that the keeper ends none of them under our hands
+        self._tell(self.generation, {a for entity in planned.values() for a in entity.addresses})
+        reached = [self._reach(key, entity) for key, entity in planned.items()]
+        self._complete = all(reached)
+        gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES)
+        self._endpoints.replace(tuple(self._routed(endpoint) for endpoint in plan.endpoints))
+        for key in self._engines.keys() - planned.keys():
+            self._retiring[key] = self._engines.pop(key)
+        self._forget(plan)
+        told, self._stamp, self.generation = self.generation, stamp, plan.generation
+        self._tell(plan.generation)
+        if plan.generation != told:  # not each time that a replica was looked for again
+            logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
+
+    def close(self) -> None:
+        for names in self._adapters.values():
+            names.close()
+        for engine in (*self._engines.values(), *self._retiring.values()):
+            engine.close()
+        self._post.leave()
+
+    def _reach(self, key: str, entity: PlannedEntity) -> bool:
+        source = entity.served.source
+        assert source is not None
+        engine = self._engines.get(key) or self._retiring.pop(key, None)
+        if engine is None:
+            engine = Replicas(
+                entity.info,
+                tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
+                open=functools.partial(self._attach, source, "" if self._kept is None else self._kept.root(key)),
+                want=functools.partial(self._board.want, key),
+                away_timeout=self._engine_timeout if source.addresses else None,
+            )
+        engine.info = entity.info  # an engine started again elsewhere may have other settings
+        self._engines[key] = engine
+        complete = engine.set_addresses(entity.addresses)
+        if key not in self._adapters:  # not before there is somebody to ask
+            self._adapters[key] = AdapterNames(engine, source.bundle.adapters)
+        return complete
+
+    def _attach(self, source: Source, counts: str, address: str) -> Engine:
+        engine: Engine = self._open(
+            address,
+            key_file=source.key_file,
+            stall_timeout=source.engine.stall_timeout,
+            first_timeout=FIRST_SECONDS if source.addresses else None,
+            content_hash=source.bundle.content_hash,
+            counts=counts,
+        )
+        return engine
+
+    def _routed(self, planned: PlannedEndpoint) -> Routed:
+        profile = self._profiles[planned.profile or self._profile]
+        entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
+        split = None
+        if len(entities) > 1:
+            place = (planned.id, planned.version)
+            split = self._splits.get(place) or TrafficSplit.starting_anywhere(planned.name, planned.routes)
+            self._splits[place] = split
+        return Routed(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
+
+    def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
+        source, engine = entity.served.source, self._engines[entity.key]
+        assert source is not None
+        if self._kept is not None:
+            self._kept.name((planned.name, entity.served.name), entity.key)
+        mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
+        view = EndpointView(
+            name=planned.name,
+            info=engine.info,
+            text=self._text(entity),
+            adapters=self._adapters[entity.key],
+            default_adapter=source.bundle.default_adapter,
+            defaults=defaults_of(source.defaults),
+            profile=profile_in(mode, profile),
+            names=(entity.served.name,),
+        )
+        return Endpoint(
+            name=planned.name,
+            entity=entity.served.name,
+            view=view,
+            engine=engine,
+            mode=mode,
+            created=planned.created,
+            prefix_sharing=planned.prefix_sharing,
+        )
+
+    def _text(self, entity: PlannedEntity) -> TextModel:
+        source = entity.served.source
+        assert source is not None
+        place = _text_place(entity)
+        if place not in self._texts:
+            # on a thread: reading a tokenizer takes long enough for streams to be held up
+            make = functools.partial(TextModel, source.bundle, source.engine.trust_remote_code)
+            self._texts[place] = gevent.get_hub().threadpool.apply(make)
+        return self._texts[place]
+
+    def _forget(self, plan: Plan) -> None:
+        texts = {_text_place(entity) for endpoint in plan.endpoints for entity in endpoint.entities}
+        splits = {(endpoint.id, endpoint.version) for endpoint in plan.endpoints}
+        self._texts = {place: text for place, text in self._texts.items() if place in texts}
+        self._splits = {place: split for place, split in self._splits.items() if place in splits}
+
+    def _let_go(self) -> None:
+        """Close what has no request left; the keeper ends it then."""
+        for engine in (*self._engines.values(), *self._retiring.values()):
+            engine.rescue()
+        changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
+        over = [key for key, engine in self._retiring.items() if not self._gate.running(engine)]
+        for key in over:
+            if key in self._adapters:  # it is not where an engine could never be reached
+                self._adapters.pop(key).close()
+            self._retiring.pop(key).close()
+        if over or any(changed):
+            self._tell(self.generation)
+
+    def _tell(self, generation: int, more: Iterable[str] = ()) -> None:
+        engines = (*self._engines.values(), *self._retiring.values())
+        addresses = set(more).union(*(engine.addresses for engine in engines))
+        held = Held(generation=generation, addresses=tuple(sorted(addresses)))
+        if held != self._held:
+            self._held = held
+            self._post.tell(held)
+
+
+def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:
+    source = entity.served.source
+    assert source is not None
+    bundle = source.bundle
+    return (bundle.content_hash, bundle.tokenizer_dir, bundle.default_adapter, source.engine.trust_remote_code)

@@ -1,0 +1,1 @@
+"""Engine processes kept running: started, proven, watched, started again, drained."""

@@ -1,0 +1,177 @@
+"""One engine process kept running: started, proven, watched, started again, drained. See ``supervisor``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ..engine.interface import Engine
+from ..errors import EngineDied, ShuttingDown
+from ..transport.client.client import RemoteEngine
+from ..transport.client.finder import Finder
+from ..transport.client.reconnect import NOT_FOUND
+from .backoff import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
+from .engine_spec import EngineModel
+
+logger = logging.getLogger(__name__)
+
+ReplicaState = Literal["starting", "ready", "failed", "draining"]
+TURN = 0.1  # seconds between looks
+AWAY_TIMEOUT = 60.0  # seconds that a proof waits for an engine of another host
+
+
+class Replica:
+    """Runs on a thread of its own from the moment it is made. ``ended(self)`` is the last thing it calls."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        index: int,
+        state_dir: str | None,
+        prove: Callable[[Engine], object],
+        changed: Callable[[], object],
+        in_use: Callable[[str], bool],
+        ended: Callable[[Replica], object],
+    ) -> None:
+        self.state: ReplicaState = "starting"
+        self.message = ""
+        self.proven = False
+        self._finder: Finder | None = None
+        self.engine: RemoteEngine | None = None
+        self._model = model
+        self._prove, self._changed, self._in_use, self._ended = prove, changed, in_use, ended
+        self._draining = self._stopping = self._is_over = False
+        self._lock = threading.Lock()
+        self._proofs = 0
+        self._trouble = ""  # why the engine, that has been there, is not found
+        self._ready_since: float | None = None
+
+        def make() -> Finder:
+            self._finder = model.finder(index, state_dir, self._over)
+            return self._finder
+
+        self._make = make
+        self.address = model.address(index, state_dir)
+        self._thread = threading.Thread(target=self._run, name=f"mlflow-llm-replica-{index}", daemon=True)
+        self._thread.start()
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self._proofs - 1)
+
+    @property
+    def failed_log(self) -> str:
+        """What the engine wrote whose start has failed last."""
+        return getattr(self._finder, "failed_log", "")
+
+    def drain(self) -> None:
+        """Go on until nobody uses the engine."""
+        self._draining = True
+
+    def revive(self) -> bool:
+        """Take ``drain`` back; False where it is too late for that."""
+        with self._lock:
+            self._draining = False
+            return not self._is_over
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    def _over(self) -> bool:
+        with self._lock:
+            over = self._stopping or (self._draining and not self._is_used())
+            self._is_over = self._is_over or over
+            return self._is_over
+
+    def _is_used(self) -> bool:
+        try:
+            return self._in_use(self.address)
+        except OSError:  # nobody can say
+            return True
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE
+        try:
+            while not self._over():
+                self._ready_since = None
+                try:
+                    self._keep()
+                except NOT_FOUND as error:
+                    if self._is_over and isinstance(error, ShuttingDown):
+                        return
+                    logger.warning("engine at %s: %s", self.address, error)
+                    self.message = str(error)
+                    self._set("failed")
+                    if self._was_healthy():
+                        pause = FIRST_PAUSE
+                    self._sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self._is_over = True
+            self._ended(self)
+
+    def _was_healthy(self) -> bool:
+        return self._ready_since is not None and time.monotonic() - self._ready_since >= HEALTHY_LIFE
+
+    def _keep(self) -> None:
+        """Returns when it is over; raises what keeps the engine from running, but for what its client tries again."""
+        self._trouble = ""
+        engine = RemoteEngine(
+            self._make,
+            stall_timeout=self._model.settings.stall_timeout,
+            keep=True,
+            timeout=self._model.settings.start_timeout,
+            away_timeout=AWAY_TIMEOUT,
+            cancelled=self._over,
+            content_hash=self._model.bundle.content_hash,
+            troubled=self._troubled,
+        )
+        self.engine = engine
+        proven = ""
+        try:
+            while not self._over():
+                generation, status = engine.generation, engine.health().status
+                if status == "dead":
+                    raise EngineDied("the engine's client has ended")
+                if not generation or status != "ready":
+                    self._wait()
+                elif generation != proven:
+                    self._set("starting")
+                    self._proofs += 1
+                    self._prove(engine)
+                    proven, self.message = generation, ""
+                else:
+                    self._set("draining" if self._draining else "ready")
+                    self._ready_since = self._ready_since or time.monotonic()
+                    time.sleep(TURN)
+                    continue
+                time.sleep(TURN / 10)
+        finally:
+            self.engine = None
+            engine.close()
+
+    def _troubled(self, message: str) -> None:
+        self._trouble = message
+
+    def _wait(self) -> None:
+        """Its client looks for the engine, and starts it again."""
+        self.message = self._trouble or self.message
+        self._set("failed" if self._trouble else "starting")
+
+    def _set(self, state: ReplicaState) -> None:
+        if state != self.state:
+            self.state = state
+            self.proven = self.proven or state == "ready"
+            self._changed()
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._over():
+            time.sleep(TURN)

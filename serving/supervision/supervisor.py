@@ -1,0 +1,248 @@
+"""The one place that starts a server's engine processes and keeps them: any number of replicas of any number of models.
+
+::
+
+    starting ──► ready ──► starting        died or hung: started again
+       │  ▲
+       ▼  │ after a pause, longer each time
+      failed                               ``ReplicaStatus.message`` says why; it stays so until a start succeeds
+    any ──► draining ──► gone              fewer replicas, or the entity removed
+            draining ──► starting          more replicas again before it is gone
+
+An entity is a served model by a name that the caller chooses; its replicas are numbered from 0. A replica is ready only
+after its engine has answered ``prove`` (a generated token), after each start anew. A draining replica is still kept
+running until ``in_use(address)`` is false, so that no request on it is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct
+
+from ..engine.interface import Engine, EngineInfo, Health
+from ..errors import Conflict, InvalidField, NotFound, PackagingError
+from .engine_spec import EngineModel
+from .replica import Replica, ReplicaState
+
+MAX_REPLICAS = 64
+ALIKE = ("dtype", "quantization", "max_model_len")
+
+
+class ReplicaStatus(Struct, frozen=True, kw_only=True):
+    """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
+    ``restarts`` are starts after the first; ``proven``: it has been ready, whatever it is now."""
+
+    index: int
+    address: str
+    state: ReplicaState
+    health: Health
+    restarts: int = 0
+    message: str = ""
+    proven: bool = False
+    failed_log: str = ""
+
+
+class EntityStatus(Struct, frozen=True, kw_only=True):
+    """``wanted`` replicas; those there are, draining ones among them. ``info`` once a replica has been ready."""
+
+    entity: str
+    wanted: int
+    replicas: tuple[ReplicaStatus, ...]
+    info: EngineInfo | None = None
+
+    def _in(self, state: ReplicaState) -> tuple[ReplicaStatus, ...]:
+        return tuple(replica for replica in self.replicas if replica.state == state)
+
+    @property
+    def ready(self) -> tuple[ReplicaStatus, ...]:
+        return self._in("ready")
+
+    @property
+    def failed(self) -> tuple[ReplicaStatus, ...]:
+        return self._in("failed")
+
+
+class _Entity:
+    __slots__ = ("info", "model", "removed", "replicas", "wanted")
+
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.wanted = 0
+        self.removed = False
+        self.replicas: dict[int, Replica] = {}
+        self.info: EngineInfo | None = None
+
+
+class Supervisor:
+    """Thread-safe; nothing here blocks on an engine but ``close``. Not for use in a forked child.
+
+    ``prove(engine)`` raises while the engine cannot work. ``changed()`` is called, on a replica's thread, whenever a
+    state changes. ``in_use(address)`` says whether somebody still has requests on a draining replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dir: str | None = None,
+        prove: Callable[[Engine], object] = lambda engine: None,
+        changed: Callable[[], object] = lambda: None,
+        in_use: Callable[[str], bool] = lambda address: False,
+    ) -> None:
+        self._state_dir, self._prove, self._changed, self._in_use = state_dir, prove, changed, in_use
+        self._entities: dict[str, _Entity] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def add(self, entity: str, model: EngineModel, *, replicas: int = 1) -> None:
+        """Keep ``replicas`` engines of ``model`` running as ``entity``. Adding the same again sets the number, and
+        where its files are from now on.
+
+        Raises ``Conflict`` where ``entity`` is another model.
+        """
+        with self._lock:
+            known = self._entities.get(entity)
+            if known is None:
+                self._entities[entity] = _Entity(model)
+            elif not known.model.is_same(model):
+                raise Conflict(f"entity {entity!r} is another model")
+            else:
+                known.model, known.removed = model, False
+            self.set_replicas(entity, replicas)
+
+    def set_replicas(self, entity: str, n: int) -> None:
+        """Start or drain replicas until there are ``n``; the last numbers go first. Raises ``NotFound``."""
+        with self._lock:
+            found = self._find(entity)
+            most = len(found.model.addresses) or MAX_REPLICAS
+            if not 0 <= n <= most:
+                raise InvalidField("replicas", n, f"0 to {most}")
+            if self._closed:
+                return
+            found.wanted = n
+            for index, replica in found.replicas.items():
+                if index >= n:
+                    replica.drain()
+            for index in range(n):
+                running = found.replicas.get(index)
+                if running is None or not running.revive():
+                    found.replicas[index] = self._start(entity, found, index)
+
+    def remove(self, entity: str) -> None:
+        """Drain all replicas of ``entity`` and forget it. Raises ``NotFound``."""
+        with self._lock:
+            found = self._find(entity)
+            found.removed = True
+            self.set_replicas(entity, 0)
+            self._forget(entity, found)
+
+    def entities(self) -> tuple[str, ...]:
+        """Those that are kept; one that is removed is none, though its replicas may still drain."""
+        with self._lock:
+            return tuple(name for name, found in self._entities.items() if not found.removed)
+
+    def status(self, entity: str) -> EntityStatus:
+        """Raises ``NotFound``."""
+        with self._lock:
+            found = self._find(entity)
+            return EntityStatus(
+                entity=entity,
+                wanted=found.wanted,
+                info=found.info,
+                replicas=tuple(_status(index, replica) for index, replica in sorted(found.replicas.items())),
+            )
+
+    def engine(self, entity: str, index: int = 0) -> Engine:
+        """The supervisor's own client of a replica that is ready. Raises ``NotFound``."""
+        with self._lock:
+            replica = self._find(entity).replicas.get(index)
+            engine = replica.engine if replica is not None and replica.state == "ready" else None
+            if engine is None:
+                raise NotFound(f"replica {index} of {entity!r} is not ready")
+            return engine
+
+    def await_ready(self, entity: str, *, replicas: int = 1, timeout: float = 60.0) -> EntityStatus:
+        """Wait until so many replicas are ready, one has failed, or the time is over; the status then."""
+        until = time.monotonic() + timeout
+        while True:
+            status = self.status(entity)
+            if len(status.ready) >= replicas or status.failed or time.monotonic() > until:
+                return status
+            time.sleep(0.02)
+
+    def close(self, *, timeout: float = 10.0) -> None:
+        """Give all engines up, without draining; an engine ends once its last client has left."""
+        with self._lock:
+            self._closed = True
+            replicas = [replica for found in self._entities.values() for replica in found.replicas.values()]
+        for replica in replicas:
+            replica.stop()
+        until = time.monotonic() + timeout
+        for replica in replicas:
+            replica.join(max(0.0, until - time.monotonic()))
+
+    def _find(self, entity: str) -> _Entity:
+        found = self._entities.get(entity)
+        if found is None:
+            raise NotFound(f"no entity {entity!r} is kept")
+        return found
+
+    def _start(self, entity: str, found: _Entity, index: int) -> Replica:
+        def prove(engine: Engine) -> None:
+            self._prove(engine)
+            self._check_alike(found, engine.info)
+            found.info = engine.info
+
+        def ended(replica: Replica) -> None:
+            with self._lock:
+                if found.replicas.get(index) is replica:
+                    del found.replicas[index]
+                self._forget(entity, found)
+            self._changed()
+
+        return Replica(
+            found.model,
+            index=index,
+            state_dir=self._state_dir,
+            prove=prove,
+            changed=self._changed,
+            in_use=self._in_use,
+            ended=ended,
+        )
+
+    def _check_alike(self, found: _Entity, info: EngineInfo) -> None:
+        """A request may begin on one replica and end on another. Raises ``PackagingError``."""
+        with self._lock:
+            ready = [replica.engine for replica in found.replicas.values() if replica.state == "ready"]
+        for other in (engine.info for engine in ready if engine is not None):
+            for name in ALIKE:
+                one, two = getattr(info, name), getattr(other, name)
+                if one != two:
+                    raise PackagingError(f"its {name} is {one}, that of another replica is {two}: start them alike")
+
+    def _forget(self, entity: str, found: _Entity) -> None:
+        if found.removed and not found.replicas and self._entities.get(entity) is found:
+            del self._entities[entity]
+
+
+def _status(index: int, replica: Replica) -> ReplicaStatus:
+    engine = replica.engine
+    health = engine.health() if engine is not None else Health(status="starting")
+    if replica.state == "failed":
+        health = msgspec.structs.replace(health, status="dead")
+    return ReplicaStatus(
+        index=index,
+        address=replica.address,
+        state=replica.state,
+        health=health,
+        restarts=replica.restarts,
+        message=replica.message,
+        failed_log=replica.failed_log,
+        proven=replica.proven,
+    )
+
+
+__all__ = ["EngineModel", "EntityStatus", "ReplicaStatus", "Supervisor"]

@@ -1,0 +1,1 @@
+"""The client's side of the connection to an engine process."""

@@ -1,0 +1,320 @@
+"""An engine in another process, seen from here. Implements ``engine.interface.Engine``; threads and forks are fine."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...bundle import Bundle
+from ...engine.interface import AdapterInfo, EngineInfo, EventQueue, Health
+from ...errors import ServingError, ShuttingDown
+from ...events import Failed
+from ...request import ValidRequest
+from ...settings import EngineSettings
+from ..discovery.attacher import Attached
+from ..discovery.launcher import Launcher, Progress
+from .event_stream import EventBuffer, Place, RemoteStream
+from .finder import Finder
+from .io_loop import Link
+from .poller import ThreadWait, Wait
+from .protocol_state import ClientState
+
+JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
+# in an engine that is not there
+AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
+
+
+class _Call:
+    """A call's answer, waited for by another thread."""
+
+    def __init__(self, box: Any) -> None:
+        self._box = box
+
+    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None:
+        self._box.put(result)
+
+    def wait(self) -> tuple[AdapterInfo, ...]:
+        result = self._box.get()
+        if isinstance(result, ServingError):
+            raise result
+        found: tuple[AdapterInfo, ...] = result
+        return found
+
+
+class RemoteEngine:
+    """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
+
+    ``options`` are those of ``link.Link``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
+
+    def __init__(
+        self,
+        make_finder: Callable[[], Finder],
+        *,
+        stall_timeout: float = 60.0,
+        keep: bool = False,
+        journal: str = "",
+        counts: str = "",
+        content_hash: str = "",
+        **options: Any,
+    ) -> None:
+        self._told = {"journal": journal, "counts": counts, "content_hash": content_hash}
+        self._reopening = threading.Lock()
+        self._make_finder = make_finder
+        self._options = {"stall_timeout": stall_timeout, "keep": keep, **options}
+        self._open()
+
+    # what the gevent client does otherwise
+
+    def _queue(self) -> Any:
+        return queue.SimpleQueue()
+
+    def _spawn(self, run: Callable[[], None]) -> Any:
+        thread = threading.Thread(target=run, name="mlflow-llm-client", daemon=True)
+        thread.start()
+        return thread
+
+    def _wait(self) -> Wait:
+        return ThreadWait()
+
+    @staticmethod
+    def _rest() -> None:
+        """Threads take turns by themselves."""
+
+    # life: the loop's thread must not hold the client, or one that nobody holds would never end
+
+    def _open(self) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._state = ClientState(uuid.uuid4().hex[:8], **self._told)
+        self._link = Link(self._wait(), self._make_finder(), self._state, rest=self._rest, **self._options)
+        started, link = self._queue(), self._link
+        self._owner = self._spawn(lambda: _main(link, started))
+        error = started.get()
+        if error is not None:
+            self._closed = True
+            self._join()
+            raise error
+        _open_clients.add(self)
+        self._finalizer = weakref.finalize(self, _leave, link, self._owner, self._pid)
+        self._finalizer.atexit = False
+
+    def _join(self) -> None:
+        self._owner.join(JOIN_TIMEOUT)
+
+    def forked(self) -> None:
+        """In a forked child: the parent's connection, thread and locks are not ours."""
+        self._finalizer.detach()
+        self._link.forget()
+        self._pid = -1
+        self._reopening = threading.Lock()
+
+    def _ready(self) -> None:
+        if self._pid == os.getpid() or self._closed:
+            return
+        with self._reopening:
+            if self._pid == -1:
+                self._open()
+
+    def tell(self, command: Callable[[ClientState], None]) -> bool:
+        """Have the loop's owner run ``command``; False when this client is closed."""
+        self._ready()
+        with self._lock:
+            if self._closed or self._link.stopping:
+                return False
+            self._link.tell(command)
+            return True
+
+    # the interface
+
+    @property
+    def info(self) -> EngineInfo:
+        self._ready()
+        info = self._state.info
+        assert info is not None, "open() returns behind the welcome"
+        return info
+
+    @property
+    def generation(self) -> str:
+        """Another with every engine process; "" while there is none."""
+        return self._state.generation
+
+    def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
+        """``into`` replaces the queue that events wait in, for a reader that is no thread."""
+        events = EventBuffer(self._queue() if into is None else into, len(request.sequences))
+        place = Place(self._link)  # what commands hold, and not the stream: one that nobody holds is to be collected
+        stream = RemoteStream(place, events, len(request.sequences), owner=self)
+
+        def start(state: ClientState) -> None:
+            place.wire_id = state.submit(request, events)
+
+        try:
+            self._ready()
+            place.link = self._link
+            if not self.tell(start):
+                events.put(Failed(ShuttingDown.kind, "the engine was closed"))
+        except ServingError as error:  # a forked child that finds no engine
+            events.put(Failed(error.kind, error.message, None, error.retry_after))
+        weakref.finalize(stream, place.abort).atexit = False
+        return stream
+
+    def hand_over(self, stream: RemoteStream, other: RemoteEngine) -> None:
+        """Let ``other``, an engine of the same model, go on with what is left of one of our requests."""
+        stream.owner = other
+        place, ours, theirs = stream.place, self._link, other._link
+
+        def release(state: ClientState) -> None:
+            running = state.release(place.wire_id) if place.link is ours else None
+            if running is None:
+                return
+
+            def adopt(state: ClientState) -> None:
+                place.wire_id = state.adopt(running)
+
+            if not other.tell(adopt):
+                running.fail(ShuttingDown("the engine was closed"))
+            place.link = theirs  # from here on commands go there, behind ``adopt``
+
+        self.tell(release)
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
+
+    def unload_adapter(self, name: str) -> None:
+        self._call(lambda state, call: state.unload_adapter(name, call))
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return self._call(lambda state, call: state.list_adapters(call))
+
+    def _call(self, ask: Callable[[ClientState, _Call], None]) -> tuple[AdapterInfo, ...]:
+        call = _Call(self._queue())
+        if not self.tell(lambda state: ask(state, call)):
+            raise ShuttingDown("the engine was closed")
+        return call.wait()
+
+    def health(self) -> Health:
+        """From the last heartbeat, without asking: "starting" while the engine is found or started again."""
+        if self._closed or self._link.stopping:
+            return Health(status="dead")
+        health, here = self._state.health, self._state.welcome
+        status = "stalled" if self._link.stalled else health.status if here else "starting"
+        nothing = {} if here else AWAY
+        return msgspec.structs.replace(health, status=status, last_step_age=self._link.step_age, **nothing)
+
+    def figures(self) -> dict[str, Health]:
+        """The last heartbeat of each engine process that this client was connected to, by generation."""
+        return self._state.seen
+
+    def close(self) -> None:
+        """Leave the engine, which ends soon after its last client. Closing twice is harmless."""
+        if self._pid != os.getpid():
+            self._closed = True
+            return
+        with self._lock:
+            self._closed = True
+            self._finalizer.detach()
+            self._link.stop()
+        self._join()
+        _open_clients.discard(self)
+
+    def __enter__(self) -> RemoteEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _main(link: Link, started: Any) -> None:
+    """The loop. ``started`` gets the error in the engine's way, or None."""
+    try:
+        link.open()
+    except BaseException as error:
+        link.close()
+        started.put(error)
+        return
+    started.put(None)
+    link.run()
+
+
+def _leave(link: Link, owner: Any, pid: int) -> None:
+    """Of a client that nobody held any more: its loop ends by itself. Run by the collector, wherever that is: it must
+    not wait."""
+    if pid == os.getpid():
+        _leaving.add(owner)
+        link.stop()
+
+
+_open_clients: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
+_leaving: weakref.WeakSet[Any] = weakref.WeakSet()  # loops of clients that are gone
+
+
+def _close_all() -> None:
+    for client in list(_open_clients):
+        with contextlib.suppress(Exception):
+            client.close()
+    for owner in list(_leaving):
+        with contextlib.suppress(Exception):
+            owner.join(JOIN_TIMEOUT)
+
+
+def _forked() -> None:
+    for client in list(_open_clients):
+        client.forked()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forked)
+
+
+def connect(
+    bundle: Bundle,
+    settings: EngineSettings | None = None,
+    *,
+    state_dir: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RemoteEngine:
+    """The engine process of this model and settings, started if none runs.
+
+    ``state_dir`` replaces the runtime directory, ``progress`` is told "loading" and "ready", ``options`` are those of
+    ``Launcher`` and ``keep`` of ``Link``. Raises ``PackagingError`` where the model cannot be loaded, ``EngineDied``
+    where the process ended while it loaded or took too long.
+    """
+    settings = settings or EngineSettings()
+    keep = bool(options.pop("keep", False))
+
+    def make() -> Launcher:
+        return Launcher(bundle, settings, state_dir=state_dir, progress=progress, **options)
+
+    return RemoteEngine(make, stall_timeout=settings.stall_timeout, keep=keep)
+
+
+def attach(
+    address: str,
+    *,
+    key_file: str | None = None,
+    timeout: float = 60.0,
+    stall_timeout: float = 60.0,
+    content_hash: str = "",
+) -> RemoteEngine:
+    """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``.
+
+    It finds the engine's successor by itself, also while nothing runs; what waits for it longer than ``timeout``
+    seconds fails with ``Unavailable``. Raises the same where there is no engine within ``timeout`` seconds, none that
+    knows the key, or, where ``content_hash`` is given, one of another model.
+    """
+
+    def make() -> Attached:
+        return Attached(address, key_file=key_file, timeout=timeout)
+
+    options: dict[str, Any] = {"timeout": timeout, "away_timeout": timeout, "content_hash": content_hash}
+    return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, **options)

@@ -1,0 +1,118 @@
+"""What a caller holds of a running request: its events, in a buffer that does not grow without bound."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from ...events import Event, Failed, is_terminal
+from .protocol_state import ClientState
+
+HIGH = 1024  # events a sequence that may wait for their reader before the engine is told to pause
+LOW = 128  # events left at which the engine is asked to go on
+MAX_MARKS = 8  # a request of many sequences may keep this many times the marks, not more
+
+
+class EventBuffer:
+    """Between the loop that receives a request's events and the one reader they are for. Either may be a thread.
+
+    The loop pauses the request when the buffer ``is_full``; the reader asks for more once it ``is_drained``. Both look
+    again after they have said so, hence neither can wait for the other.
+    """
+
+    def __init__(self, events: Any, num_sequences: int) -> None:
+        marks = min(num_sequences, MAX_MARKS)
+        self._events, self._high, self._low = events, HIGH * marks, LOW * marks
+        self.paused = False
+        self.put: Callable[[Event], None] = events.put
+        self.get: Callable[[], Event] = events.get
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._events.qsize() >= self._high)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the request was paused for this buffer's sake and there is room again."""
+        return self.paused and self._events.qsize() <= self._low
+
+
+class Commands(Protocol):
+    """The side of ``link.Link`` that a stream speaks to."""
+
+    stopping: bool
+
+    def tell(self, command: Callable[[ClientState], None]) -> None: ...
+
+
+class Place:
+    """Where a request runs, and under which id: behind the command that submits it; it may move to another engine."""
+
+    __slots__ = ("link", "wire_id")
+
+    def __init__(self, link: Commands) -> None:
+        self.link, self.wire_id = link, ""
+
+    def tell(self, command: Callable[[ClientState, str], None]) -> None:
+        """Have the loop that owns the request by then run ``command``."""
+        link = self.link
+
+        def run(state: ClientState) -> None:
+            if self.link is link:
+                command(state, self.wire_id)
+            else:
+                self.tell(command)
+
+        if not link.stopping:
+            link.tell(run)
+
+    def abort(self) -> None:
+        self.tell(lambda state, wire_id: state.abort(wire_id))
+
+
+class RemoteStream:
+    """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request.
+
+    ``owner`` is the client that it runs through, which lives as long as somebody reads."""
+
+    def __init__(self, place: Place, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
+        self.place, self._buffer, self._left, self.owner = place, buffer, num_sequences, owner
+        self._pid = os.getpid()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self._left <= 0 or self._closed:
+            raise StopIteration
+        if self._pid != os.getpid():
+            self._left = 0
+            return Failed("aborted", "this stream belongs to the process that was forked")
+        event = self._buffer.get()
+        if self._buffer.is_drained:
+            self._buffer.paused = False
+            self.place.tell(lambda state, wire_id: state.resume(wire_id))
+        if is_terminal(event):
+            self._left = 0 if isinstance(event, Failed) else self._left - 1
+        return event
+
+    def finish(self, index: int) -> None:
+        """End sequence ``index`` alone; it still gets its ``Finished``."""
+        if self._left > 0 and self._pid == os.getpid():
+            self.place.tell(lambda state, wire_id: state.finish(wire_id, index))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._left > 0 and self._pid == os.getpid():
+            self._left = 0
+            self.place.abort()
+
+    def __enter__(self) -> RemoteStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

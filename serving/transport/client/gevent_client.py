@@ -1,0 +1,120 @@
+"""The client for gevent workers: the loop is a greenlet, the queues are gevent's. The only file here that knows gevent.
+
+Where a supervisor keeps the engine, ``attach`` to it; ``connect`` also starts it and starts it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import gevent
+import gevent.monkey
+import gevent.queue
+from gevent.hub import Waiter
+
+from ...bundle import Bundle
+from ...settings import EngineSettings
+from ..discovery.attacher import Attached
+from ..discovery.launcher import Launcher, Progress
+from .client import RemoteEngine
+
+READ = 1  # of the event loop's events
+_ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
+
+
+class GreenWait:
+    """``wait.Wait`` for a loop on a greenlet: others run meanwhile. Watchers of the event loop are kept between waits,
+    which zmq.green does not: it makes and drops several for each."""
+
+    def __init__(self) -> None:
+        self._hub = gevent.get_hub()
+        self._readers: list[tuple[int, Any]] = []
+
+    def watch(self, fds: Collection[int]) -> None:
+        for _, reader in self._readers:
+            reader.close()
+        self._readers = [(fd, self._hub.loop.io(fd, READ)) for fd in fds]
+
+    def wait(self, seconds: float) -> Collection[int]:
+        waiter = Waiter(self._hub)
+        timer = self._hub.loop.timer(seconds)
+        timer.start(waiter.switch, None)
+        for fd, reader in self._readers:
+            reader.start(waiter.switch, fd)
+        try:
+            fd = waiter.get()
+        finally:
+            timer.close()
+            for _, reader in self._readers:
+                reader.stop()
+        return () if fd is None else (fd,)
+
+
+class GeventEngine(RemoteEngine):
+    """``RemoteEngine`` on greenlets; to be made in the worker that uses it, after the fork."""
+
+    def _open(self) -> None:
+        self._hub = gevent.get_hub()
+        super()._open()
+
+    def _queue(self) -> Any:
+        """For whoever asks: a greenlet of our own loop, or one of the worker's threads, which may truly block."""
+        return gevent.queue.SimpleQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
+
+    def _spawn(self, run: Callable[[], None]) -> Any:
+        return gevent.spawn(run)
+
+    def _wait(self) -> GreenWait:
+        return GreenWait()
+
+    @staticmethod
+    def _rest() -> None:
+        gevent.sleep(0)
+
+
+def attach(
+    address: str,
+    *,
+    key_file: str | None = None,
+    timeout: float = 60.0,
+    stall_timeout: float = 60.0,
+    first_timeout: float | None = None,
+    content_hash: str = "",
+    journal: str = "",
+    counts: str = "",
+) -> GeventEngine:
+    """As ``client.attach``, for a gevent worker. ``journal`` and ``counts``: see ``messages.Hello``; ``first_timeout``
+    replaces ``timeout`` before there was an engine."""
+
+    def make() -> Attached:
+        return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
+
+    return GeventEngine(
+        make,
+        stall_timeout=stall_timeout,
+        keep=True,
+        timeout=timeout if first_timeout is None else first_timeout,
+        away_timeout=timeout,
+        content_hash=content_hash,
+        journal=journal,
+        counts=counts,
+    )
+
+
+def connect(
+    bundle: Bundle,
+    settings: EngineSettings | None = None,
+    *,
+    state_dir: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> GeventEngine:
+    """As ``client.connect``, for a gevent worker."""
+    settings = settings or EngineSettings()
+    keep = bool(options.pop("keep", False))
+
+    def make() -> Launcher:
+        return Launcher(bundle, settings, state_dir=state_dir, progress=progress, sleep=gevent.sleep, **options)
+
+    return GeventEngine(make, stall_timeout=settings.stall_timeout, keep=keep)

@@ -1,0 +1,158 @@
+"""One request as its client sees it run: what was delivered, and what to submit when the engine has to start over."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from ...errors import ServingError
+from ...events import Event, Failed, Finished, FinishReason, PromptScored, Tokens
+from ...request import ValidRequest
+
+Phase = Literal["running", "pausing", "paused"]
+
+# "pausing": the engine was asked to end the sequences, and what it had under way still comes. A paused request has
+# nothing in the engine, where its place is another's; it is submitted again as a continuation.
+MOVES: dict[Phase, tuple[Phase, ...]] = {
+    "running": ("pausing", "paused"),
+    "pausing": ("paused",),
+    "paused": ("running",),
+}
+
+
+class Sink(Protocol):
+    """Where a request's events go. Called on the client's own thread; must not block.
+
+    ``is_full`` asks for a pause, which ``paused`` then tells the reader of; ``is_drained`` takes it back.
+    """
+
+    paused: bool
+
+    def put(self, event: Event, /) -> None: ...
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def is_drained(self) -> bool: ...
+
+
+class RunningRequest:
+    """``attempt`` maps the sequence numbers of the submission now running to the request's own."""
+
+    def __init__(self, request: ValidRequest, wire_id: str, sink: Sink) -> None:
+        self.request, self.wire_id, self.sink = request, wire_id, sink
+        self.delivered: list[list[int]] = [[] for _ in request.sequences]
+        self.open = set(range(len(request.sequences)))
+        self.attempt = list(range(len(request.sequences)))
+        self.ending: set[int] = set()  # sequences the caller has asked to end
+        self.scored: set[int] = set()
+        self.submitted = False  # to the engine that there is now
+        self.restarts = 0  # in a row, with nothing delivered between them
+        self.failed = False
+        self.sent = False  # to an engine: from then on what is submitted is a continuation
+        self.phase: Phase = "running"
+        self.wanted = True  # by its reader: False from a pause until the reader asks for more
+        self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed
+        self._cached: dict[int, int] = {}  # prompt tokens found in the cache by the first attempt
+
+    @property
+    def done(self) -> bool:
+        return self.failed or not self.open
+
+    def move(self, phase: Phase) -> None:
+        assert phase in MOVES[self.phase], f"{self.phase} → {phase}"
+        self.phase = phase
+        self._parked.clear()
+
+    def deliver(self, event: Event) -> None:
+        """Hand on one event of the running attempt, under the request's own numbering."""
+        self.restarts = 0
+        if isinstance(event, Failed):
+            self.failed = True
+            self.sink.put(event)
+            return
+        index = self.attempt[event.index]
+        if index not in self.open or (isinstance(event, PromptScored) and index in self.scored):
+            return
+        if isinstance(event, Tokens):
+            if event.num_cached_tokens is not None:
+                self._cached.setdefault(index, event.num_cached_tokens)
+                if self.delivered[index]:  # the first of a later attempt only
+                    event = msgspec.structs.replace(event, num_cached_tokens=None)
+            self.delivered[index].extend(event.token_ids)
+        elif isinstance(event, PromptScored):
+            self.scored.add(index)
+        elif isinstance(event, Finished):
+            event = msgspec.structs.replace(
+                event, num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens)
+            )
+            if self._is_pause(index, event):
+                self._park(index)
+                return
+            self.open.discard(index)
+        else:
+            self.open.discard(index)
+        self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
+        self._park(None)
+
+    def _is_pause(self, index: int, event: Finished) -> bool:
+        return self.phase == "pausing" and event.reason == "abort" and index not in self.ending
+
+    def _park(self, index: int | None) -> None:
+        """Paused when the engine has nothing of the request any more."""
+        if index is not None:
+            self._parked.add(index)
+        if self.phase == "pausing" and self.open and self._parked >= self.open:
+            self.move("paused")
+
+    @property
+    def should_pause(self) -> bool:
+        """Asks the sink twice, the second time behind ``paused``: a reader that has just emptied it does not see it."""
+        if self.phase != "running" or self.request.task == "embeddings" or not self.sink.is_full:
+            return False
+        self.sink.paused = True
+        if self.sink.is_drained:
+            self.sink.paused = False
+            return False
+        return True
+
+    def fail(self, error: ServingError) -> None:
+        if not self.done:
+            self.failed = True
+            self.sink.put(Failed(error.kind, error.message, error.param, error.retry_after))
+
+    def continuation(self, max_model_len: int) -> ValidRequest | None:
+        """What is still to run, each sequence resumed behind its delivered tokens; None when nothing is.
+
+        A sequence whose last delivered token was its end (only the word of it was lost) is finished here.
+        """
+        for index in sorted(self.open):
+            reason = self._reason(index, max_model_len)
+            if reason is not None:
+                self.open.discard(index)
+                num_generated = len(self.request.sequences[index].resumed_token_ids) + len(self.delivered[index])
+                self.sink.put(Finished(index, reason, self._cached.get(index, 0), num_generated))
+        if not self.open:
+            return None
+        self.attempt = sorted(self.open)
+        sequences = tuple(self._resumed(index) for index in self.attempt)
+        n = self.request.n if len(sequences) == len(self.request.sequences) else 1
+        return msgspec.structs.replace(self.request, request_id=self.wire_id, sequences=sequences, n=n)
+
+    def _resumed(self, index: int) -> msgspec.Struct:
+        source = self.request.sequences[index]
+        resumed = source.resumed_token_ids + tuple(self.delivered[index])
+        return msgspec.structs.replace(source, resumed_token_ids=resumed)
+
+    def _reason(self, index: int, max_model_len: int) -> FinishReason | None:
+        sampling, delivered = self.request.sampling, self.delivered[index]
+        if index in self.ending:
+            return "abort"
+        if sampling is None or not delivered:
+            return None
+        source = self.request.sequences[index]
+        num_generated = len(source.resumed_token_ids) + len(delivered)
+        if num_generated >= sampling.min_tokens and delivered[-1] in sampling.stop_token_ids:
+            return "stop"
+        full = num_generated >= sampling.max_tokens or len(source.prompt_token_ids) + num_generated >= max_model_len
+        return "length" if full else None

@@ -1,0 +1,301 @@
+"""The client's side of the line without the line: frames in, events and frames out.
+
+No socket, no thread, and of the clock only what is left of a deadline: ``client`` (threads) and ``client_gevent``
+(greenlets) drive the same object. Methods that put frames into ``outbox`` are called by the one thread that owns the
+socket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from ...engine.interface import AdapterInfo, EngineInfo, Health
+from ...errors import EndsEngines, EngineDied, ServingError, ShuttingDown, from_kind
+from ...events import Event
+from ...request import ValidRequest
+from .. import protocol as m
+from .inflight import RunningRequest, Sink
+
+MAX_RESTARTS = 3
+SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone, so that the next death is its own
+DRAIN_RETRY_AFTER = 5.0  # seconds
+SEEN = 16  # engine processes of which the last figures are kept
+
+
+class Waiter(Protocol):
+    """Who waits for a call's answer: told once, with what it returns or the error to raise."""
+
+    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None: ...
+
+
+class ClientState:
+    """``name`` makes this client's request ids unique in the engine, and its connections one client's.
+
+    ``journal`` is where the engine is to count what it generates for this client, ``counts`` where what it does in
+    all; "" nowhere. An engine of another ``content_hash`` is not taken; "" takes any.
+    """
+
+    def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
+        self.name, self.journal, self.counts, self.content_hash = name, journal, counts, content_hash
+        self.outbox: deque[bytes] = deque()
+        self.info: EngineInfo | None = None
+        self.generation = ""
+        self.health = Health(status="starting")
+        self.seen: dict[str, Health] = {}  # the last heartbeat of each engine process, by generation
+        self.step_age: float | None = None  # seconds since the last step, told since somebody last looked
+        self.closing: str | None = None  # the engine's reason for ending on purpose
+        self.lost = False  # the engine does not know us
+        self.refused = ""  # why this engine is not for us
+        self.moved = True  # whether there was progress since somebody last looked
+        self._running: dict[str, RunningRequest] = {}
+        self._alone: RunningRequest | None = None  # the suspect that runs; all others wait for its first event
+        self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
+        self._number = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running or self._calls)
+
+    @property
+    def welcome(self) -> bool:
+        return bool(self.generation)
+
+    def running(self) -> list[RunningRequest]:
+        return list(self._running.values())
+
+    # towards the engine
+
+    def hello(self, client_id: str) -> None:
+        """Start over on a new connection: nothing of the old one is valid."""
+        self.outbox.clear()
+        self.generation, self.closing, self.lost, self.refused = "", None, False, ""
+        self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
+
+    def submit(self, request: ValidRequest, sink: Sink) -> str:
+        """The id under which the request runs: its own, made unique."""
+        wire_id = self._wire_id(request)
+        running = RunningRequest(request, wire_id, sink)
+        if running.done:
+            return wire_id
+        if self.welcome and self.health.status == "draining":
+            running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_AFTER))
+            return wire_id
+        self._running[wire_id] = running
+        if self.welcome and self._alone is None:
+            self._send(running, msgspec.structs.replace(request, request_id=wire_id))
+        return wire_id
+
+    def _send(self, running: RunningRequest, request: ValidRequest) -> None:
+        time_left = None if request.deadline is None else request.deadline - time.monotonic()
+        self.outbox.append(m.encode(m.Submit(request, running.sent, time_left)))
+        running.sent = running.submitted = True
+
+    def _wire_id(self, request: ValidRequest) -> str:
+        return f"{request.request_id}@{self.name}.{self._next()}"
+
+    def release(self, wire_id: str) -> RunningRequest | None:
+        """Let go of a request that goes on elsewhere; None for one that has ended."""
+        running = self._running.get(wire_id)
+        if running is not None:
+            self.abort(wire_id)
+            running.submitted = False
+            if running.phase == "pausing":
+                running.move("paused")
+        return running
+
+    def adopt(self, running: RunningRequest) -> str:
+        """Go on with what another client has released; the id under which it runs from now on."""
+        running.wire_id = wire_id = self._wire_id(running.request)
+        self._running[wire_id] = running
+        if self.welcome and self._alone is None:
+            self._start(running)
+        return wire_id
+
+    def _start_waiting(self) -> None:
+        """Start what is not in the engine: the first suspect alone, all once there is none."""
+        self._alone = None
+        waiting = [running for running in self.running() if not running.submitted or running.phase == "paused"]
+        for suspect in waiting:
+            if suspect.restarts >= SUSPECT_RESTARTS and suspect.phase == "running":
+                self._start(suspect)
+                if not suspect.done:
+                    self._alone = suspect
+                    return
+        for running in waiting:
+            if not running.done:
+                self._start(running)
+
+    def _start(self, running: RunningRequest) -> None:
+        if running.phase == "running":
+            self._resubmit(running)
+        else:
+            self._go_on(running)
+
+    def abort(self, wire_id: str) -> None:
+        """Nobody reads this request any more: what still arrives for it is dropped."""
+        running = self._running.pop(wire_id, None)
+        if running is not None and self.welcome:
+            self.outbox.append(m.encode(m.Abort(wire_id)))
+            if running is self._alone:
+                self._start_waiting()
+
+    def finish(self, wire_id: str, index: int) -> None:
+        running = self._running.get(wire_id)
+        if running is None or index not in running.open:
+            return
+        running.ending.add(index)
+        if running.submitted and running.phase != "paused":
+            self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
+
+    def _pause(self, running: RunningRequest) -> None:
+        """Take a request whose reader does not follow out of the engine: its place there is for those who do."""
+        running.move("pausing")
+        running.wanted = False
+        for index in running.open - running.ending:
+            self.outbox.append(m.encode(m.Finish(running.wire_id, running.attempt.index(index))))
+
+    def resume(self, wire_id: str) -> None:
+        """The reader of a paused request has room again; one that is not quite paused yet goes on once it is."""
+        running = self._running.get(wire_id)
+        if running is not None:
+            running.wanted = True
+            self._go_on(running)
+
+    def _go_on(self, running: RunningRequest) -> None:
+        if running.phase == "paused" and running.wanted and self.welcome and self._alone is None:
+            running.move("running")
+            self._resubmit(running)
+
+    def load_adapter(self, name: str, path: str, waiter: Waiter) -> None:
+        self._call(m.LoadAdapter(self._next(), name, path), waiter)
+
+    def unload_adapter(self, name: str, waiter: Waiter) -> None:
+        self._call(m.UnloadAdapter(self._next(), name), waiter)
+
+    def list_adapters(self, waiter: Waiter) -> None:
+        self._call(m.ListAdapters(self._next()), waiter)
+
+    def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, waiter: Waiter) -> None:
+        self._calls[message.call] = (message, waiter)
+        if self.welcome:
+            self.outbox.append(m.encode(message))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    # from the engine
+
+    def receive(self, frame: bytes) -> None:
+        """Take one frame. Raises ``msgspec.DecodeError`` for bytes that are no message."""
+        message = m.decode_for_client(frame)
+        match message:
+            case m.Events():
+                self.moved, self.step_age = True, 0.0
+                for wire_id, event in message.items:
+                    self._deliver(wire_id, event)
+            case m.Heartbeat(health):
+                idle = health.num_running + health.num_waiting == 0
+                self.moved = self.moved or idle or health.steps != self.health.steps
+                self._note(health)
+            case m.Answer():
+                self.moved = True
+                self._answer(message)
+            case m.Welcome():
+                self._welcomed(message)
+            case m.Closing(reason):
+                self.closing = reason
+            case m.Stranger(reason):
+                self.lost = True
+                self.refused = "" if self.welcome else reason
+
+    def _note(self, health: Health) -> None:
+        self.health, self.step_age = health, health.last_step_age
+        if self.welcome:
+            self.seen = dict([*(self.seen | {self.generation: health}).items()][-SEEN:])  # a new one: others read it
+
+    def _deliver(self, wire_id: str, event: Event) -> None:
+        running = self._running.get(wire_id)
+        if running is None:
+            return  # abandoned
+        running.deliver(event)
+        if running.done:
+            del self._running[wire_id]
+        elif running.should_pause:
+            self._pause(running)
+        else:
+            self._go_on(running)
+        if running is self._alone:
+            self._start_waiting()
+
+    def _answer(self, message: m.Answer) -> None:
+        call = self._calls.pop(message.call, None)
+        if call is not None:
+            failed = message.kind is not None
+            error = from_kind(message.kind or "", message.message, param=message.param) if failed else None
+            call[1].answer(error if error is not None else message.adapters)
+
+    def _welcomed(self, message: m.Welcome) -> None:
+        """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
+        self.moved = True
+        if self.content_hash and message.info.content_hash != self.content_hash:
+            here, there = self.content_hash, message.info.content_hash
+            self.lost = True
+            self.refused = f"the engine has another model: its content hash is {there[:12]}, expected {here[:12]}"
+            return
+        self.generation, self.info = message.generation, message.info
+        self._note(message.health)
+        self._start_waiting()
+        for call, _ in self._calls.values():
+            self.outbox.append(m.encode(call))
+
+    def _resubmit(self, running: RunningRequest) -> None:
+        assert self.info is not None, "there was a welcome"
+        request = running.continuation(self.info.max_model_len)
+        if request is None:
+            del self._running[running.wire_id]
+        else:
+            self._send(running, request)
+
+    # when the line is gone
+
+    def disconnected(self) -> None:
+        """The engine died: calls that change it fail, requests wait.
+
+        A request without an event through ``MAX_RESTARTS`` restarts in a row is given up; a connection that never had
+        a welcome is no restart, nor is one for a request that waited while another ran alone.
+        """
+        self.generation, self._alone = "", None
+        self.outbox.clear()
+        for wire_id, running in list(self._running.items()):
+            was_there, running.submitted = running.submitted, False
+            if running.phase == "pausing":
+                running.move("paused")
+            if running.phase == "paused":
+                continue
+            running.restarts += was_there
+            if running.restarts > MAX_RESTARTS:
+                told = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
+                running.fail(EndsEngines(told))
+                del self._running[wire_id]
+        for number, (call, waiter) in list(self._calls.items()):
+            if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
+                del self._calls[number]
+                waiter.answer(died("the engine restarted during the call"))
+
+    def fail_all(self, error: ServingError) -> None:
+        """End every request and call with ``error``."""
+        running, self._running, self._alone = self._running, {}, None
+        for request in running.values():
+            request.fail(error)
+        calls, self._calls = self._calls, {}
+        for _, waiter in calls.values():
+            waiter.answer(error)
+
+
+def died(reason: str) -> EngineDied:
+    return EngineDied(reason, retry_after=1.0)

@@ -1,0 +1,1 @@
+"""How an engine process is found, or started, and who its clients are."""

@@ -1,0 +1,89 @@
+"""Come to an engine that somebody else keeps: a supervisor on this host, or one that listens on a network."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+
+from ...errors import ShuttingDown, Unavailable
+from ..auth import check_address, read_key
+from .membership import Membership
+from .state_directory import SOCKET, Sleep, StateDir, check_private
+
+POLL_INTERVAL = 0.03  # seconds
+RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
+GRACE = 2.0  # seconds in which the keeper of an engine that stands still may replace it
+
+
+class Attached:
+    """Implements ``finder.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
+
+    ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
+    without an engine; one that is loading may take its own time.
+
+    An engine that stood still is gone back to where its keeper does not replace it: the keeper may have looked at
+    another time, and the engine may be well again. If it is not, that shows again."""
+
+    def __init__(
+        self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
+    ) -> None:
+        self.address, self.timeout, self._sleep = address, timeout, sleep
+        self.client_id = self.generation = ""
+        self.secret: bytes | None = None
+        self.state: StateDir | None = None
+        self._membership: Membership | None = None
+        self._not_before = 0.0
+        if address.startswith("tcp://"):
+            check_address(address)
+            self.secret = read_key(key_file)
+        else:
+            runtime, key = os.path.split(address)
+            self.state = StateDir(runtime, key)
+            self.client_id = uuid.uuid4().hex
+            self._membership = Membership(self.state, self.client_id, sleep)
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        if self.state is None:
+            self._sleep(max(0.0, self._not_before - time.monotonic()))
+            self._not_before = time.monotonic() + RETRY_INTERVAL
+            return self.address
+        deadline = time.monotonic() + self.timeout
+        again = time.monotonic() + min(GRACE, self.timeout)
+        while not cancelled():
+            status = self.state.read_status()
+            excluded = status is None or (status.generation == stalled and time.monotonic() < again)
+            if status is not None and not excluded and self.state.engine_alive:
+                if status.state == "ready" and self._join():
+                    self.generation = status.generation
+                    return f"ipc://{self.state.file(SOCKET)}"
+                if status.state == "loading":
+                    deadline = time.monotonic() + self.timeout
+            if time.monotonic() > deadline:
+                raise Unavailable("the engine is not running", retry_after=1.0)
+            self._sleep(POLL_INTERVAL)
+        raise ShuttingDown("the client was closed")
+
+    def _join(self) -> bool:
+        assert self.state is not None
+        assert self._membership is not None
+        try:
+            check_private(self.state.path)
+        except FileNotFoundError:  # it has just ended
+            return False
+        lock = self.state.lock(sleep=self._sleep)
+        try:
+            if not self.state.engine_alive:
+                return False
+            self._membership.join()
+            return True
+        finally:
+            lock.release()
+
+    def alive(self) -> bool:
+        return self.state is None or self.state.engine_alive
+
+    def close(self) -> None:
+        if self._membership is not None:
+            self._membership.leave()

@@ -1,0 +1,290 @@
+"""Find the engine process that already has a model, or start it: one for all processes of a user, however many start
+at once. See ``rundir`` for the files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ... import child
+from ...bundle import Bundle
+from ...errors import EngineDied, PackagingError, ShuttingDown
+from ...file_locks import FileLock, acquire
+from ...settings import EngineSettings
+from ..auth import check_address, read_key
+from ..process_spec import ENGINE_CORE, MODULE, Spec
+from .membership import Membership
+from .state_directory import (
+    KEY_LENGTH,
+    LOG,
+    LOG_BYTES,
+    SOCKET,
+    Sleep,
+    StateDir,
+    Status,
+    check_private,
+    check_runtime_dir,
+    default_runtime_dir,
+    sweep,
+)
+
+Progress = Callable[[str], None]
+POLL_INTERVAL = 0.03
+KILL_TIMEOUT = 10.0
+LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: who only looks whether it is held holds it for a moment
+
+
+def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
+    """Engines with the same key are the same: weights, adapters, settings, code and user; paths do not count."""
+    described = msgspec.json.encode(
+        (
+            bundle.content_hash,
+            bundle.tasks,
+            bundle.embedding,
+            sorted((name, _adapter_hash(path)) for name, path in bundle.adapters.items()),
+            settings,
+            core,
+            [_version(name) for name in ("mlflow-llm", "torch", "transformers")],
+            sys.executable,
+            child.package_place(),
+            os.getuid(),
+        ),
+        order="sorted",
+    )
+    return hashlib.sha256(described).hexdigest()[:KEY_LENGTH]
+
+
+def _adapter_hash(path: str) -> str:
+    """SHA-256 over an adapter's files, "" for one that cannot be read (the engine will say so)."""
+    found = hashlib.sha256()
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(path)):
+            if name.endswith((".json", ".safetensors")):
+                with open(os.path.join(path, name), "rb") as file:
+                    found.update(name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class Launcher:
+    """Implements ``finder.Finder``: finds the engine or starts it, and starts it again when it is gone."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: EngineSettings,
+        *,
+        state_dir: str | None = None,
+        progress: Progress | None = None,
+        core: str = ENGINE_CORE,
+        listen: str | None = None,
+        key_file: str | None = None,
+        adapter_dirs: Sequence[str] = (),
+        drain_timeout: float = 0.0,
+        replica: int = 0,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        """``replica`` numbers engines of the same model and settings: each number is an engine of its own."""
+        if listen is not None:
+            check_address(listen)
+            read_key(key_file)
+        self.bundle, self.settings, self.core = bundle, settings, core
+        self.listen, self.drain_timeout = listen, drain_timeout
+        self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has a working directory of its own
+        self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
+        self.client_id = uuid.uuid4().hex
+        self.generation = ""
+        self.secret: bytes | None = None
+        self.failed_log = ""
+        self._sleep = sleep
+        self._progress = progress
+        self._said = ""
+        runtime = check_runtime_dir(state_dir or default_runtime_dir())
+        described = core if listen is None else f"{core} {listen}"
+        described += f" #{replica}" if replica else ""
+        self.state = StateDir(runtime, engine_key(bundle, settings, described))
+        self._membership = Membership(self.state, self.client_id, sleep)
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        self._said = ""
+        sweep(self.state.runtime)
+        deadline = time.monotonic() + self.settings.start_timeout
+        try:
+            generation = None
+            while generation is None:  # one that ends just as we come to it is not our failure
+                generation = self._wait(self._join(stalled), deadline, cancelled)
+        except BaseException:
+            self.failed_log = self.state.log_tail(LOG_BYTES)  # which goes with the engine
+            self.close()
+            raise
+        self._say("ready")
+        self.generation = generation
+        return f"ipc://{self.state.file(SOCKET)}"
+
+    def _wait(self, generation: str, deadline: float, cancelled: Callable[[], bool]) -> str | None:
+        """The generation that became ready, None for one that was ready and has ended. Raises as ``find`` does."""
+        while not self._is_ready(generation) or not self._is_private():
+            if cancelled():
+                raise ShuttingDown("the client was closed")
+            if time.monotonic() > deadline:
+                self._kill(generation)
+                limit = self.settings.start_timeout
+                raise EngineDied(f"the engine was not ready within start_timeout, {limit:g} seconds")
+            status = self.state.read_status()
+            if status is None or (status.state == "ready" and not self.state.engine_alive):
+                return None
+            self._sleep(POLL_INTERVAL)
+            status = self.state.read_status()  # another may have started it anew in the meantime
+            generation = status.generation if status else generation
+        return generation
+
+    def _is_private(self) -> bool:
+        try:
+            check_private(self.state.path)
+        except FileNotFoundError:  # the engine has just ended
+            return False
+        return True
+
+    def _join(self, stalled: str) -> str:
+        """Be a client of the engine's directory, and start the engine if there is none. Its generation."""
+        with self._locked():
+            self.state.prepare()
+            self._membership.join()
+            status = self.state.read_status()
+            if stalled and status is not None and status.generation == stalled:
+                self._kill_now(status)
+                status = self.state.read_status()
+            if self.state.engine_alive and status is not None and status.state != "failed":
+                return status.generation
+            self._await_end()
+            return self._start()
+
+    def _await_end(self) -> None:
+        """Under the lock: let an engine that has written its failure down finish ending."""
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while self.state.engine_alive and time.monotonic() < deadline:
+            self._sleep(POLL_INTERVAL)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Any:
+        lock = self.state.lock(sleep=self._sleep)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _start(self) -> str:
+        """Start an engine process that holds the engine lock from its first moment: we take it and hand it down."""
+        generation = uuid.uuid4().hex
+        lock = self._engine_lock()
+        fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``locks``
+        spec = Spec(
+            bundle=self.bundle,
+            settings=self.settings,
+            runtime=self.state.runtime,
+            key=self.state.key,
+            generation=generation,
+            lock_fd=fd,
+            core=self.core,
+            listen=self.listen,
+            key_file=self.key_file,
+            adapter_dirs=self.adapter_dirs,
+            drain_timeout=self.drain_timeout,
+        )
+        try:
+            self.state.remove_file(SOCKET)
+            self.state.write_json("spec.json", spec)
+            self.state.write_json("status.json", Status(state="loading", generation=generation, pid=0))
+            with open(self.state.file(LOG), "ab") as log:
+                # the package has imported the module before it is run: no words about that, which would be the log's
+                # last line where an engine is killed while it loads
+                quiet = ("-W", "ignore::RuntimeWarning:runpy")
+                subprocess.run(
+                    child.python_command(MODULE, self.state.file("spec.json"), flags=quiet),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env=child.environment(),
+                    pass_fds=[fd],
+                    check=True,
+                )
+        except subprocess.CalledProcessError:
+            raise EngineDied(f"the engine cannot be started: {self._last_line()}") from None
+        finally:
+            os.close(fd)
+            lock.give_away()
+        return generation
+
+    def _engine_lock(self) -> FileLock:
+        path, remake = self.state.engine_lock_path, self.state.prepare
+        try:
+            return acquire(path, make_parent=remake, sleep=self._sleep, timeout=LOCK_TIMEOUT)
+        except TimeoutError:
+            raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0) from None
+
+    def _is_ready(self, generation: str) -> bool:
+        """Raises ``PackagingError`` or ``EngineDied`` where the engine has failed."""
+        alive = self.state.engine_alive  # before the status: a failing engine writes first and dies then
+        status = self.state.read_status()
+        if status is None or status.generation != generation:
+            return False
+        if status.state == "failed":
+            raise PackagingError(status.reason) if status.kind == "packaging" else EngineDied(status.reason)
+        if not alive and status.state == "loading":
+            raise EngineDied(f"the engine was killed while it loaded (out of memory?): {self._last_line()}")
+        self._say("loading")
+        return alive and status.state == "ready"
+
+    def _last_line(self) -> str:
+        lines = [line for line in self.state.log_tail().splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "its log is empty"
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None and stage != self._said:
+            self._said = stage
+            self._progress(stage)
+
+    def _kill(self, generation: str) -> None:
+        with self._locked():
+            status = self.state.read_status()
+            if status is not None and status.generation == generation:
+                self._kill_now(status)
+
+    def _kill_now(self, status: Status) -> None:
+        """Under the lock: end an engine that makes no progress. It holds its lock, so the pid is still its own, or
+        until its standby, which holds the lock as well, has taken its place."""
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while self.state.engine_alive:
+            current = self.state.read_status() or status
+            if current.generation != status.generation:
+                return
+            if current.pid > 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(current.pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise EngineDied(f"process {current.pid} cannot be killed")
+            self._sleep(POLL_INTERVAL)
+
+    def alive(self) -> bool:
+        return self.state.engine_alive
+
+    def close(self) -> None:
+        self._membership.leave()

@@ -1,0 +1,57 @@
+"""A client's place among the clients of one engine: registered by a held lock, left with nothing behind."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from ...file_locks import FileLock
+from .state_directory import Sleep, StateDir
+
+POLL_INTERVAL = 0.03
+END_TIMEOUT = 2.0
+
+
+class Membership:
+    """Owned by one thread."""
+
+    def __init__(self, state: StateDir, client_id: str, sleep: Sleep) -> None:
+        self._state, self._client_id, self._sleep = state, client_id, sleep
+        self._lock: FileLock | None = None
+
+    def join(self) -> None:
+        """Under the engine's lock: register, anew where the directory was made again since."""
+        if self._lock is None or not self._lock.is_current:
+            self._release()
+            self._lock = self._state.register_client(self._client_id)
+
+    def leave(self) -> None:
+        """Unregister, and remove what an ended engine left if nobody else lives to use it."""
+        self._release()
+        deadline = time.monotonic() + END_TIMEOUT
+        while not self._is_settled() and time.monotonic() < deadline:
+            self._sleep(POLL_INTERVAL)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release(unlink=self._lock.is_current)
+            self._lock = None
+
+    def _is_settled(self) -> bool:
+        """Whether an engine is there that will clean up, or nothing is left to do for those who leave."""
+        if self._state.engine_alive:
+            return not self._is_ending()
+        return self._state.remove_if_abandoned()
+
+    def _is_ending(self) -> bool:
+        """An engine that wrote its failure down, or was killed, keeps its lock for a moment and cleans up no more."""
+        status = self._state.read_status()
+        return status is not None and (status.state == "failed" or (status.pid > 0 and _is_ended(status.pid)))
+
+
+def _is_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,237 @@
+"""Where engine processes of one user are found: a runtime directory with one state directory an engine.
+
+::
+
+    <runtime>/                  0700   $XDG_RUNTIME_DIR/mlflow-llm, else <tmp>/mlflow-llm-<uid>
+        <key>.lock              held while somebody looks for, starts, ends or removes the engine <key>
+        <key>/                  0700
+            engine.lock         held by the engine process, and its standby, as long as one of them lives
+            socket              where it listens
+            spec.json           what it was started with, standby-spec.json its standby
+            status.json         loading | ready | failed, written by the engine
+            adapters.json       adapters loaded at run time, for its successor after a crash
+            engine.log
+            load.log            the part of it that the last load wrote
+            clients/<id>        held by each client as long as it lives
+
+Nothing here outlives its owners: the engine removes all at its end, a client removes what a killed engine left, and
+``sweep`` removes what was left when both were killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ...errors import PackagingError, Unavailable
+from ...file_locks import FileLock, acquire, is_held, try_acquire
+from ...files import replace_file
+
+KEY_LENGTH = 16
+SOCKET = "socket"
+LOG = "engine.log"
+LOAD_LOG = "load.log"
+LOG_BYTES = 64 * 1024  # of a load's log that are kept
+MAX_SOCKET_PATH = 107  # bytes in sockaddr_un.sun_path, less the closing NUL
+MAX_REMAKES = 100  # of the runtime directory in a row
+
+Sleep = Callable[[float], None]
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """``generation`` is new with every engine process; ``kind`` is that of the failure: packaging or engine_died."""
+
+    state: Literal["loading", "ready", "failed"]
+    generation: str
+    pid: int
+    kind: str = ""
+    reason: str = ""
+
+
+def default_runtime_dir() -> str:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isdir(base) and _fits(os.path.join(base, "mlflow-llm")):
+        return os.path.join(base, "mlflow-llm")
+    path = os.path.join(tempfile.gettempdir(), f"mlflow-llm-{os.getuid()}")
+    return path if _fits(path) else f"/tmp/mlflow-llm-{os.getuid()}"
+
+
+def _fits(runtime: str) -> bool:
+    return len(os.fsencode(os.path.join(runtime, "k" * KEY_LENGTH, SOCKET))) <= MAX_SOCKET_PATH
+
+
+def check_runtime_dir(runtime: str) -> str:
+    """``runtime`` made absolute. Raises ``PackagingError`` where a Unix socket's path would be too long."""
+    runtime = os.path.abspath(runtime)
+    if not _fits(runtime):
+        limit = MAX_SOCKET_PATH - KEY_LENGTH - len(SOCKET) - 2
+        raise PackagingError(f"state directory {runtime}: its path may have {limit} bytes at most")
+    return runtime
+
+
+def make_private(path: str) -> None:
+    """Create ``path`` for this user alone, and check that it is so. Raises ``Unavailable``."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    check_private(path)
+
+
+def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None:
+    """Raises ``Unavailable`` unless ``path`` is ours and closed to others: a socket anyone could have put there."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        raise  # gone in the meantime: the caller tries again
+    except OSError as error:
+        raise Unavailable(f"{path}: {error.strerror}") from None
+    if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise Unavailable(f"{path} is not private to this user; remove it or set XDG_RUNTIME_DIR")
+
+
+class StateDir:
+    """The files of the engine ``key``."""
+
+    def __init__(self, runtime: str, key: str) -> None:
+        self.runtime, self.key = runtime, key
+        self.path = os.path.join(runtime, key)
+        self.clients_dir = os.path.join(self.path, "clients")
+        self.engine_lock_path = os.path.join(self.path, "engine.lock")
+        self.socket_path = os.path.join(self.path, SOCKET)
+
+    def file(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def lock(self, *, sleep: Sleep = time.sleep, timeout: float | None = None) -> FileLock:
+        """The right to start, end or remove this engine. Held for moments only."""
+        self._make_runtime()
+        return acquire(f"{self.path}.lock", make_parent=self._make_runtime, sleep=sleep, timeout=timeout)
+
+    def _make_runtime(self) -> None:
+        for _ in range(MAX_REMAKES):
+            with contextlib.suppress(FileNotFoundError):  # removed by its last user as soon as it was made
+                make_private(self.runtime)
+                return
+        make_private(self.runtime)
+
+    def try_lock(self) -> FileLock | None:
+        try:
+            return try_acquire(f"{self.path}.lock")
+        except FileNotFoundError:
+            return None
+
+    def prepare(self) -> None:
+        """Make the directories; to be called under ``lock``."""
+        make_private(self.path)
+        make_private(self.clients_dir)
+
+    @property
+    def engine_alive(self) -> bool:
+        return is_held(self.engine_lock_path)
+
+    def register_client(self, client_id: str) -> FileLock:
+        """A held lock file for a client; it appears under its name only when it is locked already."""
+        hidden = os.path.join(self.clients_dir, f".{client_id}")
+        lock = try_acquire(hidden)
+        if lock is None:
+            raise RuntimeError(f"client id {client_id} is taken")
+        lock.path = os.path.join(self.clients_dir, client_id)
+        os.rename(hidden, lock.path)
+        return lock
+
+    def live_clients(self) -> set[str]:
+        """Ids of the clients that live; files of dead ones are removed."""
+        alive: set[str] = set()
+        try:
+            names = os.listdir(self.clients_dir)
+        except FileNotFoundError:
+            return alive
+        for name in names:
+            if name.startswith("."):
+                continue
+            path = os.path.join(self.clients_dir, name)
+            if is_held(path):
+                alive.add(name)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        return alive
+
+    def read_status(self) -> Status | None:
+        try:
+            with open(self.file("status.json"), "rb") as file:
+                return msgspec.json.decode(file.read(), type=Status)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write_json(self, name: str, value: object) -> None:
+        """Whole or not at all, for readers in other processes."""
+        replace_file(self.file(name), msgspec.json.encode(value))
+
+    def remove_file(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.file(name))
+
+    def remove(self, lock: FileLock) -> None:
+        """Remove everything, ``lock`` (held by the caller) last, and the runtime directory if unused."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock.release(unlink=True)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.runtime)
+
+    def remove_if_abandoned(self) -> bool:
+        """Remove what an ended engine left, unless somebody lives to use it. False while another is at work here, who
+        may have seen somebody that is gone by now."""
+        if not os.path.isdir(self.runtime):
+            return True
+        lock = self.try_lock()
+        if lock is None:
+            return False
+        if self.engine_alive or self.live_clients():
+            lock.release()
+        else:
+            self.remove(lock)
+        return True
+
+    def log_tail(self, num_bytes: int = 2000) -> str:
+        return tail(self.file(LOG), num_bytes)
+
+    def keep_load_log(self, start: int) -> None:
+        """What the log has from byte ``start`` on, by itself: the log goes on."""
+        text = tail(self.file(LOG), LOG_BYTES, start=start)
+        with contextlib.suppress(OSError), open(self.file(LOAD_LOG), "w", encoding="utf-8", opener=_private) as file:
+            file.write(text)
+
+
+def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
+    """The last ``num_bytes`` of a file, of what follows ``start``; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - num_bytes))
+            return file.read(num_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def sweep(runtime: str) -> None:
+    """Remove the state directories of engines that were killed together with all their clients."""
+    try:
+        names = os.listdir(runtime)
+    except OSError:
+        return
+    for key in {name.removesuffix(".lock") for name in names if len(name.removesuffix(".lock")) == KEY_LENGTH}:
+        StateDir(runtime, key).remove_if_abandoned()

@@ -1,0 +1,1 @@
+"""The engine's side: the process that owns the model, and its loop."""

@@ -1,0 +1,44 @@
+"""Keeping, in the engine's process, what it has counted in all where servers on this host will look for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from ...counts import COUNTERS, CountsFile
+from ...engine.interface import Health
+
+logger = logging.getLogger(__name__)
+
+
+class Counted:
+    """``generation`` names the files. One that cannot be written is left out and logged: serving goes on."""
+
+    def __init__(self, generation: str) -> None:
+        self._generation = generation
+        self._files: dict[str, CountsFile | None] = {}
+
+    def keep(self, roots: set[str], health: Health) -> None:
+        """In these directories from now on; "" is none."""
+        for gone in self._files.keys() - roots:
+            file = self._files.pop(gone)
+            if file is not None:
+                file.close()
+        for root in roots - self._files.keys() - {""}:
+            self._files[root] = self._open(root)
+        self.write(health)
+
+    def write(self, health: Health) -> None:
+        if not self._files:
+            return
+        counts = [getattr(health, name) for name in COUNTERS]
+        for file in self._files.values():
+            if file is not None:
+                file.put(counts)
+
+    def _open(self, root: str) -> CountsFile | None:
+        try:
+            return CountsFile(Path(root), self._generation)
+        except OSError:
+            logger.exception("no counts can be kept in %s", root)
+            return None

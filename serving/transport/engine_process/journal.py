@@ -1,0 +1,80 @@
+"""Counting, in the engine's process, what it generates for clients that keep a ledger."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+
+from ...events import Event, Failed, Tokens, is_terminal
+from ...journal import Entry, Journal
+from ...request import ValidRequest
+
+logger = logging.getLogger(__name__)
+
+
+class _Metered:
+    """A request that runs: ``left`` of its sequences have not ended."""
+
+    __slots__ = ("entry", "journal", "left")
+
+    def __init__(self, journal: Journal, entry: Entry, left: int) -> None:
+        self.journal, self.entry, self.left = journal, entry, left
+
+
+class MeteredRequests:
+    """One for each engine process. A journal that cannot be written is given up and logged: serving goes on."""
+
+    def __init__(self, generation: str) -> None:
+        self._generation = generation
+        self._journals: dict[str, Journal | None] = {}
+        self._running: dict[tuple[Hashable, str], _Metered] = {}
+
+    def begin(self, client: Hashable, request: ValidRequest, root: str) -> None:
+        """Count ``request`` in the journal under ``root``; "" counts nothing."""
+        journal = self._journal(root) if root and request.task != "embeddings" else None
+        if journal is None:
+            return
+        request_id = request.request_id.rpartition("@")[0] or request.request_id  # without what the client added
+        try:
+            metered = _Metered(journal, journal.begin(request_id), len(request.sequences))
+        except OSError:
+            self._give_up(journal)
+        else:
+            self._running[client, request.request_id] = metered
+
+    def see(self, told: Iterable[tuple[Hashable, str, Event]]) -> None:
+        """Everything that a step gave, before any of it is sent, whether or not somebody still waits for it."""
+        ended: dict[Journal, list[Entry]] = {}
+        for client, request_id, event in told:
+            metered = self._running.get((client, request_id))
+            if metered is None:
+                continue
+            if isinstance(event, Tokens):
+                metered.journal.count(metered.entry, len(event.token_ids))
+            elif is_terminal(event):
+                metered.left = 0 if isinstance(event, Failed) else metered.left - 1
+                if not metered.left:
+                    del self._running[client, request_id]
+                    ended.setdefault(metered.journal, []).append(metered.entry)
+        for journal, entries in ended.items():
+            try:
+                journal.end(entries)
+            except OSError:
+                self._give_up(journal)
+
+    def _journal(self, root: str) -> Journal | None:
+        if root not in self._journals:
+            try:
+                # a store of two directories (two hosts, two users) reads a journal of this engine in each
+                self._journals[root] = Journal(Path(root), f"{self._generation}.{secrets.token_hex(4)}")
+            except OSError:
+                logger.exception("no journal can be kept in %s", root)
+                self._journals[root] = None
+        return self._journals[root]
+
+    def _give_up(self, journal: Journal) -> None:
+        logger.exception("the journal %s cannot be written; what is generated from here on is not counted", journal)
+        self._journals = {root: None if kept is journal else kept for root, kept in self._journals.items()}
+        self._running = {key: kept for key, kept in self._running.items() if kept.journal is not journal}

@@ -1,0 +1,230 @@
+"""An engine process: ``python -m mlflow_llm.serving.transport.engine_process.main SPEC``, SPEC a JSON file of ``Spec``.
+
+The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
+of its own and is nobody's child (it forks once at the start), so it outlives whoever started it and leaves no zombie.
+It ends by itself when its last client is gone. With a ``line_fd`` it is a standby (``standby``) until its engine dies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from ... import child
+from ...errors import PackagingError
+from ...file_locks import FileLock
+from ...processors import num_threads
+from ...settings import EngineSettings
+from ...visible import configure
+from ..discovery.state_directory import LOG, SOCKET, StateDir, Status, check_private
+from ..process_spec import MODULE, Spec
+from .standby import StandbyKeeper, Successor, standby_settings
+
+logger = logging.getLogger("mlflow_llm.engine")
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGQUIT while the model is being loaded."""
+
+
+def main(argv: list[str]) -> int:
+    with open(argv[0], "rb") as file:
+        spec = msgspec.json.decode(file.read(), type=Spec)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.umask(0o077)
+    state = StateDir(spec.runtime, spec.key)
+    os.set_inheritable(spec.lock_fd, False)
+    lock = FileLock(state.engine_lock_path, spec.lock_fd)
+    configure(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ending in (signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(ending, _interrupt_load)
+    successor = Successor(spec.line_fd, state, lock, spec.generation) if spec.line_fd >= 0 else None
+    began = _log_size(state)
+    logger.info("loading %s, pid %d", spec.bundle.content_hash, os.getpid())
+    try:
+        if successor is None:
+            state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
+        return _serve(spec, state, lock, successor, began)
+    except Terminated:
+        if successor is None or successor.took_over:
+            state.remove(state.lock(timeout=10.0))
+        return 0
+    except BaseException as error:
+        if successor is None or successor.took_over:
+            _report(state, spec, error)
+        else:
+            logger.exception("the standby ends")
+        return 1
+    finally:
+        lock.give_away()  # without unlocking: the other of engine and standby holds the lock as well
+
+
+def _interrupt_load(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _log_size(state: StateDir) -> int:
+    try:
+        return os.stat(state.file(LOG)).st_size
+    except OSError:
+        return 0
+
+
+def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | None, began: int) -> int:
+    """``began``: how long the log was before."""
+    _set_threads(spec.settings)
+    import zmq
+
+    from .server import EngineServer
+
+    context = zmq.Context()
+    socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
+    module, _, name = spec.core.partition(":")
+    core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
+    if successor is not None:
+        successor.wait()
+        state.remove_file(SOCKET)
+        socket, remote = _bound(context, spec, state)
+    info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
+    keeper = _standby_keeper(spec, state, lock, info.kv_cache_memory)
+    logger.info("kernels: %s; package: %s", info.kernels_summary, child.package_place())
+    server = EngineServer(
+        core,
+        spec.settings,
+        state,
+        socket,
+        info,
+        spec.generation,
+        remote=remote,
+        adapter_dirs=spec.adapter_dirs,
+        drain_timeout=spec.drain_timeout,
+        in_place=lambda: lock.is_current,
+        standby=keeper,
+    )
+    server.reload_adapters(_predecessor(state))
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
+    logger.info("ready, pid %d", os.getpid())
+    state.keep_load_log(began)
+    state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
+    try:
+        server.run()
+        if keeper is not None:
+            keeper.dismiss()
+    finally:
+        for one in filter(None, (socket, remote)):
+            one.close()
+        context.term()
+    return 0
+
+
+def _standby_keeper(spec: Spec, state: StateDir, lock: FileLock, kv_cache_memory: int) -> StandbyKeeper | None:
+    if not spec.settings.standby:
+        return None
+    settings = standby_settings(spec.settings, kv_cache_memory)
+
+    def describe(generation: str, lock_fd: int, line_fd: int) -> Spec:
+        places = {"generation": generation, "lock_fd": lock_fd, "line_fd": line_fd}
+        return msgspec.structs.replace(spec, settings=settings, **places)
+
+    return StandbyKeeper(MODULE, state, lock, describe, start_timeout=settings.start_timeout)
+
+
+def _bound(context: Any, spec: Spec, state: StateDir) -> tuple[Any, Any]:
+    """The sockets for clients of this host and of others, before the model is loaded: a port that is taken costs no
+    load, and clients on other hosts see that an engine is on its way."""
+    return _local_socket(context, state), _remote_socket(context, spec)
+
+
+def _local_socket(context: Any, state: StateDir) -> Any:
+    """Where clients of this host find it: in a directory that is the user's alone."""
+    socket = _router(context)
+    socket.bind(f"ipc://{state.file(SOCKET)}")
+    os.chmod(state.file(SOCKET), 0o600)
+    return socket
+
+
+def _remote_socket(context: Any, spec: Spec) -> Any:
+    """None where it listens to no other host."""
+    import zmq
+
+    from ..auth import read_key, secure_server
+
+    if spec.listen is None:
+        return None
+    socket = _router(context)
+    secure_server(socket, read_key(spec.key_file))
+    try:
+        socket.bind(spec.listen)
+    except zmq.ZMQError as error:
+        raise PackagingError(f"{spec.listen}: {error.strerror}") from None
+    return socket
+
+
+def _router(context: Any) -> Any:
+    import zmq
+
+    socket = context.socket(zmq.ROUTER)
+    # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, 500)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    return socket
+
+
+def _set_threads(settings: EngineSettings) -> None:
+    """OpenMP reads its variables once, when torch is imported; what the caller has set wins over our defaults.
+    How its threads wait is changed as the engine runs (``engine/openmp.py``)."""
+    threads = str(settings.threads or num_threads())
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = threads
+    os.environ.setdefault("OMP_NUM_THREADS", threads)
+
+
+def _predecessor(state: StateDir) -> dict[str, str]:
+    """What an engine killed in this directory had loaded at run time."""
+    try:
+        with open(state.file("adapters.json"), "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _report(state: StateDir, spec: Spec, error: BaseException) -> None:
+    """Leave the reason where those who wait for us find it."""
+    logger.error("the engine ends", exc_info=error)
+    found = state.read_status()
+    if found is not None and found.state == "ready":
+        return  # it did start: its clients see it end and start another
+    kind = "packaging" if isinstance(error, PackagingError) else "engine_died"
+    reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
+    text = reason if kind == "packaging" else f"{type(error).__name__}: {reason}"
+    status = Status(state="failed", generation=spec.generation, pid=os.getpid(), kind=kind, reason=text)
+    try:
+        check_private(state.path)
+        state.write_json("status.json", status)
+    except OSError:
+        logger.exception("the state directory is gone")
+
+
+def _main() -> Any:
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torch's and ZeroMQ's threads have nothing left to do that could be worth waiting for
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,327 @@
+"""The engine process's loop: take messages, step, send, and see who lives. One thread, the one that loaded the model.
+
+A client's life is shown by its lock file (``rundir``), that of a client on another host by its pings. Clients of other
+hosts have a socket of their own, by which they are told apart whatever they say of themselves: they name no file and no
+directory of this host but adapters below ``adapter_dirs``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from ...engine.interface import AdapterInfo, EngineInfo, Health
+from ...errors import InternalError, PermissionDenied, ServingError
+from ...events import Event, Failed, is_terminal
+from ...request import ValidRequest
+from ...settings import EngineSettings
+from .. import protocol as m
+from ..discovery.state_directory import StateDir
+from .counters import Counted
+from .drain import Drain
+from .journal import MeteredRequests
+from .standby import StandbyKeeper
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
+SILENCE = 30.0  # seconds without a ping after which a client on another host is gone
+LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
+MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
+
+
+class Core(Protocol):
+    """What the loop drives; ``EngineCore`` and ``InstantCore``. ``finish(request_id, index)`` is optional."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    def add(self, request: ValidRequest, client: Any, *, continues: bool = False) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[tuple[Any, str, Event]]: ...
+    def load_adapter(self, name: str, path: str) -> AdapterInfo: ...
+    def unload_adapter(self, name: str) -> None: ...
+    def adapters(self) -> tuple[AdapterInfo, ...]: ...
+    def health(self) -> Health: ...
+    def close(self) -> Any: ...
+
+
+class _Peer:
+    """A connected client and the sequences it still waits for, by request."""
+
+    __slots__ = ("client_id", "counts", "is_local", "journal", "name", "open", "seen")
+
+    def __init__(self, hello: m.Hello, *, is_local: bool) -> None:
+        """Of a client that came over TCP only the name is taken: what it says of this host is not looked at."""
+        self.name, self.is_local = hello.name, is_local
+        self.client_id = hello.client_id if is_local else ""
+        self.journal, self.counts = (hello.journal, hello.counts) if self.client_id else ("", "")
+        self.open: dict[str, int] = {}
+        self.seen = time.monotonic()
+
+
+class EngineServer:
+    """``socket`` is a bound ROUTER for clients of this host, ``remote`` one for those of others.
+
+    ``run`` returns when the last client is gone, when ``stop`` was called, or when it is no longer the engine that
+    clients find (``in_place``), because somebody has removed its directory."""
+
+    def __init__(
+        self,
+        core: Core,
+        settings: EngineSettings,
+        state: StateDir,
+        socket: Any,
+        info: EngineInfo,
+        generation: str,
+        *,
+        remote: Any = None,
+        adapter_dirs: Sequence[str] = (),
+        drain_timeout: float = 0.0,
+        in_place: Callable[[], bool] = lambda: True,
+        standby: StandbyKeeper | None = None,
+    ) -> None:
+        self._sockets: dict[bytes, Any] = {LOCAL: socket} if remote is None else {LOCAL: socket, REMOTE: remote}
+        self._poller = zmq.Poller()
+        for one in self._sockets.values():
+            self._poller.register(one, zmq.POLLIN)
+        self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
+        self.core, self.settings, self.state, self.socket = core, settings, state, socket
+        self.info, self.generation = info, generation
+        self._peers: dict[bytes, _Peer] = {}
+        self._drain = Drain(drain_timeout)
+        self._in_place, self._standby = in_place, standby
+        self._last_tick = 0.0
+        self._left_at = time.monotonic()
+        self._runtime_adapters: dict[str, str] = {}
+        self._metered = MeteredRequests(generation)
+        self._counted = Counted(generation)
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
+        self._drain.begin(at_once=at_once)
+        self._last_tick = 0.0  # tell the clients
+
+    def run(self) -> None:
+        """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
+        while not self._drain.over(any(peer.open for peer in self._peers.values())):
+            self._take()
+            if self.core.has_work():
+                told = self.core.step()
+                health = self.core.health()
+                self._counted.write(health)
+                self._send_events(told, health.steps)
+            if time.monotonic() - self._last_tick >= TICK and self._tick():
+                return
+        self._shut_down()
+
+    # messages in
+
+    def _take(self) -> None:
+        wait = 0 if self.core.has_work() else int(TICK * 500)
+        if not self._poller.poll(wait):
+            return
+        for side, socket in self._sockets.items():
+            self._take_from(side, socket)
+
+    def _take_from(self, side: bytes, socket: Any) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                name, frame = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:
+                continue  # not of our making: a wrong number of frames
+            identity = side + name
+            try:
+                self._handle(identity, m.decode_for_engine(frame))
+            except msgspec.DecodeError as error:
+                logger.warning("a message that cannot be read: %s", error)
+                self._send(identity, m.Stranger("a message cannot be read"))
+
+    def _handle(self, identity: bytes, message: m.ToEngine) -> None:
+        if isinstance(message, m.Hello):
+            self._greet(identity, message)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._send(identity, m.Stranger("say hello first"))
+            return
+        peer.seen = time.monotonic()
+        match message:
+            case m.Submit(request, continues, time_left):
+                if time_left is not None and not peer.client_id:  # the deadline is of another host's clock
+                    request = msgspec.structs.replace(request, deadline=time.monotonic() + time_left)
+                self._submit(identity, peer, request, continues)
+            case m.Abort(request_id):
+                self._abort(peer, request_id)
+            case m.Finish(request_id, index):
+                finish = getattr(self.core, "finish", None)
+                if finish is not None and request_id in peer.open:
+                    finish(request_id, index)
+            case m.Goodbye():
+                self._drop(identity)
+            case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
+                self._send(identity, self._call(peer, message))
+            case _:
+                pass
+
+    def _greet(self, identity: bytes, hello: m.Hello) -> None:
+        if hello.protocol != m.PROTOCOL:
+            self._send(identity, m.Stranger(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
+            return
+        is_local = identity.startswith(LOCAL)
+        if hello.name:  # back after its connection broke: what it wants now, it submits anew
+            named = ((known, peer) for known, peer in self._peers.items() if peer.name == hello.name)
+            for known in [known for known, peer in named if peer.is_local == is_local]:
+                self._drop(known)
+        self._peers[identity] = _Peer(hello, is_local=is_local)
+        self._counted.keep({peer.counts for peer in self._peers.values()}, self.core.health())
+        self._send(identity, m.Welcome(self.generation, self.info, self._health()))
+
+    def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:
+        peer.open[request.request_id] = len(request.sequences)
+        self._metered.begin(identity, request, peer.journal)
+        try:
+            self.core.add(request, identity, continues=continues)
+        except Exception as error:
+            logger.exception("request %s", request.request_id)
+            told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
+            failed = Failed(told.kind, told.message, told.param)
+            self._send_events([(identity, request.request_id, failed)], self.core.health().steps)
+
+    def _abort(self, peer: _Peer, request_id: str) -> None:
+        if peer.open.pop(request_id, None) is not None:
+            self.core.abort(request_id)
+
+    def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
+        try:
+            match message:
+                case m.LoadAdapter(call, name, path):
+                    path = path if peer.is_local else self._allowed(path)
+                    adapter = self.core.load_adapter(name, path)
+                    self._remember(name, path)
+                    return m.Answer(call, (adapter,))
+                case m.UnloadAdapter(call, name):
+                    self.core.unload_adapter(name)
+                    self._remember(name, None)
+                    return m.Answer(call)
+            return m.Answer(message.call, self.core.adapters())
+        except ServingError as error:
+            return m.Answer(message.call, (), error.kind, error.message, error.param)
+        except Exception:
+            logger.exception("adapter call")
+            return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
+
+    def _allowed(self, path: str) -> str:
+        """A path that a client of another host may name. What is there outside of its directories, it is not told."""
+        real = os.path.realpath(path)
+        if not any(real != root and os.path.commonpath((root, real)) == root for root in self._adapter_dirs):
+            below = ", ".join(self._adapter_dirs) or "none; mlflow-llm engine --adapter-dir allows one"
+            raise PermissionDenied(f"adapter: an engine of another host loads from its own directories: {below}")
+        return real
+
+    def _remember(self, name: str, path: str | None) -> None:
+        """Keep what is loaded at run time for a successor, should this process be killed."""
+        self._runtime_adapters.pop(name, None)
+        if path is not None:
+            self._runtime_adapters[name] = path
+        self.state.write_json("adapters.json", self._runtime_adapters)
+
+    def reload_adapters(self, adapters: dict[str, str]) -> None:
+        """Load what the killed predecessor had loaded; one that is gone from disk is logged and left out."""
+        for name, path in adapters.items():
+            try:
+                self.core.load_adapter(name, path)
+                self._runtime_adapters[name] = path
+            except Exception:
+                logger.exception("adapter %s cannot be loaded again", name)
+
+    # events out
+
+    def _send_events(self, told: list[tuple[Hashable, str, Event]], steps: int) -> None:
+        if not told:
+            return
+        self._metered.see(told)
+        by_client: dict[bytes, list[tuple[str, Event]]] = {}
+        for identity, request_id, event in told:
+            peer = self._peers.get(identity)  # type: ignore[call-overload]
+            if peer is None or request_id not in peer.open:
+                continue  # gone, or aborted by the client itself
+            if is_terminal(event):
+                left = 0 if isinstance(event, Failed) else peer.open[request_id] - 1
+                if left:
+                    peer.open[request_id] = left
+                else:
+                    del peer.open[request_id]
+            by_client.setdefault(identity, []).append((request_id, event))  # type: ignore[arg-type]
+        for client, items in by_client.items():
+            self._send(client, m.Events(steps, tuple(items)))
+
+    def _send(self, identity: bytes, message: m.ToClient) -> None:
+        self._sockets[identity[:1]].send_multipart([identity[1:], m.encode(message)])
+
+    # lives
+
+    def _tick(self) -> bool:
+        """Heartbeats, dead clients, idle end. True when the loop has ended."""
+        now = self._last_tick = time.monotonic()
+        if not self._in_place():
+            logger.warning("%s was removed: its engine ends", self.state.path)
+            self.core.close()  # what ran goes on in the next engine, so its end is told to nobody
+            self._send_away("the engine's directory was removed")
+            return True
+        if self._standby is not None:
+            self._standby.tick()
+        alive = self.state.live_clients()
+        for identity, peer in list(self._peers.items()):
+            gone = peer.client_id not in alive if peer.client_id else now - peer.seen > SILENCE
+            if gone:
+                logger.info("client %s is gone with %d requests", peer.client_id, len(peer.open))
+                self._drop(identity)
+        beat = m.Heartbeat(self._health())
+        for identity in self._peers:
+            self._send(identity, beat)
+        if alive or self._peers:
+            self._left_at = now
+        return now - self._left_at > self.settings.idle_timeout and self._end_if_unused()
+
+    def _health(self) -> Health:
+        health = self.core.health()
+        if self._standby is not None:
+            health = msgspec.structs.replace(health, num_standbys=self._standby.num_ready)
+        return msgspec.structs.replace(health, status="draining") if self._drain.under_way else health
+
+    def _drop(self, identity: bytes) -> None:
+        peer = self._peers.pop(identity, None)
+        for request_id in peer.open if peer else ():
+            self.core.abort(request_id)
+
+    def _end_if_unused(self) -> bool:
+        lock = self.state.try_lock()
+        if lock is None:
+            return False
+        if self.state.live_clients():
+            lock.release()
+            return False
+        logger.info("no client is left")
+        self.core.close()
+        self.state.remove(lock)
+        return True
+
+    def _shut_down(self) -> None:
+        """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
+        lock = self.state.lock(timeout=10.0)
+        self._send_events(self.core.close() or [], self.core.health().steps)
+        self._send_away("the engine was asked to end")
+        self.state.remove(lock)
+
+    def _send_away(self, why: str) -> None:
+        for identity in self._peers:
+            self._send(identity, m.Closing(why))

@@ -1,0 +1,191 @@
+"""A second engine process, loaded and waiting, that takes over when the serving one dies.
+
+::
+
+    engine ── socket pair ── standby          both hold engine.lock: to clients there is one engine all the time
+      │ keeps (starts, starts again)            loads the model, says so, waits
+      │
+      ├── ends on purpose: says so ──►        ends
+      └── dies: the socket closes ───►        writes status.json, takes the socket's place, serves, keeps a standby
+
+It listens to nobody before, so it is no replica: no request, heartbeat or token is its own. What it will have is what
+the engine had: the same directory, settings and KV cache size, the adapters loaded at run time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from ... import child
+from ...file_locks import FileLock
+from ..discovery.state_directory import StateDir, Status
+
+logger = logging.getLogger("mlflow_llm.engine")
+
+SPEC = "standby-spec.json"
+LOADED, DISMISSED = b"L", b"D"
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between starts of one that ends by itself
+State = Literal["none", "loading", "ready"]
+
+
+class StandbyKeeper:
+    """The engine's side. Owned by the engine's thread; nothing here waits.
+
+    ``describe(generation, lock_fd, line_fd)`` is the spec of a standby that has those descriptors.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        state: StateDir,
+        lock: FileLock,
+        describe: Callable[[str, int, int], Any],
+        *,
+        start_timeout: float,
+    ) -> None:
+        self.state: State = "none"
+        self._module, self._place, self._lock, self._describe = module, state, lock, describe
+        self._start_timeout = start_timeout
+        self._line: socket.socket | None = None
+        self._starters: list[subprocess.Popen[bytes]] = []  # each forks the standby and ends
+        self._pid = 0
+        self._pause = 0.0
+        self._since = time.monotonic()
+
+    @property
+    def num_ready(self) -> int:
+        return int(self.state == "ready")
+
+    def tick(self) -> None:
+        """Look at the standby, and start one where there is none."""
+        self._starters = [starter for starter in self._starters if starter.poll() is None]
+        now = time.monotonic()
+        if self._line is not None:
+            self._listen(now)
+        elif now - self._since >= self._pause:
+            self._since = now
+            try:
+                self._start()
+            except OSError as error:
+                logger.warning("a standby cannot be started: %s", error)
+                self._fail()
+
+    def dismiss(self) -> None:
+        """We end on purpose: so does the standby."""
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.send(DISMISSED)
+            self._line.close()
+            self._line, self.state = None, "none"
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        lock_fd = os.dup(self._lock.fd)
+        try:
+            spec = self._describe(uuid.uuid4().hex, lock_fd, theirs.fileno())
+            self._place.write_json(SPEC, spec)
+            starter = subprocess.Popen(
+                child.python_command(
+                    self._module, self._place.file(SPEC), flags=("-W", "ignore::RuntimeWarning:runpy")
+                ),
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                env=child.environment(),
+                pass_fds=[lock_fd, theirs.fileno()],
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            os.close(lock_fd)
+            theirs.close()
+        ours.setblocking(False)
+        self._starters.append(starter)
+        self._line, self._pid, self.state = ours, 0, "loading"
+
+    def _listen(self, now: float) -> None:
+        assert self._line is not None
+        try:
+            told = self._line.recv(64)
+        except BlockingIOError:
+            if self.state == "loading" and now - self._since > self._start_timeout:
+                logger.warning("the standby was not loaded within start_timeout, %g seconds", self._start_timeout)
+                self._fail()
+            return
+        except OSError:
+            told = b""
+        if not told:
+            logger.warning("the standby ended; another is started")
+            self._fail()
+            return
+        *lines, _ = told.split(b"\n")
+        for line in lines:
+            if line == LOADED:
+                self.state, self._pause = "ready", 0.0
+                logger.info("a standby is ready, pid %d", self._pid)
+            else:
+                self._pid = int(line)
+
+    def _fail(self) -> None:
+        if self.state == "loading":  # one that was ready and ended is replaced at once
+            self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
+            if self._pid:
+                with contextlib.suppress(OSError):
+                    os.kill(self._pid, signal.SIGKILL)
+        if self._line is not None:
+            self._line.close()
+        self._line, self.state, self._since = None, "none", time.monotonic()
+
+
+class Successor:
+    """The standby's side. A thread of its own hears of the engine's end, also while the model is loaded."""
+
+    def __init__(self, fd: int, state: StateDir, lock: FileLock, generation: str) -> None:
+        os.set_inheritable(fd, False)
+        self._line = socket.socket(fileno=fd)
+        self._state, self._lock, self._generation = state, lock, generation
+        self._over = threading.Event()
+        self._line.send(b"%d\n" % os.getpid())
+        threading.Thread(target=self._hear, name="mlflow-llm-standby", daemon=True).start()
+
+    @property
+    def took_over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Say that the model is loaded, and return once the engine is dead."""
+        with contextlib.suppress(OSError):  # it died just now
+            self._line.send(LOADED + b"\n")
+        self._over.wait()
+        self._line.close()
+
+    def _hear(self) -> None:
+        told = b""
+        with contextlib.suppress(OSError):
+            told = self._line.recv(1)
+        if told == DISMISSED or not self._lock.is_current:
+            os._exit(0)  # its directory is the engine's to remove, or is gone
+        logger.warning("the engine died: the standby takes over, pid %d", os.getpid())
+        try:
+            self._state.write_json("status.json", Status(state="loading", generation=self._generation, pid=os.getpid()))
+        except OSError:
+            logger.exception("the state directory cannot be written")
+            os._exit(1)
+        self._over.set()
+
+
+def standby_settings(settings: Any, kv_cache_memory: int) -> Any:
+    """An engine's settings with the KV cache that it has: of the memory that is free beside it, half would be less."""
+    return msgspec.structs.replace(settings, kv_cache_memory=kv_cache_memory) if kv_cache_memory else settings

@@ -1,0 +1,255 @@
+"""What the keeper measures, reserves, scales and bills of provisioned entities, without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control import autoscaler as scaling
+from mlflow_llm.serving.control.autoscaler import Scaler, Served
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
+from mlflow_llm.serving.metering import Keys, Price, Prices, Store
+from mlflow_llm.serving.metering.tables import provisioned_minutes
+from mlflow_llm.serving.modes import billing
+from mlflow_llm.serving.modes.billing import ReservedTime
+from mlflow_llm.serving.modes.calibration import Capacity, calibrate
+from mlflow_llm.serving.modes.endpoint_config import ServedEntity
+from mlflow_llm.serving.modes.source import Source
+from mlflow_llm.serving.routing.load_shedding import Gate
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.supervision.supervisor import EntityStatus, ReplicaStatus
+from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+
+FACTS = {"tokens_per_second": 100, "prompt_weight_milli": 500, "most_replicas": 4}
+
+
+def served(name: str = "chat", version: int = 1, **fields: object) -> Served:
+    bundle = Bundle(content_hash="x", tasks=("completions",), model_dir="m", tokenizer_dir="m")
+    source = Source(uri="models:/m/1", bundle=bundle, engine=EngineSettings(threads=1))
+    entity = ServedEntity(name="m-1", entity_name="m", entity_version="1", source=source, **fields)
+    return Served(endpoint=name, version=version, entity=entity, key=f"key-{name}")
+
+
+def status(replicas: int, **health: int) -> EntityStatus:
+    """All that there are are ready; ``health`` is that of the first."""
+    first, rest = Health(status="ready", **health), Health(status="ready")
+    each = tuple(
+        ReplicaStatus(index=index, address=f"/{index}", state="ready", health=rest if index else first)
+        for index in range(replicas)
+    )
+    return EntityStatus(entity="key", wanted=replicas, replicas=each)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every engine gives 100 tokens/s, and this machine has processors for four; the engines measured."""
+    engines: list[object] = []
+
+    def calibrated(engine: object) -> Capacity:
+        engines.append(engine)
+        return Capacity(decode_tokens_per_second=100, prefill_tokens_per_second=200)
+
+    monkeypatch.setattr(scaling, "calibrate", calibrated)
+    monkeypatch.setattr(scaling, "replicas_on_this_machine", lambda entity: 4)
+    return engines
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    opened = Store(f"sqlite:///{tmp_path}/metering.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reserved_time(store: Store) -> ReservedTime:
+    return ReservedTime(store, now=lambda: 6000.0)
+
+
+def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserved_time: ReservedTime) -> None:
+    """Its facts are what was measured; another version on the same engine is not measured again."""
+    scaler, engine = Scaler(reserved_time), object()
+    limits = {"min_provisioned_throughput": 150, "max_provisioned_throughput": 300}
+    assert scaler.prepare(served(**limits), engine) == FACTS
+    assert scaler.prepare(served(version=2, **limits), engine) == FACTS
+    assert measured == [engine]
+    assert scaler.prepare(served("other"), object()) == {}
+    assert measured == [engine]
+
+
+def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserved_time: ReservedTime) -> None:
+    """By name, with what was asked for and what was measured."""
+    fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
+    with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):
+        Scaler(reserved_time).prepare(served(**fields), object())
+
+
+def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
+    """The config is refused with what is missing, before anything is measured."""
+    with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
+        Scaler().prepare(served(max_provisioned_throughput=500), object())
+    with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 500 .*--database"):
+        Scaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), object())
+    assert measured == []
+
+
+def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_time: ReservedTime) -> None:
+    """What one has reserved another cannot, until it is gone; a new version takes the place of the old one."""
+    scaler = Scaler(reserved_time)
+    first, second = served("a", min_provisioned_throughput=300), served("b", min_provisioned_throughput=200)
+    first, second = (
+        msgspec.structs.replace(s, entity=msgspec.structs.replace(s.entity, max_provisioned_throughput=400))
+        for s in (first, second)
+    )
+    scaler.prepare(first, object())
+    with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 200 .*at most 100 tokens/s"):
+        scaler.prepare(second, object())
+    scaler.prepare(msgspec.structs.replace(first, version=2), object())
+    scaler.forget(first)
+    scaler.forget(msgspec.structs.replace(first, version=2))
+    scaler.prepare(second, object())
+
+
+def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
+    """Whatever its load; none when it may scale to zero and nobody called for long enough."""
+    scaler = Scaler(idle_seconds=10)
+    busy = status(1, num_running=64, num_waiting=100, generated_tokens=10_000)
+    assert scaler.replicas(served(), {}, busy, None, 0.0) == 1
+    zero = served("zero", scale_to_zero_enabled=True)
+    assert [scaler.replicas(zero, {}, status(1), None, float(now)) for now in (0, 9, 10)] == [1, 1, 0]
+    assert scaler.replicas(zero, {}, status(0), 5.0, 11.0) == 0
+    assert scaler.replicas(zero, {}, status(0), 11.9, 12.0) == 1
+
+
+def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -> None:
+    """A flood on the same engine is no demand of the entity; prompts count by their weight."""
+    scaler = Scaler(settle_seconds=20)
+    one = served(min_provisioned_throughput=50, max_provisioned_throughput=400)
+    tokens = {
+        "provisioned_tokens": 0,
+        "provisioned_prompt_tokens": 0,
+        "generated_tokens": 0,
+        "num_running": 5,
+        "steps": 0,
+    }
+    replicas, now = 1, 0.0
+
+    def run(seconds: int, **each: int) -> None:
+        nonlocal replicas, now
+        for _ in range(seconds):
+            now += 1
+            for name, more in each.items():
+                tokens[name] += more
+            replicas = scaler.replicas(one, FACTS, status(replicas, **tokens), None, now)
+
+    run(30, generated_tokens=5_000, steps=10)
+    assert replicas == 1
+    run(30, provisioned_tokens=100, provisioned_prompt_tokens=200, steps=10)
+    assert replicas == 3
+    run(300, provisioned_tokens=10, steps=10)
+    assert replicas == 1
+
+
+def test_a_request_during_zero_starts_the_first_replica_and_only_it() -> None:
+    """While it starts there is one, however often the request asks."""
+    scaler = Scaler(idle_seconds=5)
+    one = served(min_provisioned_throughput=50, max_provisioned_throughput=400, scale_to_zero_enabled=True)
+    for now in range(7):
+        replicas = scaler.replicas(one, FACTS, status(1), None, float(now))
+    assert replicas == 0
+    starting = EntityStatus(entity="key", wanted=1, replicas=())
+    for now in range(10, 20):
+        assert scaler.replicas(one, FACTS, starting, now - 0.5, float(now)) == 1
+
+
+def minutes(store: Store) -> list[tuple[int, str, int, int]]:
+    table = provisioned_minutes.c
+    query = provisioned_minutes.select().order_by(table.minute)
+    rows = store.read(lambda connection: connection.execute(query).all())
+    return [(row.minute, row.tenant, row.units, row.cost) for row in rows]
+
+
+def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
+    """Every minute in which a replica was ready, by the most tokens/s reserved in it, to the creator's tenant."""
+    now = 6000.0
+    Prices(store, clock=lambda: now).set("m-1", Price(unit_minute=7))
+    _, key = Keys(store).create("acme")
+    row = {"name": "chat", "id": "1", "creator": key.key_id, "description": "", "tasks": "chat", "ready": "READY"}
+    row |= {"config_update": "NOT_UPDATING", "message": "", "created_ms": 0, "updated_ms": 0, "last_version": 1}
+    store.write(lambda connection: connection.execute(billing.endpoints.insert().values(**row)))
+    scaler = Scaler(ReservedTime(store, now=lambda: now))
+    one = served(min_provisioned_throughput=50, max_provisioned_throughput=150)
+    for seconds, replicas in ((0, 1), (30, 2), (59, 1), (60, 1), (100, 1), (120, 0), (200, 3)):
+        now = 6000.0 + seconds
+        scaler.replicas(one, FACTS, status(replicas), None, now)
+    assert minutes(store) == [
+        (100, "acme", 150, 1050),
+        (101, "acme", 100, 700),
+        (103, "acme", 150, 1050),
+    ]
+
+
+def test_a_store_that_does_not_answer_is_told_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No minute is lost and none is billed for another; nothing is raised meanwhile."""
+    clock = iter((6000.0, 6060.0, 6121.0, 6130.0))
+    now = 0.0
+    reserved = ReservedTime(store, now=lambda: now)
+    write = store.write
+
+    def silent(*args: object, **kwargs: object) -> object:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(store, "write", silent)
+    for _ in range(3):
+        now = next(clock)
+        reserved.hold("chat", "m-1", 10)
+    assert minutes(store) == []
+    monkeypatch.setattr(store, "write", write)
+    now = next(clock)
+    reserved.hold("chat", "m-1", 10)
+    assert [(minute, units) for minute, _, units, _ in minutes(store)] == [(100, 10), (101, 10), (102, 10)]
+
+
+def test_calibration_of_an_engine_of_each_kind(tmp_path: Path) -> None:
+    """One that writes and one that embeds are measured by what they do."""
+    bundle = write_model(tmp_path / "m", InstantModel(step_delay=0.001))
+    for tasks in (("completions",), ("embeddings",)):
+        engine = InstantEngine(msgspec.structs.replace(bundle, tasks=tasks))
+        found = calibrate(engine, callers=2, prompt_tokens=8, new_tokens=4)
+        assert found.decode_tokens_per_second > 1
+        assert found.prompt_weight_milli == 1000 or tasks == ("completions",)
+
+
+class Busy:
+    """An engine of four sequences at once with so many requests of each kind."""
+
+    def __init__(self, *, num_waiting: int = 0, num_provisioned: int = 0) -> None:
+        self.info = EngineInfo(
+            content_hash="x", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=4, max_kv_tokens=9
+        )
+        self._health = Health(status="ready", num_running=4, num_waiting=num_waiting, num_provisioned=num_provisioned)
+
+    def health(self) -> Health:
+        return self._health
+
+
+def test_a_queue_of_others_keeps_no_reserved_request_out() -> None:
+    """The gate counts requests to endpoints with a reserve apart: those before it are what it waits for."""
+    gate, flooded = Gate(max_queued=2, retry_after=1.0), Busy(num_waiting=50)
+    with pytest.raises(Overloaded):
+        gate.enter("paid", flooded)
+    for _ in range(6):
+        gate.enter("reserved", flooded, reserves=True)
+    assert gate.running(flooded) == 6
+    with pytest.raises(Overloaded):
+        gate.enter("reserved", flooded, reserves=True)
+    for _ in range(6):
+        gate.leave(flooded, reserves=True)
+    assert gate.running(flooded) == 0
+    with pytest.raises(Overloaded):
+        gate.enter("reserved", Busy(num_provisioned=6), reserves=True)

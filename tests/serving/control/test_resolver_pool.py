@@ -1,0 +1,262 @@
+"""The processes that look models up: few at a time, the same question once, within a time, and none outlives us."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import gone
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control import mlflow_resolver as entry
+from mlflow_llm.serving.control import resolver_pool as resolvers
+from mlflow_llm.serving.control.mlflow_resolver import Resolved
+from mlflow_llm.serving.control.resolver_pool import Resolvers
+from mlflow_llm.serving.errors import NotFound, Overloaded, PackagingError, ShuttingDown
+from mlflow_llm.serving.file_locks import try_acquire
+
+HOLDER = """
+import os, sys
+from mlflow_llm.serving.web import entry
+looker = "import os, sys; sys.path[:0] = {path!r}; from mlflow_llm.serving.web import entry; entry.end_with_parent(); "
+looker += "print(os.getpid(), flush=True, file=sys.stderr); import threading; threading.Event().wait()"
+entry._run([sys.executable, "-c", looker], None)
+"""
+
+
+class Lookups:
+    """In place of the processes: what was asked for, how many at once, each held until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.at_once = self.most = 0
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def __call__(self, uris: tuple[str, ...], texts: tuple[str, ...], *, timeout: float) -> tuple[Any, ...]:
+        with self._lock:
+            self.asked.append(uris[0])
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        self.entered.release()
+        assert self.go.acquire(timeout=60)
+        with self._lock:
+            self.at_once -= 1
+        if uris[0] == "missing":
+            raise NotFound("no such model")
+        return model(uris[0])
+
+
+def model(uri: str) -> tuple[Resolved, ...]:
+    """What is found for ``uri``."""
+    bundle = Bundle(content_hash=uri, tasks=("chat",), model_dir="/model", tokenizer_dir="/tokenizer")
+    return (Resolved(bundle=bundle, config={"max_num_seqs": 4}, uri=f"models:/{uri}/1"),)
+
+
+def ask(bounded: Resolvers, *uris: str) -> tuple[list[threading.Thread], list[Any]]:
+    """Each on a thread of its own; what came of it."""
+    answers: list[Any] = []
+
+    def one(uri: str) -> None:
+        try:
+            answers.append(bounded((uri,)))
+        except Exception as error:
+            answers.append(error)
+
+    threads = [threading.Thread(target=one, args=(uri,)) for uri in uris]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ticks = threading.Event()
+    while not condition():
+        ticks.wait(0.01)
+
+
+def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
+    """Of six lookups in two workers two run at a time, and all are answered."""
+    lookups = Lookups()
+    workers = [Resolvers(tmp_path, limit=2, timeout=60, find=lookups) for _ in range(2)]
+    first, answers = ask(workers[0], "a", "b", "c")
+    second, more = ask(workers[1], "d", "e", "f")
+    for _ in range(6):
+        assert lookups.entered.acquire(timeout=60)
+        lookups.go.release()
+    join(first + second)
+    assert sorted(answers + more, key=lambda found: found[0].uri) == [model(name) for name in "abcdef"]
+    assert lookups.most <= 2
+
+
+def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
+    """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
+    lookups = Lookups()
+    bounded = Resolvers(tmp_path, limit=2, timeout=60, find=lookups)
+    for uri, told in (("a", model("a")), ("missing", None)):
+        first, answers = ask(bounded, uri)
+        assert lookups.entered.acquire(timeout=60)
+        others, more = ask(bounded, uri, uri)
+        lookup = bounded._lookups[((uri,), ())]
+        until(lambda lookup=lookup: len(lookup.over._cond._waiters) == 2)  # type: ignore[misc]
+        lookups.go.release()
+        join(first + others)
+        answers += more
+        assert lookups.asked.count(uri) == 1
+        assert answers == [told] * 3 if told else all(isinstance(answer, NotFound) for answer in answers)
+    lookups.go.release()
+    assert bounded(("a",)) == model("a")
+    assert lookups.asked.count("a") == 2
+
+
+def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None:
+    """Those who had joined a lookup that was given up do not end with it."""
+    waits, stop = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def find(uris: tuple[str, ...], texts: tuple[str, ...], *, timeout: float) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            waits.set()
+            stop.wait(60)
+            raise KeyboardInterrupt
+        return model("a")
+
+    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=find)
+
+    def stopped() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            bounded(("a",))
+
+    first = threading.Thread(target=stopped)
+    first.start()
+    assert waits.wait(60)
+    others, answers = ask(bounded, "a")
+    lookup = bounded._lookups[(("a",), ())]
+    until(lambda: len(lookup.over._cond._waiters) == 1)  # type: ignore[attr-defined]
+    stop.set()
+    join([first, *others])
+    assert answers == [model("a")]
+
+
+def test_the_same_question_is_asked_once_by_all_processes(tmp_path: Path) -> None:
+    """What one worker looks up another takes from it, model and error; who asks after that looks anew."""
+    lookups, polls = Lookups(), threading.Semaphore(0)
+
+    def wait(seconds: float) -> None:
+        polls.release()
+        threading.Event().wait(seconds)
+
+    first, second = (Resolvers(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
+    for uri, told in (("a", model("a")), ("missing", None)):
+        asking, answers = ask(first, uri)
+        assert lookups.entered.acquire(timeout=60)
+        others, more = ask(second, uri, uri)
+        assert polls.acquire(timeout=60)  # it is there to wait
+        lookups.go.release()
+        join(asking + others)
+        assert lookups.asked.count(uri) == 1
+        answers += more
+        if told is None:
+            assert [(type(error), str(error)) for error in answers] == [(NotFound, "no such model")] * 3
+        else:
+            assert answers == [told] * 3
+    lookups.go.release()
+    assert second(("a",)) == model("a")
+    assert lookups.asked == ["a", "missing", "a"]
+
+
+def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> None:
+    """A lookup that ends without an answer keeps nobody waiting, and an answer from before is not taken for its own."""
+    lookups, polls = Lookups(), threading.Semaphore(0)
+
+    def wait(seconds: float) -> None:
+        polls.release()
+        threading.Event().wait(seconds)
+
+    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups, sleep=wait)
+    lookups.go.release()
+    assert bounded(("a",)) == model("a")
+    killed = resolvers._Answers(tmp_path, (("a",), ())).begin()
+    assert killed is not None
+    waiting, answers = ask(bounded, "a")
+    assert polls.acquire(timeout=60)
+    assert lookups.asked == ["a"]
+    killed.release()
+    lookups.go.release()
+    join(waiting)
+    assert answers == [model("a")]
+    assert lookups.asked == ["a", "a"]
+
+
+def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
+    """A server that looks up many models keeps the answers of the last minute."""
+    lookups = Lookups()
+    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups)
+    for name in "abc":
+        lookups.go.release()
+        bounded((name,))
+        for path in tmp_path.glob("lookup-*.json"):
+            os.utime(path, (0, 0))
+    lookups.go.release()
+    bounded(("d",))
+    assert [path.suffix for path in tmp_path.glob("lookup-*")] == [".json"]
+
+
+def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
+    """The wait for a place ends with a 503 after the time limit, and so does a crowd."""
+    clock = iter(range(1000))
+    bounded = Resolvers(
+        tmp_path, limit=1, timeout=30, find=Lookups(), clock=lambda: float(next(clock)), sleep=lambda seconds: None
+    )
+    taken = try_acquire(str(tmp_path / "resolver-0.lock"))
+    assert taken is not None
+    with pytest.raises(Overloaded, match="max_resolvers, 1,"):
+        bounded(("a",))
+    taken.release()
+    bounded._lookups.update({((str(n),), ()): resolvers._Lookup() for n in range(resolvers.MAX_WAITING)})
+    with pytest.raises(Overloaded, match="64 models"):
+        bounded(("a",))
+
+
+def test_a_server_that_has_ended(tmp_path: Path) -> None:
+    """Without the server's directory nothing is looked up."""
+    with pytest.raises(ShuttingDown):
+        Resolvers(tmp_path / "gone", limit=1, timeout=30)(("a",))
+
+
+def test_one_that_takes_too_long_is_ended() -> None:
+    """After the time limit it and what it started are killed, and the error names the limit."""
+    script = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[1]])"
+    )
+    mark = f"mark-{os.getpid()}"
+    with pytest.raises(PackagingError, match="resolve_timeout, 2 seconds"):
+        entry._run([sys.executable, "-c", script, mark], 2.0)
+    until(lambda: not any(mark in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))
+
+
+def test_none_outlives_its_asker() -> None:
+    """A worker that is killed takes its lookup along."""
+    script = HOLDER.replace("{path!r}", repr([path for path in sys.path if path]))
+    holder = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert holder.stderr is not None
+    looking = psutil.Process(int(holder.stderr.readline()))
+    holder.kill()
+    holder.wait()
+    until(lambda: gone(looking))
+    holder.stderr.close()

@@ -1,0 +1,62 @@
+"""What servers leave of their own directories."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mlflow_llm.serving.control.plan import Board
+from mlflow_llm.serving.control.server_directory import server_directory
+
+SERVER = """
+import time
+from mlflow_llm.serving.control.server_directory import server_directory
+with server_directory() as directory:
+    print(directory, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def killed_server(place: Path) -> Path:
+    """What a server leaves that is killed with all its processes."""
+    environment = {**os.environ, "TMPDIR": str(place)}
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        directory = Path(server.stdout.readline().strip())
+        server.kill()
+    return directory
+
+
+def test_a_directory_goes_with_its_server(place: Path) -> None:
+    """Nothing is left at the end."""
+    with server_directory() as directory:
+        assert directory.parent == place
+    assert list(place.iterdir()) == []
+
+
+def test_the_next_start_sweeps(place: Path) -> None:
+    """What a killed server left goes; what a living server or a worker of a killed one uses stays, and all else."""
+    left, used = killed_server(place), killed_server(place)
+    worker = Board(used).join()
+    other = place / "mlflow-llm-server-of-others"
+    other.mkdir()
+    (place / "mlflow-llm-server-link").symlink_to(other)
+    with server_directory() as first, server_directory() as second:
+        assert not left.exists()
+        assert {used, other, first, second} < set(place.iterdir())
+    worker.leave()
+    with server_directory():
+        assert not used.exists()
+    assert other.exists()

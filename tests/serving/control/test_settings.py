@@ -1,0 +1,269 @@
+"""Settings that are not allowed: one line with the field, its value and what is allowed, wherever they come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from mlflow_llm.flavors.llm import model_config
+from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.control.mlflow_resolver import Resolved
+from mlflow_llm.serving.control.settings import ServerSettings, default_state_dir, ledger_dir
+from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.engine.loader import resolve_device
+from mlflow_llm.serving.errors import InvalidField, PackagingError
+from mlflow_llm.serving.settings import EngineSettings
+
+ENGINE = [
+    ("max_num_seqs", 0, "an integer from 1 to 2147483647"),
+    ("max_num_seqs", "abc", "an integer from 1 to 2147483647"),
+    ("max_num_seqs", True, "an integer from 1 to 2147483647"),
+    ("max_num_batched_tokens", 0, "an integer from 1 to 2147483647"),
+    ("max_model_len", -3, "an integer from 1 to 2147483647, or null"),
+    ("max_queued_requests", -1, "an integer from 0 to 2147483647"),
+    ("max_adapters", -1, "an integer from 0 to 2147483647"),
+    ("threads", 0, "an integer from 1 to 1024, or null"),
+    ("threads", 10**30, "an integer from 1 to 1024, or null"),
+    ("kv_cache_memory", "4GiB", "a number of bytes, an integer of 1 or more, or null"),
+    ("dtype", "foo", "one of 'auto', 'bfloat16', 'float16', 'float32'"),
+    ("quantization", "int4", "one of 'int8', 'none'"),
+    ("device", "tpu", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    ("compile", "yes", "true or false"),
+    ("idle_timeout", -5, "a number from 0 to 31536000"),
+    ("stall_timeout", -1, "a number above 0 to 31536000"),
+    ("stall_timeout", 0, "a number above 0 to 31536000"),
+    ("start_timeout", float("nan"), "a number above 0 to 31536000"),
+]
+SERVER = [
+    ("workers", 0, "an integer from 1 to 64"),
+    ("port", 70000, "an integer from 0 to 65535"),
+    ("timeout", -1, "a number above 0 to 31536000"),
+    ("timeout", float("inf"), "a number above 0 to 31536000"),
+    ("drain_timeout", -1, "a number from 0 to 31536000"),
+    ("max_queued", -1, "an integer from 0 to 2147483647"),
+    ("default_max_tokens", 0, "an integer from 1 to 2147483647, or null"),
+    ("trace_sample", 1.5, "a number from 0 to 1"),
+    ("log_level", "loud", "one of 'debug', 'error', 'info', 'warning'"),
+    ("host", 7, "a text"),
+]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def told(done: Result) -> str:
+    """What the console script prints of a command that was refused."""
+    return done.output if isinstance(done.exception, SystemExit) else f"Error: {done.exception}\n"
+
+
+def line(field: str, value: object, allowed: str) -> str:
+    return f"{field}: {value!r} is not allowed; expected {allowed}"
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), ENGINE)
+def test_engine_settings(field: str, value: object, allowed: str) -> None:
+    """Of the constructor, of plain values, of a model's config and of its overrides: the same line."""
+    for make in (
+        lambda: EngineSettings(**{field: value}),
+        lambda: EngineSettings.read({field: value}),
+        lambda: msgspec.structs.replace(EngineSettings(), **{field: value}),
+    ):
+        with pytest.raises(InvalidField) as caught:
+            make()
+        assert str(caught.value) == line(field, value, allowed)
+        assert caught.value.param == field
+    with pytest.raises(PackagingError) as refused:
+        model_config.parse({"dtype": "float32"}, {field: value})
+    assert str(refused.value) == line(field, value, allowed)
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), SERVER)
+def test_server_settings(field: str, value: object, allowed: str) -> None:
+    """A server's settings, by their constructor and of plain values."""
+    for make in (lambda: ServerSettings(**{field: value}), lambda: ServerSettings.read({field: value})):
+        with pytest.raises(InvalidField) as caught:
+            make()
+        assert str(caught.value) == line(field, value, allowed)
+
+
+def test_what_is_allowed_stays_allowed() -> None:
+    """The defaults, the bounds, and whole numbers where any number may stand."""
+    for settings in (EngineSettings, ServerSettings):
+        assert settings.read(msgspec.to_builtins(settings())) == settings()
+    read = EngineSettings.read({"idle_timeout": 0, "max_adapters": 0, "threads": None, "device": "cuda:1"})
+    assert (read.idle_timeout, read.max_adapters, read.threads, read.device) == (0.0, 0, None, "cuda:1")
+    assert ServerSettings(port=0, drain_timeout=0, max_queued=0, timeout=1).timeout == 1
+
+
+def test_saved_settings_of_a_served_model(instant_bundle) -> None:
+    """What was saved with a model is refused by field; that its notebooks run it in process is no hindrance."""
+    with pytest.raises(PackagingError, match="engine settings: threads: 0 is not allowed"):
+        Resolved(bundle=instant_bundle, config={"threads": 0}).settings({})
+    assert not Resolved(bundle=instant_bundle, config={"in_process": True}).settings({}).in_process
+
+
+@pytest.mark.parametrize("command", [("serve", "--port", "0", "-m", "x"), ("engine", "-m", "x", "--key-file")])
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("max_num_seqs=abc", line("max_num_seqs", "abc", "an integer from 1 to 2147483647")),
+        ("stall_timeout=NaN", line("stall_timeout", float("nan"), "a number above 0 to 31536000")),
+        ("in_process=true", line("in_process", True, "false: it is for notebooks; a server's engines have their own")),
+    ],
+)
+def test_settings_on_the_command_line(tmp_path: Path, command: tuple[str, ...], setting: str, expected: str) -> None:
+    """-C of serve and engine, before anything is read."""
+    if command[0] == "engine":
+        key = str(tmp_path / "key")
+        assert invoke("engine-key", key).exit_code == 0
+        command = (*command, key)
+    shown = told(invoke(*command, "-C", setting))
+    assert shown.startswith(f"Error: {expected}")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--timeout", "-1"), ("--timeout", "0"), ("--drain-timeout", "-1")])
+def test_options_of_serve(arguments: tuple[str, ...]) -> None:
+    """Seconds that are none are refused by option."""
+    done = invoke("serve", "--port", "0", "-m", "x", *arguments)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("-m", "models:/assistant/1=we ird"), "we ird"),
+        (("-m", "models:/assistant/1", "--name", "we ird"), "we ird"),
+        (("-m", "models:/assistant/1", "--name", "a/b"), "a/b"),
+        (("-m", "models:/my model/1"), "my model"),
+    ],
+)
+def test_names_of_endpoints(arguments: tuple[str, ...], name: str) -> None:
+    """A name is one that the management API takes too."""
+    shown = told(invoke("serve", "--port", "0", *arguments))
+    allowed = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
+    assert shown.startswith("Error: " + line("name", name, allowed))
+    assert shown.count("\n") == 1
+    assert ("write -m URI=name" in shown) == (name == "my model")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"settings": {"workers": 0}}, line("settings.workers", 0, "an integer from 1 to 64")),
+        ({"settings": {"worker": 2}}, "settings.worker: 2 is not allowed; expected no such setting; known are host"),
+        ({"engine": {"threads": 0}}, line("engine.threads", 0, "an integer from 1 to 1024, or null")),
+        ({"endpoints": [{"engine": {"dtype": "foo"}}]}, "endpoints[0].engine.dtype: 'foo' is not allowed"),
+        ({"endpoints": [{"name": "a", "engine": {"in_process": True}}]}, "endpoints[0].engine.in_process: True is not"),
+        ({"endpoints": 3}, "Expected `array`, got `int` - at `$.endpoints`"),
+        ([], "Expected `object`, got `array`"),
+        ("{", "Input data was truncated"),
+        ("nonsense", "JSON is malformed"),
+    ],
+)
+def test_spec_of_serve(tmp_path: Path, spec: object, reason: str) -> None:
+    """A file's settings are refused by their place in it."""
+    path = tmp_path / "spec.json"
+    path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
+    shown = told(invoke("serve", "--spec", str(path)))
+    assert shown.startswith(f"Error: --spec {path}: ")
+    assert reason in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_name_in_a_spec(instant_bundle) -> None:
+    """An endpoint of a file has a name of the same form."""
+    with pytest.raises(InvalidField, match="name: 'we ird' is not allowed"):
+        EndpointSpec(name="we ird", entity="x", bundle=instant_bundle)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"bundle": ', "Input data was truncated"),
+        ("nonsense", "JSON is malformed"),
+        ('{"settings": {"max_num_seqs": 0}}', "settings.max_num_seqs: 0 is not allowed; expected an integer from 1"),
+    ],
+)
+def test_spec_of_engine(tmp_path: Path, text: str, reason: str) -> None:
+    """Malformed JSON or a wrong setting is one line, as with serve."""
+    key, path = str(tmp_path / "key"), tmp_path / "bad.json"
+    assert invoke("engine-key", key).exit_code == 0
+    path.write_text(text)
+    done = invoke("engine", "--key-file", key, "--spec", str(path))
+    assert done.exit_code == 1
+    assert done.output.startswith(f"Error: --spec {path}: ")
+    assert reason in done.output
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Said by field, before the weights are read; the CPU always is there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert resolve_device(EngineSettings(device="cpu")).type == "cpu"
+    device = f"cuda:{count}" if count else "cuda"
+    with pytest.raises(PackagingError, match=f"device: {device!r} is not allowed; expected one that is here"):
+        resolve_device(EngineSettings(device=device))
+
+
+def test_where_state_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """MLFLOW_LLM_STATE, else XDG's state directory, else the user's; a server's own ``state_dir`` wins."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("MLFLOW_LLM_STATE", raising=False)
+    assert ledger_dir(ServerSettings()) == tmp_path / "xdg/mlflow-llm/ledger"
+    monkeypatch.setenv("MLFLOW_LLM_STATE", str(tmp_path / "own"))
+    assert default_state_dir() == tmp_path / "own"
+    assert ledger_dir(ServerSettings()) == tmp_path / "own/ledger"
+    assert ledger_dir(ServerSettings(state_dir=str(tmp_path / "its"))) == tmp_path / "its/ledger"
+    assert os.listdir(tmp_path / "own/ledger") == []
+
+
+def test_state_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server with a ledger says so in one line before it reads a model."""
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MLFLOW_LLM_STATE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    done = invoke("serve", "--port", "0", "-m", "x", "--database", f"sqlite:///{tmp_path / 'serving.db'}")
+    assert isinstance(done.exception, PackagingError)
+    assert "reading the models" not in done.output
+    expected = f"the state directory {tmp_path}/file/mlflow-llm/ledger cannot be written (Not a directory)"
+    assert str(done.exception).startswith(expected)
+
+
+def test_keys_that_nobody_could_have_are_refused(tmp_path: Path) -> None:
+    """Wherever they are asked for: a server that asks for keys and has none would let everybody in."""
+    reason = "require_keys: True is not allowed; expected false without --database"
+    with pytest.raises(InvalidField, match=reason):
+        ServerSettings(require_keys=True)
+    assert reason in told(invoke("serve", "-m", "models:/x/1", "--require-keys"))
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"endpoints": [], "settings": {"require_keys": True}}))
+    assert reason in told(invoke("serve", "--spec", str(spec)))
+
+
+def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
+    """They would have no effect; one of them is --require-keys."""
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"endpoints": []}))
+    done = invoke("serve", "--spec", str(spec), "--require-keys", "--port", "28999")
+    assert done.exit_code == 2
+    assert "--port, --require-keys: --spec says it all" in done.output
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"),
+    [("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
+)
+def test_who_reaches_a_server_without_keys(host: str, is_open: bool) -> None:
+    """Beyond this machine there is a warning, but where keys are asked for."""
+    assert ServerSettings(host=host).is_open_to_others == is_open
+    assert not ServerSettings(host=host, database="sqlite:///x.db", require_keys=True).is_open_to_others

@@ -1,0 +1,102 @@
+"""Who has a place when there are more connections than places."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from mlflow_llm.serving.http.gunicorn.connection_limits import Places, address_of
+from mlflow_llm.serving.http.gunicorn.keep_alive import RequestBody, address_in
+from mlflow_llm.serving.http.gunicorn.slowloris import Arrivals
+
+
+class Guest:
+    """A connection that waits for its client since ``since``; None: it is being answered."""
+
+    def __init__(self, address: str, since: float | None, *, body: bool = False) -> None:
+        self.address, self.since, self.body = address, since, body
+        self.evicted = False
+
+    @property
+    def waiting_since(self) -> tuple[int, float] | None:
+        return None if self.since is None else (int(self.body), self.since)
+
+    def evict(self) -> None:
+        self.evicted = True
+
+
+def guests(*since: float | None, address: str = "a") -> list[Guest]:
+    return [Guest(address, one) for one in since]
+
+
+def test_the_oldest_goes_when_full() -> None:
+    """The connection that has waited longest for its client makes room; bodies that arrive go last."""
+    places = Places(3, 3)
+    young, old, body = Guest("a", 5.0), Guest("b", 2.0), Guest("c", 1.0, body=True)
+    for guest in (young, old, body):
+        assert places.enter(guest)
+    for evicted in (old, young, body):
+        assert places.enter(Guest("d", None))
+        assert evicted.evicted
+        assert len(places) == 3
+    assert places.is_full
+    assert not places.enter(Guest("e", None))
+
+
+def test_an_address_loses_its_own() -> None:
+    """Beyond its part an address makes room for itself, whoever else has waited longer."""
+    places = Places(10, 2)
+    other = Guest("b", 0.0)
+    mine = guests(1.0, 2.0, 3.0)
+    for guest in (other, *mine):
+        assert places.enter(guest)
+    assert [guest.evicted for guest in (other, *mine)] == [False, True, False, False]
+
+
+def test_an_address_whose_connections_are_all_answered() -> None:
+    """It gets no more; others do."""
+    places = Places(10, 2)
+    for guest in guests(None, None):
+        assert places.enter(guest)
+    assert not places.enter(Guest("a", None))
+    assert places.enter(Guest("b", None))
+
+
+def test_a_place_is_given_up_once() -> None:
+    """Leaving frees the place and is told once, also after an eviction."""
+    left: list[int] = []
+    places = Places(1, 1, left=lambda: left.append(1))
+    first, second = guests(1.0, 2.0)
+    assert places.enter(first)
+    assert places.enter(second)
+    places.leave(first)
+    places.leave(second)
+    places.leave(second)
+    assert (len(places), len(left)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("10.0.0.1", 5), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 5, 0, 0), "10.0.0.1"),
+        (("2001:db8:0:1:aaaa::1", 5, 0, 0), "2001:db8:0:1::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (("name", 5), "name"),
+        ("", ""),
+    ],
+)
+def test_addresses(peer: object, address: str) -> None:
+    """IPv4 addresses count alone, IPv6 ones by the network that a single host has to itself."""
+    assert address_of(peer) == address
+
+
+@pytest.mark.parametrize(("peer", "address"), [(("2001:db8::1", 5, 0, 0), "2001:db8::/64"), ("", "user 1000")])
+def test_a_request_counts_for_whom_its_connection_does(peer: object, address: str) -> None:
+    """An IPv6 host is one caller with all of its addresses, and each user of a Unix socket is one."""
+    stream = SimpleNamespace(reader=io.BytesIO())
+    arrivals = Arrivals(None, 30.0, peer=peer, address=address)
+    body = RequestBody(SimpleNamespace(body=stream, headers=[]), arrivals)
+    assert address_in({"wsgi.input": body, "REMOTE_ADDR": "2001:db8::1"}) == address

@@ -1,0 +1,254 @@
+"""Clients that send byte by byte: a head and a body have a time to arrive in, before anyone is asked for a key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import select
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from instant_model import write_instant_model
+from raw_requests import CHAT, GOOD, NEXT, post, sized
+from server_calls import BODY, ask, asking, health
+from serving_process import Running, running
+
+from mlflow_llm.serving.http.gunicorn import slowloris as arrivals
+
+IO_TIMEOUT = 3.0
+PAUSE = 1.2
+CONNECTIONS = 4
+OF_ONE = {"max_connections_per_address": CONNECTIONS}
+HEAD = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: "
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One worker with four places for connections, each of which has 3 s; 20 ms a step."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("impatient"), step_delay=0.02)
+    with running(bundle, io_timeout=IO_TIMEOUT, max_connections=CONNECTIONS, **OF_ONE) as server:
+        yield server
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answer)]
+
+
+def drip(callers: list[socket.socket], byte: bytes) -> list[bytes]:
+    """Send ``byte`` to each caller again and again until it is answered, and for a minute at most; the answers."""
+    end, answers = time.monotonic() + 60, dict.fromkeys(callers, b"")
+    waiting = set(callers)
+    while waiting and time.monotonic() < end:
+        for caller in select.select(list(waiting), [], [], 0.3)[0]:
+            with contextlib.suppress(ConnectionResetError):
+                while part := caller.recv(65536):
+                    answers[caller] += part
+            waiting.discard(caller)
+        for caller in waiting:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # told by the next recv
+                caller.sendall(byte)
+    return list(answers.values())
+
+
+def converse(server: Running, *parts: bytes, pause: float = PAUSE) -> list[int]:
+    """The statuses of all answers to ``parts``, each sent a pause after the one before, until the server closes."""
+    with connect(server) as caller:
+        for number, part in enumerate(parts):
+            time.sleep(pause if number else 0)
+            caller.sendall(part)
+        answer = b""
+        while more := caller.recv(65536):
+            answer += more
+    return statuses(answer)
+
+
+def test_heads_that_drip_free_their_places(impatient: Running) -> None:
+    """With every place taken by a head that comes byte by byte (Slowloris), another is served: the oldest makes room,
+    and the others get their 408."""
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
+        callers = [held.enter_context(connect(impatient)) for _ in range(CONNECTIONS)]
+        for caller in callers:
+            caller.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nX-A: " % CHAT)
+        other = pool.submit(health, impatient)
+        answers = drip(callers, b"a")
+        assert other.result(60)["status"] == "ready"
+    assert not answers[0]
+    for answer in answers[1:]:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert statuses(head) == [408]
+        assert b"\r\nConnection: close\r\n" in head
+        assert b"\r\nX-Request-Id: req-" in head
+        assert json.loads(body)["error"]["message"] == "Request Timeout: the head did not arrive within 3 seconds"
+    assert "Traceback" not in impatient.log()
+
+
+def test_a_head_that_stops(impatient: Running) -> None:
+    """The beginning of a head with nothing behind it is a 408 too; a connection without a byte is closed as it is."""
+    assert converse(impatient, HEAD) == [408]
+    assert converse(impatient) == []
+
+
+def test_a_head_in_two_parts(impatient: Running) -> None:
+    """A pause within a head, below the limit, is none of our business."""
+    assert converse(impatient, HEAD, b"a\r\nConnection: close\r\n\r\n") == [200]
+
+
+def test_every_head_has_its_own_time(impatient: Running) -> None:
+    """Heads of one connection that take longer than the limit together, with pauses between them, are all answered."""
+    halves = [HEAD, b"a\r\n\r\n"] * 3
+    assert converse(impatient, *halves, NEXT.replace(b"Host", b"Connection: close\r\nHost")) == [200] * 4
+
+
+def test_a_pipelined_head_has_its_own_time(impatient: Running) -> None:
+    """A head whose beginning came with the request before it may pause as well."""
+    parts = NEXT + HEAD, b"a\r\n\r\n" + HEAD, b"a\r\nConnection: close\r\n\r\n"
+    assert converse(impatient, *parts) == [200] * 3
+
+
+def test_a_slow_body(impatient: Running) -> None:
+    """A body in parts, announced or chunked, whose pauses stay within the limit is taken."""
+    close, third = b"Connection: close\r\n", len(GOOD) // 3
+    parts = GOOD[:third], GOOD[third : 2 * third], GOOD[2 * third :]
+    head = post(b"Content-Length: %d\r\n" % len(GOOD) + close)
+    assert converse(impatient, head + parts[0], parts[1], parts[2]) == [200]
+    framed = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
+    head = post(b"Transfer-Encoding: chunked\r\n" + close)
+    assert converse(impatient, head + framed[0], framed[1], framed[2] + b"0\r\n\r\n") == [200]
+
+
+def test_a_body_that_pauses_longer_than_a_head_may(impatient: Running) -> None:
+    """What arrives pays for pauses: an upload that takes longer than the limit in all is taken."""
+    pieces = [b" " * 4096] * 4
+    head = post(b"Connection: close\r\nContent-Length: %d\r\n" % (len(GOOD) + 4 * 4096))
+    assert converse(impatient, head, *pieces, GOOD) == [200]
+
+
+@pytest.mark.parametrize(
+    ("headers", "byte"),
+    [(b"Content-Length: 10000000\r\n", b" "), (b"Transfer-Encoding: chunked\r\n", b"1\r\n \r\n")],
+    ids=["announced", "chunked"],
+)
+def test_a_body_that_drips(impatient: Running, headers: bytes, byte: bytes) -> None:
+    """A body that comes byte by byte is a 408 in the dialect's form, and the connection ends."""
+    with connect(impatient) as caller:
+        caller.sendall(post(headers))
+        (answer,) = drip([caller], byte)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert statuses(head) == [408]
+    assert b"\r\nConnection: close\r\n" in head
+    told = json.loads(body)["error"]
+    assert told["message"] == "the body arrives too slowly: more than 3 seconds behind 1024 bytes a second"
+    assert (told["type"], told["param"]) == ("invalid_request_error", None)
+
+
+class Scripted:
+    """A socket whose next bytes come ``delay`` seconds after they are asked for, on a clock of its own."""
+
+    def __init__(self, delay: float, size: int) -> None:
+        self.now, self._delay, self._size, self._timeout = 0.0, delay, size, 0.0
+
+    def settimeout(self, seconds: float) -> None:
+        self._timeout = seconds
+
+    def recv(self, _: int) -> bytes:
+        self.now += min(self._delay, self._timeout)
+        if self._delay > self._timeout:
+            raise TimeoutError
+        return b"x" * self._size
+
+
+@pytest.mark.parametrize(
+    ("delay", "size", "seconds"), [(20.0, 2**15, 10_000), (0.5, 600, 10_000), (29.0, 1, 30), (1.0, 512, 60)]
+)
+def test_what_a_body_may_take(monkeypatch: pytest.MonkeyPatch, delay: float, size: int, seconds: float) -> None:
+    """With 30 s to wait, a body of more than 1 KiB a second goes on for hours, however it pauses; one of half of that
+    ends after a minute, one of a byte now and then with its second byte."""
+    plain = Scripted(delay, size)
+    monkeypatch.setattr(arrivals, "monotonic", lambda: plain.now)
+    reading = arrivals.Arrivals(plain, 30.0)
+    reading.expect_body()
+    with contextlib.suppress(arrivals.TooSlow):
+        while plain.now < 10_000:
+            reading.recv(8192)
+    assert plain.now == pytest.approx(seconds, abs=20)
+
+
+class Reading:
+    """The socket of a client that takes ``size`` bytes ``delay`` seconds after they are sent, on a clock of its own."""
+
+    def __init__(self, delay: float, size: int) -> None:
+        self.now, self._delay, self._size = 0.0, delay, size
+        self.connection: arrivals.Arrivals | None = None
+        self.seen: list[tuple[int, float] | None] = []
+
+    def send(self, _: bytes) -> int:
+        self.now += self._delay
+        assert self.connection is not None
+        self.seen.append(self.connection.waiting_since)
+        return self._size
+
+
+@pytest.mark.parametrize(
+    ("delay", "size", "waits_since"), [(0.5, 600, None), (10.0, 65536, 90.0), (0.5, 1, 0.0), (20.0, 1, 0.0)]
+)
+def test_a_reader_that_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, delay: float, size: int, waits_since: float | None
+) -> None:
+    """Who takes an answer at 1 KiB a second waits for us; who stopped is waited for since then, and who takes a byte
+    now and then (Slow Read) since the first."""
+    plain = Reading(delay, size)
+    monkeypatch.setattr(arrivals, "monotonic", lambda: plain.now)
+    plain.connection = arrivals.Arrivals(plain, 30.0)
+    for _ in range(10):
+        assert plain.connection.send(bytes(65536)) == size
+        assert plain.connection.waiting_since is None
+    found = plain.seen[-1]
+    assert found == (None if waits_since is None else (2, pytest.approx(waits_since, abs=0.1)))
+
+
+def test_a_connection_whose_client_does_not_go() -> None:
+    """While it is only waited for that a refused client closes, its place is worth as little as an idle one's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = arrivals.Arrivals(ours, 30.0)
+        connection.expect_body()
+        with connection.leaving():
+            assert connection.waiting_since is not None
+            assert connection.waiting_since[0] == 0
+        assert connection.waiting_since is None
+
+
+def test_nothing_behind_an_unread_body_that_stops(impatient: Running) -> None:
+    """A body that was not needed and broke off leaves the connection's end, not a place for a request within it."""
+    with connect(impatient) as caller:
+        caller.sendall(post(b"Content-Length: 100\r\n", b"x" * 20, b"/v1/nothing"))
+        answer = caller.recv(65536)
+        time.sleep(1.5 * IO_TIMEOUT)
+        caller.sendall(NEXT)
+        while part := caller.recv(65536):
+            answer += part
+    assert statuses(answer) == [404, 408]
+
+
+def test_a_reply_may_take_longer(impatient: Running) -> None:
+    """A streamed reply and a whole one that take longer than a head and a body may are complete."""
+    body = BODY | {"max_tokens": 200}
+    began = time.monotonic()
+    with asking(impatient, body | {"stream": True}) as answer:
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert time.monotonic() - began > IO_TIMEOUT
+    assert json.loads(ask(impatient, body)[1])["usage"]["completion_tokens"] == 200
+
+
+def test_another_request_behind_a_long_reply(impatient: Running) -> None:
+    """Time that a reply takes is none of the next head's."""
+    data = sized(json.dumps(BODY | {"max_tokens": 200}).encode())
+    assert converse(impatient, data + HEAD, b"a\r\nConnection: close\r\n\r\n") == [200, 200]

@@ -1,0 +1,76 @@
+"""What the kernel keeps for a client that reads nothing, counted in bytes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT, Departures, bound
+
+SIZE = 4 * 2**20
+ROOM = 64 * 2**10
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A server's connection, and its client's, whose own buffer is small."""
+    with ExitStack() as held:
+        if request.param == "unix":
+            ours, theirs = socket.socketpair()
+        else:
+            listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            theirs = socket.socket()
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, ROOM)
+            theirs.connect(listener.getsockname())
+            ours = listener.accept()[0]
+        yield held.enter_context(ours), held.enter_context(theirs)
+
+
+def taken(ours: socket.socket) -> int:
+    """Bytes that the kernel takes at once for a client that reads nothing."""
+    ours.setblocking(False)
+    sent = 0
+    while sent < SIZE:
+        try:
+            sent += ours.send(bytes(250))
+        except BlockingIOError:
+            break
+    return sent
+
+
+def test_little_is_kept(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Some hundred tokens' bytes beyond the client's own buffer, not the megabytes of a default."""
+    bound(ends[0], 30.0)
+    assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT
+
+
+def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
+    """It is a ``TimeoutError``; what was sent is there in its order."""
+    ours, theirs = ends
+    bound(ours, 30.0)
+    ours.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        Departures(ours, ours.send).sendall(bytes(range(250)) * (SIZE // 250))
+    theirs.settimeout(30.0)
+    assert theirs.recv(250, socket.MSG_WAITALL) == bytes(range(250))
+
+
+def test_a_client_that_takes_all(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Megabytes arrive whole, piece by piece."""
+    ours, theirs = ends
+    bound(ours, 30.0)
+    ours.settimeout(30.0)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(theirs.recv, SIZE, socket.MSG_WAITALL)
+        Departures(ours, ours.send).sendall(bytes(SIZE))
+        assert len(reading.result()) == SIZE
+
+
+def test_times_beyond_the_kernels() -> None:
+    """A limit of a year is the longest that the kernel knows."""
+    with socket.socket() as one:
+        bound(one, 365 * 86400.0)

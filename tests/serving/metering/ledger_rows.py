@@ -1,0 +1,19 @@
+"""A ledger's rows, and its process's end."""
+
+from __future__ import annotations
+
+from mlflow_llm.serving.metering.ledger import Ledger
+from mlflow_llm.serving.metering.usage import Usage
+from mlflow_llm.serving.metering.usage_filter import UsageFilter
+
+
+def rows_of(store):
+    return {row.request_id: row for row in Usage(store).rows(UsageFilter())}
+
+
+def die(ledger: Ledger) -> None:
+    """What the kernel does at the end of a process: the lock goes, everything else stays as it is."""
+    assert ledger._owner is not None
+    ledger._owner.spool.close()
+    ledger._owner.progress.close()
+    ledger._owner.forget()

@@ -1,0 +1,170 @@
+"""Engines' counters in a scrape: whatever ends, starts again or is asked, they never go back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from instant_model import write_instant_model
+from prometheus_client.parser import text_string_to_metric_families
+from scrapes import figures, pick
+from server_calls import BODY, ask, engine_pid, until, well
+from serving_process import running
+
+from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.observability import metrics
+from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, Kept, Tally
+from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints
+from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.transport.engine_process.counters import Counted
+
+PLACE = ("chat", "v1")
+INFO = SimpleNamespace(**dict.fromkeys(metrics.EngineCollector.INFO, ""))
+
+
+class Engine:
+    """An engine process that says to have counted what it is told."""
+
+    info = INFO
+
+    def __init__(self, generation: str, counted: int) -> None:
+        self.told = {generation: Health(status="ready", generated_tokens=counted)}
+
+    def restarted(self, generation: str) -> None:
+        self.told[generation] = Health(status="ready")
+
+    def health(self) -> Health:
+        return next(reversed(self.told.values()))
+
+    def figures(self) -> dict[str, Health]:
+        return dict(self.told)
+
+    def close(self) -> None:
+        pass
+
+
+def worker(**engines: Engine) -> Endpoints:
+    """What a worker serves: ``chat`` with the entity v1 on replicas."""
+    replicas = Replicas(INFO, (), open=engines.__getitem__, want=lambda: None)
+    replicas.set_addresses(tuple(engines))
+    return Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=replicas))
+
+
+def generated(endpoints: Endpoints) -> float:
+    families = text_string_to_metric_families(metrics.exposition(endpoints).decode())
+    samples = [sample for family in families for sample in family.samples]
+    return next(
+        s.value for s in samples if s.name == "mlflow_llm_generated_tokens_total" and s.labels["entity"] == "v1"
+    )
+
+
+@pytest.fixture(params=["alone", "several workers"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if request.param == "alone":
+        monkeypatch.delenv(metrics.DIRECTORY, raising=False)
+    else:
+        monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_replica_that_leaves_takes_nothing_away() -> None:
+    """Neither while its last requests run nor when it is let go; what it still generates counts."""
+    engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
+    endpoints = worker(**engines)
+    replicas = next(iter(endpoints)).engine
+    assert generated(endpoints) == 1_000_400
+    replicas.set_addresses(("one",))
+    assert generated(endpoints) == 1_000_400
+    engines["other"].told["b"] = Health(status="ready", generated_tokens=500)
+    replicas.let_go()
+    assert generated(endpoints) == 1_000_500
+
+
+@pytest.mark.usefixtures("directory")
+def test_an_engine_that_starts_again_counts_on() -> None:
+    """Its new process begins at 0, also between two scrapes."""
+    engines = {"one": Engine("a", 1_000_000), "other": Engine("b", 400)}
+    endpoints = worker(**engines)
+    engines["one"].restarted("c")
+    assert generated(endpoints) == 1_000_400
+    engines["one"].told["c"] = Health(status="ready", generated_tokens=7)
+    assert generated(endpoints) == 1_000_407
+
+
+def test_every_worker_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that came later, or whose heartbeat is older, shows no less than the one that was asked before."""
+    monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
+    assert generated(worker(one=Engine("a", 1_000_000))) == 1_000_000
+    assert generated(worker(one=Engine("a", 999_990))) == 1_000_000
+    assert generated(worker(one=Engine("b", 5))) == 1_000_005
+    assert generated(worker(one=Engine("a", 1_000_001))) == 1_000_006
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "figures.lock"]
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """Of engine processes that nobody tells of any more only the sum is kept."""
+    tally = Tally(tmp_path)
+    lasting = Health(status="ready", steps=1)
+    for number in range(3 * KEPT):
+        figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
+        assert tally.add([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
+    assert (tmp_path / FILE).stat().st_size < 50 * KEPT
+    assert len(tally._known["chat"]["v1"]) == KEPT + 1
+
+
+def test_what_engines_have_written_counts(tmp_path: Path) -> None:
+    """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
+    a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
+    kept, tally = Kept(tmp_path), Tally(tmp_path)
+    for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
+        kept.name(place, key)
+        for engine in ("a", "b"):
+            counted = Counted(f"{key}-{engine}")
+            counted.keep({kept.root(key), ""}, Health(status="ready", steps=1, generated_tokens=100))
+    told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
+    for _ in range(2):
+        sums = tally.add([(PLACE, told)])[PLACE]
+        assert (sums["steps"], sums["generated_tokens"]) == (4, 409)
+    counted.write(Health(status="ready", generated_tokens=105))
+    assert tally.add([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
+
+
+def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
+    counted, health = Counted("a"), Health(status="ready")
+    counted.keep({str(tmp_path / "gone")}, health)
+    counted.write(health)
+    assert "no counts can be kept" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    counted.keep(set(), health)
+
+
+def test_an_engine_without_processes_counts() -> None:
+    """One that has no generations is one engine by itself; two as replicas are two."""
+    told = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
+    assert generated(Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=told))) == 3
+    assert generated(worker(one=told, other=told)) == 6
+
+
+def test_a_killed_engine(tmp_path: Path) -> None:
+    """Two workers and a kill -9: every scrape shows at least what was generated before, and then more. The first one
+    comes when the engine is dead, and has every token of it."""
+    bundle = write_instant_model(tmp_path / "model", step_delay=0.002)
+    name = "mlflow_llm_generated_tokens_total"
+    with running(bundle, workers=2) as server:
+        for _ in range(4):
+            ask(server, BODY)
+        pid = engine_pid(server)
+        os.kill(pid, signal.SIGKILL)
+        before = pick(figures(server), name)
+        assert before >= 4 * 8
+        seen = [before]
+        until(lambda: bool(seen.append(pick(figures(server), name))) or (well(server) and engine_pid(server) != pid))
+        for _ in range(4):
+            ask(server, BODY)
+        until(lambda: bool(seen.append(pick(figures(server), name))) or seen[-1] >= before + 4 * 8)
+    assert seen == sorted(seen)

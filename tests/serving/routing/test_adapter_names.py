@@ -1,0 +1,156 @@
+"""Adapters while their engine does not answer: they are known all the same, and nobody waits to be looked up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import gevent
+import pytest
+from gevent.event import Event
+from instant_model import write_instant_model
+from server_calls import BODY, ask, asking, engine_pid, idle, until
+from serving_process import Running, running
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.interface import AdapterInfo
+from mlflow_llm.serving.errors import Unavailable
+from mlflow_llm.serving.routing import adapter_names
+from mlflow_llm.serving.routing.adapter_names import AdapterNames
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport.discovery import attacher as attach
+
+PIRATE = BODY | {"model": "assistant:pirate"}
+
+
+class Absent(InstantEngine):
+    """Says nothing of its adapters until ``here`` is set, and then fails while ``error`` is there."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle, EngineSettings(max_model_len=256))
+        self.here = Event()
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        self.asked += 1
+        self.here.wait()
+        if self.error is not None:
+            raise self.error
+        return super().adapters()
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two workers, each with room for two requests of which one runs."""
+    bundle = write_instant_model(tmp_path_factory.mktemp("narrow"), step_delay=0.005)
+    engine = EngineSettings(idle_timeout=0.3, stall_timeout=300.0, max_num_seqs=1)
+    with running(bundle, workers=2, engine=engine, max_queued=1) as server:
+        yield server
+
+
+@contextmanager
+def stopped(server: Running) -> Iterator[None]:
+    """The engine stands still, and is not missed yet."""
+    until(lambda: idle(server))
+    pid = engine_pid(server)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: idle(server))
+
+
+def models(server: Running) -> list[str]:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
+        return [card["id"] for card in json.load(answer)["data"]]
+
+
+def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First those of the model; the engine's own when it answers; these too while it fails. It is asked one question
+    at a time, and none when nobody wants to know any more."""
+    monkeypatch.setattr(adapter_names, "INTERVAL", 0.01)
+    engine = Absent(instant_bundle)
+    engine.load_adapter("formal", instant_bundle.model_dir)
+    names = AdapterNames(engine, ("pirate",))
+    gevent.sleep(0.1)
+    assert (names(), names.answered.is_set(), engine.asked) == (("pirate",), False, 1)
+    engine.here.set()
+    assert names.answered.wait(60)
+    assert names() == ("formal", "pirate")
+    engine.unload_adapter("pirate")
+    with gevent.Timeout(60):
+        while names() != ("formal",):
+            gevent.sleep(0.01)
+    engine.error = Unavailable("the engine is not running")
+    asked = engine.asked
+    with gevent.Timeout(60):
+        while engine.asked < asked + 3:
+            gevent.sleep(0.01)
+    assert names() == ("formal",)
+    names.close()
+    gevent.sleep(0.05)
+    asked = engine.asked
+    gevent.sleep(0.05)
+    assert engine.asked == asked
+
+
+def test_a_time_limit_holds_for_an_adapter(narrow: Running) -> None:
+    """A request for an adapter, named either way, ends at its limit while the engine stands still."""
+    with stopped(narrow):
+        for path, body in (("/v1/chat/completions", PIRATE), ("/invocations", BODY | {"adapter": "pirate"})):
+            with asking(narrow, body, path, {"X-Request-Timeout": "0.5"}) as answer:
+                assert (answer.status, "timeout" in answer.read().decode()) == (504, True)
+    assert ask(narrow, PIRATE)[0] == 200
+
+
+def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
+    """Twelve at once, of which two workers have room for four: the others are refused, not kept waiting."""
+
+    def call(_: int) -> int:
+        with asking(narrow, PIRATE, headers={"X-Request-Timeout": "5"}) as answer:
+            return answer.status
+
+    with stopped(narrow), ThreadPoolExecutor(12) as pool:
+        found = Counter(pool.map(call, range(12)))
+    assert set(found) <= {503, 504}
+    assert found[503] >= 8
+
+
+def test_an_unknown_adapter_is_not_found_without_the_engine(narrow: Running) -> None:
+    """In ``model`` or as ``adapter``, in a small body or one that is read on a thread."""
+    with stopped(narrow):
+        for named in ({"model": "assistant:nobody"}, {"adapter": "nobody"}):
+            for padding in (0, 10_000):
+                body = json.dumps(BODY | named).encode() + b" " * padding
+                with asking(narrow, body, "/invocations") as answer:
+                    assert (answer.status, b"pirate" in answer.read()) == (404, True)
+
+
+def test_models_are_listed_without_the_engine(narrow: Running) -> None:
+    """The list of models waits for no engine."""
+    with stopped(narrow):
+        assert models(narrow) == ["assistant", "assistant:pirate"]
+
+
+def test_an_adapter_of_another_client_is_found_soon(narrow: Running) -> None:
+    """What another process loads into the engine can be asked for and is listed by every worker; what it unloads is not
+    any more."""
+    (status,) = narrow.runtime.glob("*/status.json")
+    with attach(str(Path(status).parent)) as other:
+        other.load_adapter("formal", str(status.parent))
+        until(lambda: all("assistant:formal" in models(narrow) for _ in range(20)))
+        assert ask(narrow, BODY | {"model": "assistant:formal"})[0] == 200
+        until(lambda: idle(narrow))
+        other.unload_adapter("formal")
+    assert ask(narrow, BODY | {"model": "assistant:formal"})[0] == 404  # by the engine, or by what is known already
+    until(lambda: all("assistant:formal" not in models(narrow) for _ in range(20)))

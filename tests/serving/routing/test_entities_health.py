@@ -1,0 +1,96 @@
+"""``/health``: which states of which engines make a 503, and what it says of each."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.http import pages
+from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints, Routed
+from mlflow_llm.serving.routing.replica_set import Replicas
+
+NATIVE = EngineInfo(
+    content_hash="", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=1, max_kv_tokens=9, kernels="native"
+)
+
+
+def engine(status: str, **figures: float) -> SimpleNamespace:
+    return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None, info=NATIVE)
+
+
+def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
+    """Status and endpoints of the answer, given each endpoint's engines by served entity."""
+    served = Endpoints()
+    served.replace(
+        tuple(
+            Routed(
+                name=name,
+                entities={e: Endpoint(name=name, entity=e, view=None, engine=found) for e, found in engines.items()},
+            )
+            for name, engines in endpoints.items()
+        )
+    )
+    answer = pages.health(SimpleNamespace(endpoints=served))
+    return answer.status, json.loads(answer.body)["endpoints"]
+
+
+def replicas(*engines: object) -> Replicas:
+    each = dict(zip(map(str, range(len(engines))), engines, strict=True))
+    found = Replicas(NATIVE, (), open=each.__getitem__, want=lambda: None)
+    found.set_addresses(tuple(each))
+    return found
+
+
+@pytest.mark.parametrize("status", ["draining", "stalled", "starting", "dead"])
+def test_every_served_entity_counts(status: str) -> None:
+    """A second entity that makes no progress is a 503; the endpoint's state is its worst entity's."""
+    well = {"only": engine("ready")}
+    code, found = told(chat={"v1": engine("ready", num_running=1), "v2": engine(status, num_running=2)}, other=well)
+    assert code == 503
+    assert (found["chat"]["status"], found["chat"]["running"]) == (status, 3)
+    assert {name: (e["status"], e["running"]) for name, e in found["chat"]["entities"].items()} == {
+        "v1": ("ready", 1),
+        "v2": (status, 2),
+    }
+    idle = {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0, "processor_wait": 0.0}
+    assert found["other"] == {**idle, "kernels": "native"}
+    assert told(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
+
+
+def test_one_replica_that_makes_progress_is_enough() -> None:
+    """Requests move to it; the age of the other's last step is seen. None wanted is well, none reached is not."""
+    hung, good = engine("stalled", last_step_age=9.0, steps=1), engine("ready", last_step_age=0.1, steps=1)
+    code, found = told(chat={"v1": replicas(hung, good)})
+    assert (code, found["chat"]["status"], found["chat"]["last_step_age"]) == (200, "ready", 9.0)
+    assert told(chat={"v1": replicas(hung, hung)})[0] == 503
+    assert told(chat={"v1": replicas()})[0] == 200
+    idle = [engine("ready", last_step_age=age) for age in (50.0, 2.0)]
+    assert replicas(*idle).health().last_step_age == 2.0
+    waiting = [engine("ready", processor_wait=share) for share in (0.1, 0.4, 0.2)]
+    assert replicas(*waiting).health().processor_wait == 0.4
+
+
+def test_what_an_engine_runs_on_is_told() -> None:
+    """Each engine's kernels, with the reason where they are torch's: of the endpoint, or of each of its entities."""
+    slow = engine("ready")
+    slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
+    told_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
+    found = told(one={"v1": slow}, two={"v1": engine("ready"), "v2": slow})[1]
+    assert found["one"].items() >= told_of.items()
+    assert found["two"]["entities"]["v2"].items() >= told_of.items()
+    assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
+
+
+def test_standbys_are_told_where_there_are_to_be_any() -> None:
+    """The number that is ready, of an endpoint whose engine is to have one; they are no replicas, and lack of one is
+    no 503."""
+    asked = [engine("ready", num_standbys=number) for number in (0, 1)]
+    for one in asked:
+        one.info = msgspec.structs.replace(NATIVE, num_standbys=1)
+    code, found = told(lacking={"v1": asked[0]}, backed={"v1": asked[1]}, plain={"v1": engine("ready")})
+    assert (code, found["lacking"]["standbys"], found["backed"]["standbys"]) == (200, 0, 1)
+    assert "standbys" not in found["plain"]

@@ -1,0 +1,211 @@
+"""How a request finds a served entity, and a replica of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import gevent
+import pytest
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.interface import AdapterInfo, Health
+from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
+from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.modes.endpoint_config import Route
+from mlflow_llm.serving.modes.traffic import TrafficSplit
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints, Routed
+from mlflow_llm.serving.routing.load_shedding import Gate
+from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.tasks.endpoint import EndpointView
+from mlflow_llm.serving.tasks.text import TextModel
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+
+NUMBERS = itertools.count()
+ROUTES = (Route(served_model_name="a", traffic_percentage=25), Route(served_model_name="b", traffic_percentage=75))
+
+
+@pytest.fixture
+def engine(instant_bundle: Bundle) -> InstantEngine:
+    return InstantEngine(instant_bundle, EngineSettings(max_model_len=256))
+
+
+@pytest.fixture
+def endpoints(engine: InstantEngine, instant_text: TextModel) -> Endpoints:
+    """``chat`` is split over the entities a (25 %) and b; ``loyal`` is the same, and sticky."""
+
+    def entity(name: str, entity: str) -> Endpoint:
+        view = EndpointView(name=name, info=engine.info, text=instant_text, adapters=("pirate",), names=(entity,))
+        return Endpoint(name=name, entity=entity, view=view, engine=engine)
+
+    def routed(name: str, sticky: bool) -> Routed:
+        split = TrafficSplit(name, ROUTES, start=7)
+        return Routed(name=name, entities={e: entity(name, e) for e in "ab"}, split=split, sticky=sticky)
+
+    found = Endpoints()
+    found.replace((routed("chat", False), routed("loyal", True)))
+    return found
+
+
+def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: Endpoints) -> None:
+    """By the endpoint's name in shares, with an adapter too; by the entity's name never another."""
+    shares = Counter(endpoints.find("chat")[0].entity for _ in range(400))
+    assert abs(shares["a"] - 100) <= 4
+    assert {endpoints.find("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
+    assert {endpoints.find("chat", "a")[0].entity for _ in range(20)} == {"a"}
+    assert endpoints.find("loyal", "b")[0].name == "loyal"
+    with pytest.raises(InvalidField, match="chat and loyal have a served entity of this name"):
+        endpoints.find("a")
+    for unknown in ("c", "chat:c", "c:pirate", None):
+        with pytest.raises(NotFound):
+            endpoints.find(unknown)
+
+
+def test_callers_stick_where_it_is_asked(endpoints: Endpoints) -> None:
+    """By the request's key on any endpoint; by the API key on a sticky one; nobody sticks for having no key."""
+
+    def chosen(name: str, **who: str) -> set[str]:
+        return {endpoints.find(name, **who)[0].entity for _ in range(20)}
+
+    keys = [f"key_{number}" for number in range(40)]
+    assert all(len(chosen("chat", sticky_key=key)) == 1 for key in keys)
+    assert all(len(chosen("loyal", caller=key)) == 1 for key in keys)
+    assert {entity for key in keys for entity in chosen("loyal", caller=key)} == {"a", "b"}
+    assert chosen("chat", caller="key_1") == chosen("loyal", caller="anonymous") == {"a", "b"}
+
+
+def request(deadline: float | None = None) -> ValidRequest:
+    return ValidRequest(
+        request_id=f"r-{next(NUMBERS)}",
+        task="completions",
+        model="m",
+        sequences=(Sequence(prompt_token_ids=(1, 2)),),
+        sampling=Sampling(max_tokens=3, temperature=0.0),
+        deadline=deadline,
+    )
+
+
+@pytest.fixture
+def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], Replicas]:
+    """Replicas of instant engines by any address but "gone"; ``wanted`` counts the calls for one."""
+
+    def build() -> Replicas:
+        wanted: list[int] = []
+
+        def open(address: str) -> InstantEngine:
+            if address == "gone":
+                raise Unavailable("the engine is not running")
+            return InstantEngine(instant_bundle, EngineSettings(max_model_len=256))
+
+        adapters = (AdapterInfo(name="pirate", rank=0, path=""),)
+        found = Replicas(engine.info, adapters, open=open, want=lambda: wanted.append(1))
+        found.wanted = wanted  # type: ignore[attr-defined]
+        return found
+
+    return build
+
+
+def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
+    """Requests that run are spread evenly; one that has ended makes room."""
+    replicas = replicated()
+    assert replicas.set_addresses(("x", "y"))
+    assert replicas.count == 2
+    streams = [replicas.submit(request()) for _ in range(6)]
+    assert [len(replica.streams) for replica in replicas._active.values()] == [3, 3]
+    assert all(isinstance(list(stream)[-1], Finished) for stream in streams)
+    assert replicas.health().status == "ready"
+    replicas.close()
+
+
+def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> None:
+    """It gets no new ones, and its address is told until it is let go."""
+    replicas = replicated()
+    replicas.set_addresses(("x", "y"))
+    streams = [replicas.submit(request()) for _ in range(2)]
+    replicas.set_addresses(("x",))
+    assert replicas.addresses == {"x", "y"}
+    assert not replicas.let_go()
+    assert len({id(stream) for stream in [*streams, replicas.submit(request())]}) == 3
+    for stream in streams:
+        assert isinstance(list(stream)[-1], Finished)
+    del stream
+    streams.clear()
+    assert replicas.let_go()
+    assert replicas.addresses == {"x"}
+    replicas.close()
+
+
+def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
+    """It runs as soon as there is one; past its deadline it fails; adapters are those of the model meanwhile."""
+    replicas = replicated()
+    assert [adapter.name for adapter in replicas.adapters()] == ["pirate"]
+    assert replicas.health().status == "ready"
+    waiting = gevent.spawn(lambda: list(replicas.submit(request())))
+    (failed,) = replicas.submit(request(time.monotonic() + 0.05))
+    assert (type(failed), failed.kind) == (Failed, "deadline_exceeded")
+    assert replicas.wanted
+    assert not replicas.set_addresses(("gone",))
+    assert not waiting.ready()
+    assert replicas.set_addresses(("x",))
+    assert isinstance(waiting.get(timeout=60)[-1], Finished)
+    replicas.close()
+
+
+def test_replicas_that_should_be_there_are_missed(replicated) -> None:
+    """Where engines are expected and none is reached, the state says so and requests wait for their time only."""
+    replicas = replicated()
+    replicas._away_timeout = 0.05
+    assert not replicas.set_addresses(("gone",))
+    assert replicas.health().status == "starting"
+    (failed,) = replicas.submit(request())
+    assert (failed.kind, failed.message, failed.retry_after) == ("unavailable", "the engine is not running", 5.0)
+    assert replicas.set_addresses(("x",))
+    assert replicas.health().status == "ready"
+    assert isinstance(list(replicas.submit(request()))[-1], Finished)
+    replicas.close()
+
+
+def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) -> None:
+    """About once a second, so that its entity is not taken for idle; not while another replica takes it over."""
+    states, wanted = {"x": "starting", "y": "starting"}, []
+
+    def open(address: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            health=lambda: Health(status=states[address]),
+            submit=engine.submit,
+            hand_over=lambda stream, other: None,
+            close=lambda: None,
+        )
+
+    replicas = Replicas(engine.info, (), open=open, want=lambda: wanted.append(1))
+    replicas.set_addresses(("x", "y"))
+    replicas.rescue()
+    assert not wanted
+    stream = replicas.submit(request())
+    replicas.rescue()
+    replicas.rescue()
+    assert len(wanted) == 1
+    replicas._wanted_at -= 2.0
+    replicas.rescue()
+    assert len(wanted) == 2
+    states["y"] = "ready"
+    replicas._wanted_at -= 2.0
+    replicas.rescue()
+    assert len(wanted) == 2
+    stream.close()
+
+
+def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
+    """What has entered is known by engine until it leaves, so that no engine is closed under a request."""
+    gate = Gate(max_queued=1, retry_after=1.0)
+    gate.enter("chat", engine)
+    gate.enter("chat", engine)
+    assert gate.running(engine) == 2
+    gate.leave(engine)
+    gate.leave(engine)
+    assert gate.running(engine) == 0

@@ -1,0 +1,30 @@
+"""What tests ask of a server whose engines are on other hosts."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from server_calls import LONG, ask, health, told, until
+from serving_process import Running
+
+
+def figures(server: Running) -> dict[str, float]:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        rows = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name.partition("{")[0]: float(value) for name, value in rows if 'endpoint="assistant"' in name}
+
+
+def replicas(server: Running) -> int:
+    return int(figures(server)["mlflow_llm_replicas"])
+
+
+def streams(server: Running, count: int, then: Callable[[], object]) -> list[tuple[str, dict]]:
+    """Text and usage of ``count`` streams, ``then`` being called while all run."""
+    with ThreadPoolExecutor(count) as pool:
+        answers = [pool.submit(ask, server, LONG) for _ in range(count)]
+        until(lambda: health(server)["running"] >= count)
+        then()
+        return [told(answer.result()[1].encode()) for answer in answers]

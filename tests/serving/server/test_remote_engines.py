@@ -1,0 +1,217 @@
+"""A server whose engines are kept by ``mlflow-llm engine``, as on other hosts: over TCP, with a key."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess, engine_process
+from instant_model import write_instant_model
+from remote_calls import figures, replicas, streams
+from server_calls import BODY, LONG, ask, asking, health, idle, told, until, well, worker_of
+from serving_process import Running, running
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.transport.auth import write_key
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("keys") / "key")
+    write_key(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """10 ms a step."""
+    return write_instant_model(tmp_path_factory.mktemp("model"), step_delay=0.01)
+
+
+@pytest.fixture(scope="module")
+def two(bundle: Bundle, key: str) -> Iterator[tuple[Running, tuple[EngineProcess, EngineProcess]]]:
+    """A server over two engines, which tests end and start again."""
+    with engine_process(bundle, key) as one, engine_process(bundle, key) as other:
+        one.await_ready()
+        other.await_ready()
+        addresses = (one.address, other.address)
+        with running(bundle, addresses=addresses, key_file=key) as server:
+            until(lambda: replicas(server) == 2)
+            yield server, (one, other)
+
+
+@pytest.fixture(scope="module")
+def expected(two: tuple[Running, object]) -> tuple[str, dict]:
+    """Text and usage of an undisturbed ``LONG``."""
+    with asking(two[0], LONG) as answer:
+        return told(answer.read())
+
+
+def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]) -> None:
+    """Whole and streamed replies, embeddings and an adapter; both engines' work is in the metrics."""
+    server = two[0]
+    whole = json.loads(ask(server, BODY | {"max_tokens": 200})[1])
+    assert whole["choices"][0]["message"]["content"] == expected[0]
+    with asking(server, {"model": "assistant", "input": "a"}, "/v1/embeddings") as answer:
+        assert len(json.load(answer)["data"][0]["embedding"]) == 16
+    assert ask(server, BODY | {"model": "assistant:pirate"})[0] == 200
+    assert streams(server, 4, lambda: None) == [expected] * 4
+    until(lambda: figures(server)["mlflow_llm_generated_tokens_total"] >= 6 * 200)
+    found = figures(server)
+    assert found["mlflow_llm_engine_ready"] == 1
+    assert found["mlflow_llm_engine_steps_total"] >= 200
+
+
+def test_a_killed_engine_moves_its_streams(
+    two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]
+) -> None:
+    """kill -9 of one of two engines under way: every stream is whole, the command starts its engine again, and the
+    server finds it."""
+    server, (one, _) = two
+    pid = one.pid()
+    assert streams(server, 6, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 6
+    until(lambda: replicas(server) == 2 and well(server))
+    assert one.pid() != pid
+    assert "it is started again" in one.log()
+
+
+def test_an_engine_host_that_ends_moves_its_streams(
+    two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]
+) -> None:
+    """SIGTERM of one of two engine commands: its streams go on on the other, it ends long before its drain is over, the
+    server stays healthy, and takes the engine back when it comes again."""
+    server, (one, _) = two
+    assert streams(server, 6, one.end) == [expected] * 6
+    until(lambda: replicas(server) == 1)
+    assert well(server)
+    assert ask(server, BODY)[0] == 200
+    one.start()
+    until(lambda: replicas(server) == 2 and well(server))
+
+
+def test_the_only_engine_comes_back(bundle: Bundle, key: str, expected: tuple[str, dict]) -> None:
+    """One engine: its kill is a pause; while it drains new requests get a 503 and running ones finish; while it is away
+    requests wait, and are answered when it is back."""
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key) as server,
+    ):
+        pid = engine.pid()
+        assert streams(server, 3, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 3
+        until(lambda: idle(server))
+        with ThreadPoolExecutor(1) as pool, asking(server, LONG) as answer:
+            first = answer.readline()
+            ended = pool.submit(engine.end)
+            until(lambda: not well(server))
+            with asking(server, BODY) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+            assert told(first + answer.read()) == expected
+            assert ended.result() == 0
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ask, server, BODY)
+            engine.start()
+            assert waiting.result()[0] == 200
+
+
+def test_a_killed_command_is_started_again(bundle: Bundle, key: str, expected: tuple[str, dict]) -> None:
+    """kill -9 of ``mlflow-llm engine``: its engine goes on, streams included; started again it finds that engine, and
+    ends it with itself."""
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key) as server,
+    ):
+        pid = engine.pid()
+        assert streams(server, 3, engine.kill) == [expected] * 3
+        assert ask(server, BODY)[0] == 200
+        engine.start()
+        until(lambda: engine.log().count("listening on") == 2)
+        assert engine.pid() == pid
+        assert streams(server, 3, lambda: None) == [expected] * 3
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "it is started again" in engine.log())
+        assert ask(server, BODY)[0] == 200
+
+
+def test_a_worker_that_never_met_the_engine(bundle: Bundle, key: str) -> None:
+    """A worker that starts while the only engine is away misses it: not healthy, a 503 after ``engine_timeout``; and
+    it finds the engine when it comes back."""
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=1.0, workers=1) as server,
+    ):
+        with asking(server, LONG) as answer:
+            answer.readline()
+            worker = worker_of(server)
+        assert worker is not None
+        assert engine.end() == 0
+        worker.kill()
+        until(lambda: missed(server))
+        with asking(server, BODY) as refused:
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+            assert "the engine is not running" in refused.read().decode()
+        engine.start()
+        until(lambda: well(server))
+        assert ask(server, BODY)[0] == 200
+
+
+def missed(server: Running) -> bool:
+    """Whether it answers that its engine could not be reached yet."""
+    try:
+        health(server)
+    except urllib.error.HTTPError as error:
+        with error:
+            return b"starting" in error.read()
+    except OSError:
+        pass
+    return False
+
+
+def test_a_drain_that_is_over_ends_streams(bundle: Bundle, key: str) -> None:
+    """What runs when the drain is over gets a final error event; requests that wait too long for an engine that is away
+    get a 503 with Retry-After; a server without its engine ends as ever."""
+    with (
+        engine_process(bundle, key, "--drain-timeout", "0.5") as engine,
+        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=2.0) as server,
+    ):
+        with asking(server, LONG | {"max_tokens": 4000}) as answer:
+            answer.readline()
+            assert engine.end() == 0
+            lines = [line.removeprefix("data: ") for line in answer.read().decode().strip().split("\n\n")]
+        assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
+        with asking(server, BODY) as late:
+            assert (late.status, late.headers["Retry-After"]) == (503, "5")
+
+
+def refused(bundle: Bundle, address: str, key: str) -> str:
+    """What a server says that does not come up."""
+    with pytest.raises(AssertionError) as told, running(bundle, addresses=(address,), key_file=key):
+        pass
+    return str(told.value)
+
+
+def test_wrong_key_and_wrong_model(bundle: Bundle, key: str, tmp_path: Path) -> None:
+    """A server with another key, or another model, does not start, and says why."""
+    other_key = str(tmp_path / "key")
+    write_key(other_key)
+    other_model = write_instant_model(tmp_path / "other")
+    with engine_process(bundle, key) as engine:
+        engine.await_ready()
+        assert "another key" in refused(bundle, engine.address, other_key)
+        assert "the engine has another model: its content hash is" in refused(other_model, engine.address, key)
+
+
+def test_a_port_that_is_taken(bundle: Bundle, key: str) -> None:
+    """A second engine on the same port ends with the reason."""
+    with engine_process(bundle, key) as engine:
+        engine.await_ready()
+        with engine_process(bundle, key, address=engine.address) as second:
+            assert second.process is not None
+            assert second.process.wait(60) == 1
+            assert f"Error: {engine.address}: Address already in use" in second.log()

@@ -1,0 +1,174 @@
+"""Real servers whose parts are killed, and whose clients leave, stall or read slowly."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from instant_model import write_instant_model
+from server_calls import (
+    BODY,
+    LONG,
+    ask,
+    asking,
+    engine_pid,
+    health,
+    idle,
+    lines,
+    told,
+    until,
+    well,
+    worker_of,
+)
+from serving_process import Running, running
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_is_ended_while_its_workers_start(tmp_path: Path, ending: signal.Signals) -> None:
+    """A signal that comes before the workers are ready ends them at once, not when their time to drain is over."""
+    bundle = write_instant_model(tmp_path / "model")
+    with running(bundle, workers=2, until="listening", drain_timeout=300) as server:
+        server.process.send_signal(ending)
+        assert server.process.wait(100) == 0
+        log = server.log()
+    assert "SIGKILL" not in log
+    assert "Traceback" not in log
+
+
+def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
+    """kill -9 of a worker ends its connections, aborts their sequences, and leaves the other worker's streams whole."""
+    body = LONG | {"max_tokens": 300}
+    with asking(unsteady, body) as answer:
+        expected = told(answer.read())
+    with asking(unsteady, body) as one:
+        owner = worker_of(unsteady)
+        assert owner is not None
+        for _ in range(20):
+            with asking(unsteady, body) as other:
+                if worker_of(unsteady, besides={owner}) is None:
+                    continue
+                one.readline()
+                os.kill(owner.pid, signal.SIGKILL)
+                assert told(other.read()) == expected
+                break
+        else:
+            pytest.fail("all connections went to one worker")
+    until(lambda: idle(unsteady))
+    assert ask(unsteady, BODY)[0] == 200
+
+
+def test_health_comes_back_by_itself(deliberate: Running) -> None:
+    """With nothing asked of it, a server whose engine is killed is unhealthy, and healthy again with the next one."""
+    until(lambda: idle(deliberate))
+    pid = engine_pid(deliberate)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not well(deliberate))
+    until(lambda: well(deliberate))
+    assert engine_pid(deliberate) != pid
+
+
+def leave_a_stream(server: Running, path: str) -> None:
+    with asking(server, LONG, path) as answer:
+        for _ in range(8):
+            answer.readline()
+
+
+def leave_a_whole_reply(server: Running, path: str) -> None:
+    """Once the engine works for it; a whole reply has no byte before its last token."""
+    payload = json.dumps(LONG | {"stream": False, "stream_options": None}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(head.encode() + payload)
+        until(lambda: health(server)["running"] == 1)
+        under_way = health(server)["steps"]
+        until(lambda: health(server)["steps"] > under_way)
+
+
+@pytest.mark.parametrize("leaves", [leave_a_stream, leave_a_whole_reply])
+def test_a_disconnect_aborts_within_two_steps(deliberate: Running, leaves: Callable[[Running, str], None]) -> None:
+    """Behind the tokens that were delivered when the client left, to it or to the reply that it waits for, the engine
+    takes two steps at most; they are counted as far as they were delivered. A machine that keeps the worker from
+    running for two steps is asked again."""
+    assert any(steps_behind_a_disconnect(deliberate, leaves) <= 2 for _ in range(3))
+
+
+def steps_behind_a_disconnect(server: Running, leaves: Callable[[Running, str], None]) -> int:
+    """Steps of the engine for a request whose client leaves, beyond those whose tokens were delivered."""
+    path = "/endpoints/assistant/invocations"
+    until(lambda: idle(server))
+    before, known = steps_at_rest(server), len(lines(server, path))
+    leaves(server, path)
+    until(lambda: idle(server))
+    until(lambda: len(lines(server, path)) > known)
+    found = lines(server, path)[-1]
+    assert found["status"] == 499
+    steps = steps_at_rest(server, before) - before
+    assert 1 <= found["completion_tokens"] <= steps < LONG["max_tokens"] // 4
+    return steps - found["completion_tokens"]
+
+
+def steps_at_rest(server: Running, more_than: int = -1) -> int:
+    """The engine's steps, told by a heartbeat of an engine that has nothing to do, after more than so many."""
+    until(lambda: idle(server) and health(server)["steps"] > more_than)
+    return int(health(server)["steps"])
+
+
+def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:
+    """A client that takes nothing of a stream of hundreds of megabytes: others' streams are whole and run to their
+    ends, the worker's memory stays, the engine runs nothing for it, and after ``io_timeout`` its connection is gone."""
+    path = "/serving-endpoints/chat/completions"
+    with asking(fast, LONG) as answer:
+        expected = told(answer.read())
+    with asking(fast, LONG | {"max_tokens": 10**6}, path) as stuck, ThreadPoolExecutor(8) as pool:
+        worker = worker_of(fast)
+        assert worker is not None
+        before = worker.memory_info().rss
+        others = list(pool.map(lambda _: ask(fast, LONG), range(64)))
+        assert [told(text.encode()) for _, text in others] == [expected] * 64
+        until(lambda: "a client stalled" in fast.log())
+        assert worker.memory_info().rss - before < 64 * MIB
+        until(lambda: idle(fast))
+        until(lambda: bool(lines(fast, path)))
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            stuck.read()
+    found = lines(fast, path)[-1]
+    assert found["status"] == 499
+    assert found["completion_tokens"] > 100
+
+
+def test_a_reader_of_nothing_at_real_lengths(fast: Running) -> None:
+    """Of a reply of 8,000 tokens, which a kernel would take whole, little goes to a client that takes nothing: its
+    request leaves the engine with most of its tokens not generated, and after ``io_timeout`` its connection is gone."""
+    path = "/endpoints/assistant/invocations"
+    until(lambda: idle(fast))
+    before = steps_at_rest(fast)
+    with asking(fast, LONG | {"max_tokens": 8000}, path):
+        until(lambda: bool(lines(fast, path)))
+    found = lines(fast, path)[-1]
+    assert found["status"] == 499
+    assert 10 < found["completion_tokens"] < 3000
+    assert steps_at_rest(fast) - before < 5000
+
+
+def test_a_slow_reader_gets_everything(fast: Running) -> None:
+    """A client that pauses again and again, for less than ``io_timeout``, gets what a steady one gets."""
+    body = LONG | {"max_tokens": 30_000, "temperature": 1.0, "seed": 5}
+    with asking(fast, body) as answer:
+        expected = told(answer.read())
+    found = b""
+    with asking(fast, body) as slow:
+        while part := slow.read(MIB):
+            found += part
+            time.sleep(0.3)
+    assert told(found) == expected

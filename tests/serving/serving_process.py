@@ -1,0 +1,140 @@
+"""A real server, gunicorn and engine process and all, on a free loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
+from mlflow_llm.serving.settings import EngineSettings
+
+INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
+
+
+class Running:
+    """``log()`` is what the server has said so far; ``runtime`` is where its engines are found."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self._log = process, port, log
+        self.runtime = log.parent
+        self.url = f"http://127.0.0.1:{port}"
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    bundle: Bundle,
+    *,
+    core: str | None = INSTANT_CORE,
+    engine: EngineSettings | None = None,
+    name: str = "assistant",
+    seconds: float = 120,
+    until: str = "",
+    addresses: tuple[str, ...] = (),
+    key_file: str | None = None,
+    more: tuple[EndpointSpec, ...] = (),
+    runtime_dir: str | None = None,
+    **settings: object,
+) -> Iterator[Running]:
+    """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, or says ``until``, and end
+    it with all its processes. ``runtime_dir`` is where it shares engines with other servers."""
+    port = free_port()
+    # a short path of our own: Unix sockets' names are limited to about 100 bytes
+    with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
+        spec = ServeSpec(
+            endpoints=(
+                EndpointSpec(
+                    name=name,
+                    entity="model-1",
+                    bundle=bundle,
+                    core=core,
+                    created=1,
+                    engine=engine or EngineSettings(idle_timeout=0.3),
+                    addresses=addresses,
+                    key_file=key_file,
+                ),
+                *more,
+            ),
+            settings=ServerSettings(**({"workers": 1} | ({} if "socket" in settings else {"port": port}) | settings)),
+            runtime_dir=runtime_dir or runtime,
+        )
+        path, log = Path(runtime, "serve.json"), Path(runtime, "log")
+        path.write_bytes(msgspec.json.encode(spec))
+        with open(log, "wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--spec", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        server = Running(process, port, log)
+        try:
+            _await(server, seconds, until)
+            yield server
+        finally:
+            _end(process)
+            _await_engines(Path(runtime))
+
+
+def _await(server: Running, seconds: float, said: str) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if server.process.poll() is not None:
+            break
+        if said:
+            if said in server.log():
+                return
+            time.sleep(0.01)
+            continue
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not come up:\n{server.log()[-4000:]}")
+
+
+def _await_engines(runtime: Path) -> None:
+    """Engines end by themselves soon after their last client; their directory must live until then."""
+    until = time.monotonic() + 60
+    while any(runtime.glob("*/spec.json")):
+        assert time.monotonic() < until, "an engine outlives its server"
+        time.sleep(0.05)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

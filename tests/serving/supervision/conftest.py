@@ -1,0 +1,3 @@
+from transport_place import full_disk, make_bundle, place
+
+__all__ = ["full_disk", "make_bundle", "place"]

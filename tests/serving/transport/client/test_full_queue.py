@@ -1,0 +1,126 @@
+"""A full queue refuses new requests, and nobody whose request has begun."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from test_slow_readers import long, paused
+from transport_place import SETTINGS, by_sequence, completion, eventually
+
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.events import Failed
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport import protocol as m
+from mlflow_llm.serving.transport.client.protocol_state import ClientState
+
+FULL = msgspec.structs.replace(SETTINGS, max_queued_requests=3, max_num_seqs=4)
+INFO = EngineInfo(
+    content_hash="x", tasks=("completions",), vocab_size=9, max_model_len=99, max_num_seqs=4, max_kv_tokens=99
+)
+
+
+class Sink:
+    """A reader who notes everything."""
+
+    paused = is_full = is_drained = False
+
+    def __init__(self):
+        self.events = []
+
+    def put(self, event):
+        self.events.append(event)
+
+
+def welcome(state, generation):
+    """The engine takes ``state`` as its client; what it is sent from then on."""
+    state.hello("")
+    state.outbox.clear()
+    state.receive(m.encode(m.Welcome(generation, INFO, Health(status="ready"))))
+    return submitted(state)
+
+
+def submitted(state):
+    """What goes to the engine now, by the callers' names: whether it continues."""
+    frames, state.outbox = list(state.outbox), type(state.outbox)()
+    found = [message for message in map(m.decode_for_engine, frames) if isinstance(message, m.Submit)]
+    return {message.request.request_id.partition("@")[0]: message.continues for message in found}
+
+
+@pytest.fixture
+def bundle(make_bundle):
+    return make_bundle(max_model_len=10**6, step_delay=0.004)
+
+
+def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
+    """A reader that fell behind reads on after others have taken every place: its stream is whole, a new one is not."""
+    with place.connect(bundle, FULL) as engine:
+        slow = engine.submit(long("slow", 1500))
+        assert eventually(lambda: paused(engine, slow))
+        others = [engine.submit(long(f"other-{i}", 10**6)) for i in range(3)]
+        for other in others:
+            next(other)
+        assert [event.kind for event in engine.submit(completion("new"))] == ["overloaded"]
+        assert by_sequence(slow) == by_sequence(InstantEngine(bundle).submit(long("slow", 1500)))
+        for other in others:
+            other.close()
+    place.assert_clean()
+
+
+def test_requests_go_on_at_a_full_replica(place, bundle):
+    """What is handed over to a replica whose queue is full goes on there, whether or not it has given a token."""
+    with place.connect(bundle, FULL, replica=1) as one, place.connect(bundle, FULL, replica=2) as two:
+        moved = [one.submit(long(f"moved-{i}", 500)) for i in range(3)]
+        first = [next(moved[0])]
+        others = [two.submit(long(f"other-{i}", 10**6)) for i in range(3)]
+        for other in others:
+            next(other)
+        for stream in moved:
+            one.hand_over(stream, two)
+        for i, stream in enumerate(moved):
+            expected = by_sequence(InstantEngine(bundle).submit(long(f"moved-{i}", 500)))
+            assert by_sequence([*(first if i == 0 else ()), *stream]) == expected
+        for other in others:
+            other.close()
+    place.assert_clean()
+
+
+def test_what_an_engine_was_given_continues_in_the_next():
+    """It is marked so, delivered tokens or none; what was asked for while there was no engine is new."""
+    state = ClientState("client")
+    assert welcome(state, "first") == {}
+    state.submit(completion("old"), Sink())
+    assert submitted(state) == {"old": False}
+    state.disconnected()
+    state.submit(completion("new"), Sink())
+    assert welcome(state, "second") == {"old": True, "new": False}
+
+
+def test_what_is_adopted_continues_if_it_had_begun():
+    """Handed over from a client that never had an engine, a request is new; from one that had, it continues."""
+    had, never, other = ClientState("had"), ClientState("never"), ClientState("other")
+    welcome(had, "first")
+    welcome(other, "second")
+    for state, name in ((had, "begun"), (never, "waiting")):
+        running = state.release(state.submit(completion(name), Sink()))
+        assert running is not None
+        other.adopt(running)
+    assert submitted(other) == {"begun": True, "waiting": False}
+
+
+def test_a_message_without_the_mark_is_a_new_request():
+    """The mark has a default, so that an engine takes what a client of the same protocol without it says."""
+    request = completion()
+    frame = msgspec.msgpack.encode(["submit", request])
+    assert m.decode_for_engine(frame) == m.Submit(request)
+
+
+def test_the_instant_engine_refuses_new_requests_only(bundle):
+    """Of two beyond the bound the one that continues is taken."""
+    core = InstantEngine(bundle, FULL).core
+    for i in range(3):
+        core.add(completion(f"r{i}"), "")
+    core.add(completion("new"), "")
+    core.add(completion("old"), "", continues=True)
+    failed = [request_id for _, request_id, event in core.step() if isinstance(event, Failed)]
+    assert failed == ["new"]
+    assert core.health().num_running == 4

@@ -1,0 +1,213 @@
+"""An engine that cannot be found, started or reached for a while: its clients and its keeper go on afterwards."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import signal
+import threading
+import time
+
+import msgspec
+import pytest
+from transport_place import SETTINGS, by_sequence, completion, eventually
+
+from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
+from mlflow_llm.serving.file_locks import is_held, try_acquire
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport.client.client import reconnect as search
+from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Search
+from mlflow_llm.serving.transport.discovery import attacher as attach
+from mlflow_llm.serving.transport.discovery import state_directory as rundir
+from mlflow_llm.serving.transport.discovery.launcher import Launcher
+from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+
+PATIENT = msgspec.structs.replace(SETTINGS, stall_timeout=60.0, idle_timeout=30.0)
+
+
+def undisturbed(bundle, request):
+    return by_sequence(InstantEngine(bundle).submit(request))
+
+
+# what the system refuses
+
+
+def test_a_stream_outlives_a_full_disk(place, make_bundle, full_disk):
+    """An engine that cannot be started again at once, for want of space, is a little later: no token is lost."""
+    bundle, request = make_bundle(step_delay=0.004), completion(max_tokens=100)
+    with place.connect(bundle) as engine:
+        stream = engine.submit(request)
+        first = next(stream)
+        full_disk(2)
+        os.kill(engine.info.pid, signal.SIGKILL)
+        assert by_sequence([first, *stream]) == undisturbed(bundle, request)
+    place.assert_clean()
+
+
+def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
+    """The last user of a runtime directory may remove it just as the next one has made it."""
+    real, left = rundir.check_private, [1, 2, 3]
+
+    def check_private(path, *kind):
+        if left:
+            left.pop()
+            os.rmdir(path)
+        real(path, *kind)
+
+    monkeypatch.setattr(rundir, "check_private", check_private)
+    state = StateDir(place.runtime, "k" * 16)
+    state.lock().release(unlink=True)
+    assert not left
+    os.rmdir(place.runtime)
+
+
+def test_who_looks_whether_a_lock_is_held_delays_a_start_but_does_not_fail_it(place, make_bundle, monkeypatch):
+    """Looking takes a free lock for a moment, and an engine may be started in that moment."""
+    looking, real = [], Launcher._start
+
+    def start(self):
+        looking.append(os.open(self.state.engine_lock_path, os.O_RDWR | os.O_CREAT, 0o600))
+        fcntl.flock(looking[0], fcntl.LOCK_SH)
+        return real(self)
+
+    def sleep(seconds):
+        while looking:
+            os.close(looking.pop())
+        time.sleep(seconds)
+
+    monkeypatch.setattr(Launcher, "_start", start)
+    with place.connect(make_bundle(), sleep=sleep) as engine:
+        assert engine.health().status == "ready"
+    place.assert_clean()
+
+
+def test_without_descriptors_nobody_is_taken_for_dead(tmp_path):
+    """Where no file can be opened, the holder of a lock is still its holder; a missing file is held by nobody."""
+    path = str(tmp_path / "lock")
+    lock = try_acquire(path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        held = is_held(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert held
+    lock.release(unlink=True)
+    assert not is_held(path)
+
+
+def test_a_search_may_fail_for_ever(monkeypatch):
+    """Pauses stay finite after thousands of failures; what the system refuses ends requests only when it lasts."""
+    said = []
+    found = Search(said.append)
+    refused = OSError(errno.ENOSPC, "No space left on device")
+    assert found.failed(refused) is None
+    assert isinstance(found.failed(PackagingError("no weights")), EngineDied)
+    for _ in range(5000):
+        found.failed(Unavailable("away"))
+    assert found.pause == LONGEST_PAUSE
+    monkeypatch.setattr(search, "PASSING", 0.0)
+    assert isinstance(found.failed(refused), EngineDied)
+    found.found()
+    assert said[:2] == [str(refused), "no weights"]
+    assert said[-1] == ""
+
+
+# an engine that stood still
+
+
+def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundle):
+    """A client that alone has seen its engine hang goes back to it when it is well: the stream goes on there."""
+    bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
+    with place.connect(bundle, PATIENT, keep=True) as keeper:
+        pid = keeper.info.pid
+        with attach(keeper._link.finder.state.path, timeout=20.0, stall_timeout=1.0) as worker:
+            stream = worker.submit(request)
+            first = next(stream)
+            os.kill(pid, signal.SIGSTOP)
+            assert eventually(lambda: worker.health().status == "stalled")
+            os.kill(pid, signal.SIGCONT)
+            assert by_sequence([first, *stream]) == undisturbed(bundle, request)
+            assert worker.health().status == "ready"
+            assert worker.info.pid == keeper.info.pid == pid
+    # its engine has a long idle_timeout: nothing but a request to end is to be waited for
+    os.kill(pid, signal.SIGTERM)
+    place.assert_clean()
+
+
+def test_an_engine_that_goes_on_hanging_is_waited_for_no_longer_than_one_that_is_gone(place, make_bundle):
+    """Gone back to, it still gives no answer: what waits for it fails in time, and later requests find it well."""
+    bundle = make_bundle(step_delay=0.004)
+    with place.connect(bundle, PATIENT, keep=True) as keeper:
+        pid = keeper.info.pid
+        with attach(keeper._link.finder.state.path, timeout=2.0, stall_timeout=1.0) as worker:
+            stream = worker.submit(completion(max_tokens=10**5))
+            next(stream)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                *_, last = stream
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert last.kind == "unavailable"
+            assert eventually(lambda: worker.health().status == "ready")
+            request = completion(max_tokens=5)
+            assert by_sequence(worker.submit(request)) == undisturbed(bundle, request)
+    os.kill(pid, signal.SIGTERM)
+    place.assert_clean()
+
+
+# handing over while the engine is away
+
+
+@pytest.fixture
+def pair(place, make_bundle):
+    """Clients of two replicas, and the bundle; nobody keeps the first, whose pid is ``pair[0].info.pid``."""
+    bundle = make_bundle(step_delay=0.004)
+    keepers = [place.connect(bundle, replica=i) for i in range(2)]
+    one, two = (attach(keeper._link.finder.state.path, timeout=60.0) for keeper in keepers)
+    keepers[0].close()
+    yield one, two, bundle
+    for client in (one, two, keepers[1]):
+        client.close()
+    place.assert_clean()
+
+
+def test_a_stream_is_handed_over_while_its_engine_is_looked_for(pair):
+    """A search takes as long as it takes; what ran there goes on with the other replica meanwhile."""
+    one, two, bundle = pair
+    request, looking, real = completion(max_tokens=200), threading.Event(), one._link.finder.find
+
+    def find(stalled, cancelled):
+        looking.set()
+        return real(stalled, cancelled)
+
+    one._link.finder.find = find
+    stream = one.submit(request)
+    first = next(stream)
+    os.kill(one.info.pid, signal.SIGKILL)
+    assert looking.wait(30)
+    one.hand_over(stream, two)
+    assert by_sequence([first, *stream]) == undisturbed(bundle, request)
+    assert one.health().status == "starting"
+
+
+def test_a_stream_is_handed_over_as_the_search_for_its_engine_fails(pair):
+    """What was handed over before the search failed is not failed with what waits for its engine still."""
+    one, two, bundle = pair
+    request, waiting = completion(max_tokens=200), completion("w", max_tokens=10**5)
+
+    def find(stalled, cancelled):
+        one._link.finder.find = real
+        one.hand_over(stream, two)
+        raise Unavailable("the engine is not running")
+
+    real, one._link.finder.find = one._link.finder.find, find
+    stream, other = one.submit(request), one.submit(waiting)
+    first = next(stream)
+    next(other)
+    os.kill(one.info.pid, signal.SIGKILL)
+    assert by_sequence([first, *stream]) == undisturbed(bundle, request)
+    *_, last = other
+    assert last.kind == "unavailable"

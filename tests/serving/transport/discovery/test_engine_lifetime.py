@@ -1,0 +1,223 @@
+"""Who starts, shares and ends an engine process, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from processes import gone
+from transport_place import SETTINGS, by_sequence, completion, eventually, timeless
+
+from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
+from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+
+
+def test_remote_equals_local(place, make_bundle):
+    """An engine process says exactly what the same engine in this process says, and leaves nothing."""
+    bundle = make_bundle()
+    with place.connect(bundle) as engine:
+        here = InstantEngine(bundle).submit(completion(n=3))
+        assert timeless(engine.submit(completion(n=3))) == timeless(here)
+        assert engine.info.pid == place.engines()[0].pid != os.getpid()
+        assert engine.health().status == "ready"
+    place.assert_clean()
+
+
+def test_files_are_private(place, make_bundle):
+    """Runtime and state directory and the socket are the user's alone, and others are refused."""
+    bundle = make_bundle()
+    with place.connect(bundle) as engine:
+        state = engine._link.finder.state
+        for path in (place.runtime, state.path, state.clients_dir, state.socket_path):
+            assert stat.S_IMODE(os.stat(path).st_mode) & 0o077 == 0
+        os.chmod(place.runtime, 0o755)
+        with pytest.raises(Unavailable, match="not private"):
+            place.connect(bundle)
+        os.chmod(place.runtime, 0o700)
+    place.assert_clean()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_many_starters_one_engine(place, make_bundle, count):
+    """Processes that start at once share one engine with one pid."""
+    bundle = make_bundle(load_delay=0.3)
+    code = "print(engine.info.pid, flush=True); list(engine.submit(request(5))); sys.stdin.readline()"
+    children = [place.run(code, bundle) for _ in range(count)]
+    pids = {child.stdout.readline().strip() for child in children}
+    assert pids == {str(place.engines()[0].pid)}
+    assert len(place.engines()) == 1
+    for child in children:
+        child.kill()
+    place.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["engine.close()", "pass", "raise ValueError", "os.kill(os.getpid(), 9)", "os._exit(0)"],
+)
+def test_client_ends(place, make_bundle, ending):
+    """However a client ends, with a request running, its engine ends too and nothing is left."""
+    code = f"stream = engine.submit(request(10**6)); next(stream); print('on', flush=True)\n{ending}"
+    child = place.run(code, make_bundle(step_delay=0.002))
+    assert child.stdout.readline().strip() == "on"
+    child.wait(60)
+    place.assert_clean()
+
+
+def test_killed_client_frees_its_sequences(place, make_bundle):
+    """kill -9 of one client aborts its sequences alone; the other client's go on."""
+    bundle = make_bundle(step_delay=0.02, max_model_len=10**7)  # so slow that no stream is soon paused
+    with place.connect(bundle) as engine:
+        code = "stream = engine.submit(request(10**6)); next(stream); print('on', flush=True); time.sleep(60)"
+        child = place.run(code, bundle)
+        assert child.stdout.readline().strip() == "on"
+        stream = engine.submit(completion(max_tokens=10**6))
+        assert eventually(lambda: engine.health().num_running == 2)
+        child.kill()
+        assert eventually(lambda: engine.health().num_running == 1)
+        next(stream)
+        stream.close()
+        assert eventually(lambda: engine.health().num_running == 0)
+    place.assert_clean()
+
+
+def test_dropped_stream_is_aborted(place, make_bundle):
+    """A stream that nobody holds any more is aborted without being closed."""
+    with place.connect(make_bundle(step_delay=0.002)) as engine:
+        stream = engine.submit(completion(max_tokens=10**6))
+        next(stream)
+        del stream
+        assert eventually(lambda: engine.health().num_running == 0 and engine.health().steps > 0)
+    place.assert_clean()
+
+
+def test_terminated_engine(place, make_bundle):
+    """SIGTERM ends running requests with shutting_down and leaves nothing; the next request starts anew."""
+    with place.connect(make_bundle(step_delay=0.002)) as engine:
+        pid = engine.info.pid
+        stream = engine.submit(completion(max_tokens=10**6))
+        next(stream)
+        os.kill(pid, signal.SIGTERM)
+        assert [e.kind for e in stream if isinstance(e, Failed)] == ["shutting_down"]
+        assert isinstance(list(engine.submit(completion(max_tokens=3)))[-1], Finished)
+        assert engine.info.pid != pid
+    place.assert_clean()
+
+
+def test_both_killed(place, make_bundle):
+    """What an engine and its client leave when both are killed, the next start of any engine removes."""
+    child = place.run("print(engine.info.pid, flush=True); time.sleep(60)", make_bundle())
+    pid = int(child.stdout.readline())
+    child.kill()
+    os.kill(pid, signal.SIGKILL)
+    child.wait(60)
+    # the lock and not the process list: a dying process has lost its command line before it lets go of its files
+    (left,) = [name for name in os.listdir(place.runtime) if "." not in name]
+    assert eventually(lambda: not StateDir(place.runtime, left).engine_alive)
+    with place.connect(make_bundle(vocab_size=50)):
+        assert len([name for name in os.listdir(place.runtime) if "." not in name]) == 1
+    place.assert_clean()
+
+
+def test_killed_idle_engine(place, make_bundle):
+    """A client whose idle engine was killed cleans up behind it."""
+    with place.connect(make_bundle()) as engine:
+        os.kill(engine.info.pid, signal.SIGKILL)
+        assert eventually(lambda: not engine._link.finder.alive())
+    place.assert_clean()
+
+
+def test_bad_model_fails_all_waiting(place, make_bundle, tmp_path):
+    """A model that cannot be loaded raises the short reason in every process that waits, and nothing is left."""
+    bundle = make_bundle()
+    (tmp_path / "model" / "instant.json").write_text('{"vocab_size": "many"}')
+    with ThreadPoolExecutor(4) as pool:
+        failures = [future.exception() for future in [pool.submit(place.connect, bundle) for _ in range(4)]]
+    assert all(isinstance(error, PackagingError) and "vocab_size" in str(error) for error in failures), failures
+    place.assert_clean()
+
+
+def test_killed_while_loading(place, make_bundle):
+    """An engine killed while it loads is an error that says so, at once."""
+    bundle = make_bundle(load_delay=30.0)
+    killer = threading.Thread(target=lambda: eventually(place.engines) and place.engines()[-1].kill())
+    killer.start()
+    with pytest.raises(EngineDied, match=r"cannot be started|killed while it loaded"):
+        place.connect(bundle)
+    killer.join()
+    place.assert_clean()
+
+
+def test_start_timeout(place, make_bundle):
+    """An engine that is not ready in time is killed."""
+    import msgspec
+
+    with pytest.raises(EngineDied, match="start_timeout"):
+        place.connect(make_bundle(load_delay=30.0), msgspec.structs.replace(SETTINGS, start_timeout=1.0))
+    place.assert_clean()
+
+
+def test_progress(place, make_bundle):
+    """The caller is told when the model loads and when it is ready."""
+    said = []
+    with place.connect(make_bundle(load_delay=0.2), progress=said.append):
+        assert said == ["loading", "ready"]
+    place.assert_clean()
+
+
+def test_forked_child_is_a_client_of_its_own(place, make_bundle):
+    """A forked child opens its own connection, to the same engine, and its parent's stays whole."""
+    code = """
+        first = engine.submit(request(50, "a")); next(first)
+        pid = os.fork()
+        if pid == 0:
+            mine = len(list(engine.submit(request(5, "b")))); rest = list(first)
+            os._exit(mine if rest[0].kind == "aborted" else 99)
+        got = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(got, len(list(first)), engine.info.pid, flush=True)
+        """
+    child = place.run(code, make_bundle(step_delay=0.002))
+    out, err = child.communicate(timeout=60)
+    assert out.split()[:2] == ["6", "50"], err
+    place.assert_clean()
+
+
+def test_threads_share_a_client(place, make_bundle):
+    """Sixteen threads submit at once and each gets its own tokens."""
+    bundle = make_bundle()
+    local = InstantEngine(bundle)
+    with place.connect(bundle) as engine, ThreadPoolExecutor(16) as pool:
+        prompts = [(i, i + 1) for i in range(64)]
+        got = list(pool.map(lambda p: timeless(engine.submit(completion(prompt=p))), prompts))
+        assert got == [timeless(local.submit(completion(prompt=p))) for p in prompts]
+    place.assert_clean()
+
+
+def test_removed_directory(place, make_bundle):
+    """An engine whose directory somebody removed ends all the same."""
+    with place.connect(make_bundle()):
+        shutil.rmtree(place.runtime)
+    place.assert_clean()
+
+
+def test_a_directory_removed_under_a_stream(place, make_bundle):
+    """The engine that nobody can find any more ends at once, one other goes on with what ran."""
+    bundle = make_bundle(step_delay=0.02)
+    expected = by_sequence(InstantEngine(bundle).submit(completion(max_tokens=120)))
+    with place.connect(bundle) as engine:
+        pid = engine.info.pid
+        stream = engine.submit(completion(max_tokens=120))
+        begin = [next(stream) for _ in range(5)]
+        shutil.rmtree(place.runtime)
+        assert by_sequence([*begin, *stream]) == expected
+        assert eventually(lambda: gone(pid))
+        assert engine.info.pid == place.engines()[0].pid != pid
+        assert len(place.engines()) == 1
+    place.assert_clean()

@@ -1,0 +1,25 @@
+"""What an engine process sets before torch is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mlflow_llm.serving.processors import processors
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.transport.engine_process.main import _set_threads
+
+
+def test_threads_are_known_to_openmp_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are processors for; a number in the environment wins over that, the setting over both."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what the code under test sets is taken back
+        monkeypatch.delenv(name)
+    _set_threads(EngineSettings())
+    assert os.environ["OMP_NUM_THREADS"] == str(processors().threads)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    _set_threads(EngineSettings())
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    _set_threads(EngineSettings(threads=3))
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]) == ("3", "3")

@@ -1,0 +1,143 @@
+"""A standby: loaded beside the engine, serving nobody, and in its place when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from processes import alive_after, gone
+from transport_place import SETTINGS, Place, by_sequence, completion, eventually
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.transport.discovery import attacher as attach
+
+STANDBY = msgspec.structs.replace(SETTINGS, standby=1)
+
+
+def standing_by(engine: Any) -> bool:
+    health = engine.health()
+    return health.status == "ready" and health.num_standbys == 1
+
+
+def processes_of(place: Place, engine: Any) -> tuple[psutil.Process, psutil.Process]:
+    """The engine and its standby, once it is ready."""
+
+    def found() -> dict[int, psutil.Process]:
+        return {process.pid: process for process in place.engines() if not gone(process)}
+
+    assert eventually(lambda: standing_by(engine) and len(found()) == 2)
+    both = found()
+    return both.pop(engine.info.pid), *both.values()
+
+
+def test_it_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """A stream whose engine is killed goes on in the standby with the same tokens, another stands by, and all end
+    with the last client."""
+    bundle = make_bundle(step_delay=0.01)
+    with place.connect(bundle, STANDBY) as engine:
+        expected = by_sequence(engine.submit(completion("whole", max_tokens=200)))
+        for turn in range(2):
+            serving, standby = processes_of(place, engine)
+            stream = engine.submit(completion(f"cut {turn}", max_tokens=200))
+            first = next(stream)
+            serving.kill()
+            assert by_sequence([first, *stream]) == expected
+            assert engine.info.pid == standby.pid
+        found = [*processes_of(place, engine)]
+        assert engine.info.num_standbys == 1
+    assert not alive_after(found)
+    place.assert_clean()
+
+
+def test_who_attached_finds_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """A gateway's client, which starts no engine, goes on in the standby while its keeper looks away."""
+    with place.connect(make_bundle(step_delay=0.01), STANDBY) as keeper:
+        serving, standby = processes_of(place, keeper)
+        (directory,) = [path for path in os.listdir(place.runtime) if os.path.isdir(os.path.join(place.runtime, path))]
+        with attach(os.path.join(place.runtime, directory)) as client:
+            stream = client.submit(completion(max_tokens=100))
+            first = next(stream)
+            serving.kill()
+            tokens, _ = by_sequence([first, *stream])
+            assert (len(tokens[0]), client.info.pid) == (100, standby.pid)
+
+
+def test_an_engine_that_hangs_is_replaced_by_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """The engine that stands still is killed, the standby is not."""
+    settings = msgspec.structs.replace(STANDBY, stall_timeout=1.0)
+    with place.connect(make_bundle(), settings, keep=True) as engine:
+        serving, standby = processes_of(place, engine)
+        serving.send_signal(signal.SIGSTOP)
+        assert eventually(lambda: engine.info.pid == standby.pid and engine.health().status == "ready")
+        assert not alive_after([serving])
+
+
+def test_a_standby_that_dies_is_replaced(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """Nobody who uses the engine notices."""
+    with place.connect(make_bundle(step_delay=0.01), STANDBY) as engine:
+        serving, standby = processes_of(place, engine)
+        stream = engine.submit(completion(max_tokens=100))
+        standby.kill()
+        tokens, _ = by_sequence(stream)
+        assert len(tokens[0]) == 100
+        assert not alive_after([standby])
+        assert eventually(lambda: standing_by(engine) and len([p for p in place.engines() if not gone(p)]) == 2)
+        assert processes_of(place, engine)[0] == serving
+
+
+def test_all_killed_at_once(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """Without its standby an engine is started again as before."""
+    with place.connect(make_bundle(), STANDBY) as engine:
+        both = processes_of(place, engine)
+        for process in reversed(both):
+            process.suspend()
+        for process in both:
+            process.kill()
+        assert not alive_after(both)
+        assert len(by_sequence(engine.submit(completion(max_tokens=5)))[0][0]) == 5
+        assert engine.info.pid not in {process.pid for process in both}
+
+
+def test_an_engine_that_is_asked_to_end_takes_it_along(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """SIGTERM ends both; SIGTERM of the standby alone leaves the engine's files where they are."""
+    engine = place.connect(make_bundle(), STANDBY)
+    serving, standby = processes_of(place, engine)
+    standby.terminate()
+    assert not alive_after([standby])
+    serving, again = processes_of(place, engine)
+    assert again.pid != standby.pid
+    serving.terminate()
+    assert not alive_after([serving, again])
+    engine.close()
+    place.assert_clean()
+
+
+def test_clients_that_die_with_the_engine(place: Place, make_bundle: Callable[..., Bundle]) -> None:
+    """The standby that takes over for nobody ends, and leaves nothing behind."""
+    child = place.run(
+        """
+        while engine.health().num_standbys != 1: time.sleep(0.02)
+        print(engine.info.pid, flush=True); time.sleep(300)
+        """,
+        make_bundle(),
+        STANDBY,
+    )
+    assert child.stdout is not None
+    serving = psutil.Process(int(child.stdout.readline()))
+    child.kill()
+    serving.kill()
+    place.assert_clean()
+
+
+def test_what_is_refused() -> None:
+    """More than one, or one for an engine that has no process, is refused by name."""
+    for settings in ({"standby": 2}, {"standby": 1, "in_process": True}):
+        with pytest.raises(InvalidField, match="standby"):
+            EngineSettings(**settings)
