@@ -31,5 +31,5 @@ def keepers(server: Running) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.Error):  # just ended
-            found += [process] if any("web.keeper" in word for word in process.cmdline()) else []
+            found += [process] if any("control.main" in word for word in process.cmdline()) else []
     return found
