@@ -247,9 +247,9 @@ def test_the_loop_goes_on_meanwhile(pool):
     code = (
         "import gevent.monkey; gevent.monkey.patch_all()\n"
         "import gevent, gevent.threadpool\n"
-        "from mlflow_llm.serving.web import green_wait\n"
+        "from mlflow_llm.serving.http import gevent_wait\n"
         "from mlflow_llm.serving.confined import POOL, Exceeded, Limits\n"
-        "green_wait.install()\n"
+        "gevent_wait.install()\n"
         "def slow(_=None):\n"
         "    work = dict(messages=[], variables={}, output=9)\n"
         "    loop = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"

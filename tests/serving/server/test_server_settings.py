@@ -44,7 +44,9 @@ def workers(server: Running) -> dict[int, int]:
     for process in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.Error):
             mine = [c for c in process.net_connections("tcp") if c.laddr.port == server.port]
-            if any(c.status == psutil.CONN_LISTEN for c in mine) and "serving.web" not in " ".join(process.cmdline()):
+            if any(c.status == psutil.CONN_LISTEN for c in mine) and "mlflow_llm.serving" not in " ".join(
+                process.cmdline()
+            ):
                 found[process.pid] = sum(c.status == psutil.CONN_ESTABLISHED for c in mine)
     return found
 

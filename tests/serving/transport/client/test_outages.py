@@ -108,7 +108,7 @@ def test_a_search_may_fail_for_ever(monkeypatch):
     for _ in range(5000):
         found.failed(Unavailable("away"))
     assert found.pause == LONGEST_PAUSE
-    monkeypatch.setattr(search, "PASSING", 0.0)
+    monkeypatch.setattr(reconnect, "PASSING", 0.0)
     assert isinstance(found.failed(refused), EngineDied)
     found.found()
     assert said[:2] == [str(refused), "no weights"]
