@@ -25,7 +25,8 @@ from mlflow_llm.serving.file_locks import try_acquire
 HOLDER = """
 import os, sys
 from mlflow_llm.serving.control import mlflow_resolver as entry
-looker = "import os, sys; sys.path[:0] = {path!r}; from mlflow_llm.serving.control import mlflow_resolver as entry; entry.end_with_parent(); "
+looker = "import os, sys; sys.path[:0] = {path!r}; "
+looker += "from mlflow_llm.serving.control import mlflow_resolver as entry; entry.end_with_parent(); "
 looker += "print(os.getpid(), flush=True, file=sys.stderr); import threading; threading.Event().wait()"
 entry._run([sys.executable, "-c", looker], None)
 """

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
-from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.file_locks import is_held, try_acquire
+from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport.client import reconnect
 from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Search
 from mlflow_llm.serving.transport.discovery import attacher as attach
