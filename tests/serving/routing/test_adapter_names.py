@@ -26,7 +26,7 @@ from mlflow_llm.serving.routing import adapter_names
 from mlflow_llm.serving.routing.adapter_names import AdapterNames
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport.discovery import attacher as attach
+from mlflow_llm.serving.transport import attach
 
 PIRATE = BODY | {"model": "assistant:pirate"}
 

@@ -16,7 +16,7 @@ from mlflow_llm.serving.errors import Conflict, NotFound, PackagingError
 from mlflow_llm.serving.supervision.backoff import Backoff
 from mlflow_llm.serving.supervision.supervisor import EngineModel, Supervisor
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport.discovery import attacher as attach
+from mlflow_llm.serving.transport import attach
 
 GREENLETS = """
 from gevent import monkey; monkey.patch_all()

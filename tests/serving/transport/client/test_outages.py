@@ -17,9 +17,9 @@ from transport_place import SETTINGS, by_sequence, completion, eventually
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.file_locks import is_held, try_acquire
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.client import reconnect
 from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Search
-from mlflow_llm.serving.transport.discovery import attacher as attach
 from mlflow_llm.serving.transport.discovery import state_directory as rundir
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 from mlflow_llm.serving.transport.discovery.state_directory import StateDir

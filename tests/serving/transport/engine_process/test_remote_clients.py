@@ -20,9 +20,8 @@ from mlflow_llm.serving.errors import PackagingError, Unavailable
 from mlflow_llm.serving.events import Finished
 from mlflow_llm.serving.testing.instant_core import InstantCore
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport import protocol as messages
+from mlflow_llm.serving.transport import attach, protocol
 from mlflow_llm.serving.transport.auth import secure_client
-from mlflow_llm.serving.transport.discovery import attacher as attach
 from mlflow_llm.serving.transport.discovery.state_directory import StateDir
 from mlflow_llm.serving.transport.engine_process import server
 
@@ -114,7 +113,7 @@ def test_no_word_without_the_key(place, make_bundle, key, tmp_path, other):
         if other is not None:
             secure_client(stranger, b"k" * 32)
         stranger.connect(address)
-        stranger.send(messages.encode(messages.Hello("")))
+        stranger.send(protocol.encode(protocol.Hello("")))
         assert not stranger.poll(1000)
         stranger.close(0)
     context.term()
@@ -187,9 +186,9 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
     engine = server.EngineServer(core, SETTINGS, state, _Deaf(), core.info, "generation")
     for client_id, name in (("", "far"), ("near", "near")):
         identity = server.LOCAL + name.encode()
-        engine._handle(identity, messages.Hello(client_id, name=name))
+        engine._handle(identity, protocol.Hello(client_id, name=name))
         request = msgspec.structs.replace(completion(name, max_tokens=5), deadline=3.0)
-        engine._handle(identity, messages.Submit(request, time_left=600.0))
+        engine._handle(identity, protocol.Submit(request, time_left=600.0))
     assert 500 < taken["far"].deadline - time.monotonic() <= 600
     assert taken["near"].deadline == 3.0
 
@@ -216,15 +215,15 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
     for name in ("silent", "alive"):
         client = context.socket(zmq.DEALER)
         client.connect("inproc://engine")
-        client.send(messages.encode(messages.Hello("", name=name)))
-        client.send(messages.encode(messages.Submit(completion(name, max_tokens=10**5))))
+        client.send(protocol.encode(protocol.Hello("", name=name)))
+        client.send(protocol.encode(protocol.Submit(completion(name, max_tokens=10**5))))
         clients.append(client)
     loop.start()
     assert eventually(lambda: core.health().num_running == 2)
     peers = {peer.name: peer for peer in engine._peers.values()}
     for _ in range(int(server.SILENCE) + 2):
         clock.now += 1.0
-        clients[1].send(messages.encode(messages.Ping()))
+        clients[1].send(protocol.encode(protocol.Ping()))
         assert eventually(lambda: peers["alive"].seen == clock.now)
     assert eventually(lambda: core.health().num_running == 1)
     assert [peer.name for peer in engine._peers.values()] == ["alive"]
@@ -251,21 +250,21 @@ def test_a_key_opens_no_files(place, make_bundle, key, tmp_path):
         stranger.connect(address)
 
         def ask(message, kind):
-            stranger.send(messages.encode(message))
+            stranger.send(protocol.encode(message))
             while True:
                 assert stranger.poll(60_000)
-                if isinstance(found := messages.decode_for_client(stranger.recv()), kind):
+                if isinstance(found := protocol.decode_for_client(stranger.recv()), kind):
                     return found
 
-        ask(messages.Hello("x" * 32, journal=str(journal)), messages.Welcome)
-        stranger.send(messages.encode(messages.Submit(completion("metered", max_tokens=5))))
-        while not isinstance(ask(messages.Ping(), messages.Events).items[-1][1], Finished):
+        ask(protocol.Hello("x" * 32, journal=str(journal)), protocol.Welcome)
+        stranger.send(protocol.encode(protocol.Submit(completion("metered", max_tokens=5))))
+        while not isinstance(ask(protocol.Ping(), protocol.Events).items[-1][1], Finished):
             pass
         assert not journal.exists()
         for number, path in enumerate(("/etc", f"{allowed}/../other/own", f"{allowed}/link/own", allowed, "", "own")):
-            answer = ask(messages.LoadAdapter(number, "own", path), messages.Answer)
+            answer = ask(protocol.LoadAdapter(number, "own", path), protocol.Answer)
             assert (answer.kind, answer.call) == ("permission_denied", number)
-        assert ask(messages.LoadAdapter(9, "own", f"{allowed}/own"), messages.Answer).kind is None
+        assert ask(protocol.LoadAdapter(9, "own", f"{allowed}/own"), protocol.Answer).kind is None
         assert local.load_adapter("near", str(tmp_path / "other/own")).name == "near"
         stranger.close(0)
     context.term()

@@ -16,7 +16,7 @@ from transport_place import SETTINGS, Place, by_sequence, completion, eventually
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.transport.discovery import attacher as attach
+from mlflow_llm.serving.transport import attach
 
 STANDBY = msgspec.structs.replace(SETTINGS, standby=1)
 
