@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
+from mlflow_llm.flavors.llm.names import FLAVOR_NAME
 from mlflow_llm.serving.control.settings import STATE_VARIABLE
 
 from . import calls, model_uris, records
@@ -23,7 +24,6 @@ from . import endpoint_calls as endpoints
 from . import local_config as configs
 from . import local_servers as servers
 from .inputs import requests_of
-from .model_uris import FLAVOR
 
 
 def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None) -> None:
@@ -68,8 +68,8 @@ def _named(name: Any) -> str:
 
 
 def _check_flavor(flavor: str | None) -> None:
-    if flavor not in (None, FLAVOR):
-        raise MlflowException.invalid_parameter_value(f"flavor: {flavor!r}; this target serves {FLAVOR!r} only")
+    if flavor not in (None, FLAVOR_NAME):
+        raise MlflowException.invalid_parameter_value(f"flavor: {flavor!r}; this target serves {FLAVOR_NAME!r} only")
 
 
 def _one_name(name: str | None, endpoint: str | None) -> Any:
@@ -202,7 +202,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return self.get_deployment(endpoint)
 
     def _shown(self, found: dict[str, Any]) -> dict[str, Any]:
-        return {**found, "flavor": FLAVOR, "url": self._remote}
+        return {**found, "flavor": FLAVOR_NAME, "url": self._remote}
 
     def _merged(self, name: str, model_uri: str | None, config: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
         """What the endpoint is to serve: what is not named stays as it is."""

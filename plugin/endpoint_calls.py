@@ -10,6 +10,7 @@ import msgspec
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.model_uri import by_version, parse
 from mlflow_llm.serving.settings import EngineSettings
 
 from . import calls
@@ -114,24 +115,18 @@ def config_of(model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def entity_of(model_uri: str) -> dict[str, Any]:
     """``models:/name/version`` and ``models:/name@alias`` by name and version; a directory or another URI as it is."""
-    path = model_uri.removeprefix("models:").lstrip("/")
-    if model_uri.startswith("models:") and "@" in path:
-        name, alias = path.rsplit("@", 1)
-        return {"entity_name": name, "entity_version": f"@{alias}"}
-    if model_uri.startswith("models:") and path.count("/") == 1 and path.rsplit("/", 1)[1].isdecimal():
-        name, version = path.rsplit("/", 1)
-        return {"entity_name": name, "entity_version": version}
+    named = parse(model_uri)
+    if named is not None and named.alias is not None:
+        return {"entity_name": named.name, "entity_version": f"@{named.alias}"}
+    if named is not None and named.version is not None and named.version.isdecimal():
+        return {"entity_name": named.name, "entity_version": named.version}
     return {"entity_name": absolute(model_uri)}
 
 
 def uri_of(entity: dict[str, Any]) -> str:
     """The model that a served entity of an endpoint's config names."""
     name, version = entity["entity_name"], entity.get("entity_version") or ""
-    if not version:
-        return str(name)
-    if version.isdecimal() or version == "latest":  # which is no alias
-        return f"models:/{name}/{version}"
-    return f"models:/{name}@{version.removeprefix('@')}"
+    return by_version(name, version).uri if version else str(name)
 
 
 def parsed(value: Any) -> Any:

@@ -24,12 +24,12 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_STATE, RESOURCE_ALREADY_EXISTS
 from msgspec.structs import asdict, replace
 
+from mlflow_llm.flavors.llm.names import FLAVOR_NAME
 from mlflow_llm.serving.errors import without_password
 
 from . import calls, model_uris, processes, records
 from . import endpoint_calls as endpoints
 from . import local_config as configs
-from .model_uris import FLAVOR
 from .records import Record
 
 START_SECONDS = 600.0
@@ -50,7 +50,7 @@ def get(name: str) -> dict[str, Any]:
     return {
         "name": record.name,
         "status": status,
-        "flavor": FLAVOR,
+        "flavor": FLAVOR_NAME,
         "url": record.url,
         "model_uri": ", ".join(map(endpoints.uri_of, served)) or record.model_uri,
         "config": record.config | database,
@@ -67,7 +67,7 @@ def list_all() -> list[dict[str, Any]]:
             found.append(get(name))
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # deleted just now
-                found.append({"name": name, "flavor": FLAVOR, "status": "UNREADABLE", "message": error.message})
+                found.append({"name": name, "flavor": FLAVOR_NAME, "status": "UNREADABLE", "message": error.message})
     return found
 
 

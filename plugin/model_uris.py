@@ -11,15 +11,10 @@ import sqlalchemy as sa
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from mlflow_llm.flavors.llm import registry
-from mlflow_llm.flavors.llm.registry import IN_A_STORE
+from mlflow_llm.flavors.llm.model_registry import pinned
+from mlflow_llm.flavors.llm.names import FLAVOR_NAME
 from mlflow_llm.serving.errors import ModelNotFound, without_password
-
-FLAVOR = "llm"
-
-
-def is_path(uri: str) -> bool:
-    return ":" not in uri.split("/")[0]
+from mlflow_llm.serving.model_uri import in_store, is_path
 
 
 def absolute(uri: Any) -> str:
@@ -62,7 +57,7 @@ def stores() -> dict[str, str]:
 
 def check_stores(uri: str, kept: dict[str, str]) -> None:
     """Raises ``MlflowException`` where the server would look for ``uri`` in other stores than the caller."""
-    if not uri.startswith(IN_A_STORE):
+    if not in_store(uri):
         return
     for name, own in stores().items():
         if kept.get(name) and kept[name].rstrip("/") != own.rstrip("/"):
@@ -75,17 +70,18 @@ def check_stores(uri: str, kept: dict[str, str]) -> None:
 def must_be_ours(uri: str) -> None:
     """Raises ``MlflowException`` for a model that is not there, and for one of another flavor. What is neither in a
     store of MLflow's nor a directory is left to the server to find."""
-    if not is_path(uri) and not uri.startswith(IN_A_STORE):
+    if not is_path(uri) and not in_store(uri):
         return
     try:
-        flavors = mlflow.models.get_model_info(registry.fixed(uri)).flavors
+        flavors = mlflow.models.get_model_info(pinned(uri)).flavors
     except ModelNotFound as error:
         raise MlflowException(str(error), error_code=RESOURCE_DOES_NOT_EXIST) from None
     except MlflowException:
         raise
     except Exception as error:  # of a store's client, or of the parser of what is no MLmodel
         raise MlflowException(f"model_uri: {uri} cannot be read ({type(error).__name__}: {error!s:.200})") from None
-    if FLAVOR not in flavors:
+    if FLAVOR_NAME not in flavors:
         raise MlflowException.invalid_parameter_value(
-            f"model_uri: {uri} was logged with the flavors {', '.join(flavors)}; expected one logged with {FLAVOR!r}"
+            f"model_uri: {uri} was logged with the flavors {', '.join(flavors)}; expected one logged with"
+            f" {FLAVOR_NAME!r}"
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from . import errors
-from .failures import FLAVOR_NAME
-from .lifetime import close, closing
+from .bundle_reader import load_bundle
+from .load import _load_pyfunc, close, closing, load_model
+from .names import FLAVOR_NAME
 from .requirements import get_default_conda_env, get_default_pip_requirements
-from .resolve import _load_pyfunc, load_bundle, load_model
 from .save import log_model, save_model
 
 __all__ = [

@@ -11,7 +11,8 @@ from typing import Any
 from ...serving.errors import PackagingError, shown
 from .checkpoints import convert, place_file, real_file
 from .manifest import is_adapter_name
-from .skeleton import linear_shapes
+from .meta_model import linear_shapes
+from .peft_split import adapter_names, has_adapters, save_adapter
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -56,8 +57,6 @@ def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:
     if isinstance(source, str | os.PathLike):
         _place_directory(name, Path(source).expanduser(), target, link=link)
         return
-    from .peft_split import adapter_names, has_adapters
-
     if not has_adapters(source):
         raise PackagingError(
             f"adapters: {name!r} is a {type(source).__name__}; expected a PeftModel or a directory in peft's layout"
@@ -71,8 +70,6 @@ def _place_one(name: str, source: Any, target: Path, *, link: bool) -> None:
 
 
 def _place_from_model(model: Any, name: str, target: Path) -> None:
-    from .peft_split import save_adapter
-
     save_adapter(model, name, target)
     _write_config(_read_config(target / CONFIG), target / CONFIG)
 

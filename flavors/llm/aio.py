@@ -1,4 +1,4 @@
-"""The asynchronous twin of ``model.LanguageModel``: ``await model.aio.chat(…)``.
+"""The asynchronous twin of ``language_model.LanguageModel``: ``await model.aio.chat(…)``.
 
 A request holds no thread: its events come from the engine's client through ``LoopQueue``, which wakes the coroutine
 that waits for them. Threads of the event loop's executor do what takes long before a request runs: starting the engine,
@@ -15,18 +15,15 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ...serving.events import Embedded, Event, Failed, Finished
 from ...serving.reply import Delta, Done, Ended, Piece, Reply, Usage, Vector
 from ...serving.request import ValidRequest
 from ...serving.tasks import embed, generate
 from ...serving.tasks.pieces import Run
-from .failures import told
-from .model import Answer, Messages, check_streamable, turns_of, vector_of
+from .answers import Answer, Messages, Vectors, check_streamable, turns_of, vector_of
+from .errors import as_mlflow
 from .session import Session
-
-Vectors = npt.NDArray[np.float32]
 
 
 class LoopQueue:
@@ -92,7 +89,7 @@ class AsyncPieces:
 
     async def __anext__(self) -> Piece:
         try:
-            with told():
+            with as_mlflow():
                 while not self._ready:
                     await self._step()
         except BaseException:  # StopAsyncIteration too: nothing follows
@@ -234,18 +231,18 @@ class AsyncLanguageModel:
     async def _generate(self, body: dict[str, Any], stream: bool) -> Answer | AsyncTextStream:
         request = await self._valid(body, stream=stream)
         if stream:
-            with told():
+            with as_mlflow():
                 check_streamable(request)
             return AsyncTextStream(self._pieces(request))
         reply = await self._reply(request)
         return Answer(choices=reply.choices, usage=reply.usage)
 
     async def _valid(self, body: dict[str, Any], *, stream: bool) -> ValidRequest:
-        with told():
+        with as_mlflow():
             return await asyncio.to_thread(self._session.valid, body, stream=stream)
 
     def _pieces(self, request: ValidRequest) -> AsyncPieces:
-        with told():
+        with as_mlflow():
             return AsyncPieces(self._session, request)
 
     async def _reply(self, request: ValidRequest) -> Reply:

@@ -11,10 +11,11 @@ from ...serving.bundle import Bundle
 from ...serving.errors import PackagingError, shown
 from . import templates as chat_templates
 from .adapters import check_adapters, place_adapters
-from .base import pinned_base
+from .base_model import pinned_base
+from .bundle_reader import read_bundle
 from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
-from .skeleton import build, check_complete, check_supported, check_weights
+from .meta_model import build, check_complete, check_supported, check_weights
 from .sources import place_model
 from .tasks import embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
@@ -76,7 +77,8 @@ def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """An adapter alone: no weights of the base, which is named by URI and content hash."""
     if not parts.adapters:
         raise PackagingError("base: it needs adapters= to put over it")
-    reference, base = pinned_base(str(parts.base))
+    reference, base_root = pinned_base(str(parts.base))
+    base = read_bundle(base_root)
     names = place_adapters(parts.adapters, None, root, link=parts.link)
     if twice := sorted(set(names) & base.adapters.keys()):
         raise PackagingError(f"adapters: the base already has an adapter {twice[0]!r}; choose another name")

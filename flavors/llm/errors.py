@@ -7,7 +7,10 @@ They keep ``kind``, ``param``, ``retry_after`` and the status that an HTTP calle
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
@@ -15,11 +18,14 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 from ...serving import errors
 from ...serving.dialects import DIALECTS
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class ServingError(errors.ServingError, MlflowException):
     """``message`` cannot be changed: MLflow's scoring server would put the whole input in front of it, prompts and all.
 
-    Made by ``public`` only: each class of the tree has arguments of its own.
+    Made by ``mlflow_error`` only: each class of the tree has arguments of its own.
     """
 
     _message = ""
@@ -36,7 +42,7 @@ class ServingError(errors.ServingError, MlflowException):
         return self.status
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), self.__dict__ | {"json_kwargs": {}}, self._message)
+        return _rebuilt, (type(self), self.__dict__ | {"json_kwargs": {}}, self._message)
 
 
 class RequestError(errors.RequestError, ServingError):
@@ -141,7 +147,7 @@ def _mirrored(cls: type[ServingError]) -> dict[type[errors.ServingError], type[S
 CLASSES = _mirrored(ServingError)
 
 
-def public(error: errors.ServingError | errors.PackagingError) -> MlflowException:
+def mlflow_error(error: errors.ServingError | errors.PackagingError) -> MlflowException:
     """``error`` as an ``MlflowException`` of the same class, with the code that the MLflow dialect has for it."""
     if isinstance(error, MlflowException):
         return error
@@ -149,14 +155,34 @@ def public(error: errors.ServingError | errors.PackagingError) -> MlflowExceptio
         return (ModelNotFound if isinstance(error, errors.ModelNotFound) else PackagingError)(str(error))
     cls = CLASSES[type(error)]
     code = DIALECTS["mlflow"].error(error).body["error_code"]
-    found = _again(cls, {}, error.message)
+    found = _rebuilt(cls, {}, error.message)
     MlflowException.__init__(found, error.message, error_code=ErrorCode.Value(code))
     found.__dict__.update({name: value for name, value in vars(error).items() if name != "message"})
     return found
 
 
-def _again(cls: type[ServingError], values: dict[str, Any], told: str) -> ServingError:
-    found = cls.__new__(cls, told)
+@contextmanager
+def as_mlflow() -> Iterator[None]:
+    """A ``ServingError`` or ``PackagingError`` raised inside leaves as its ``MlflowException`` twin."""
+    try:
+        yield
+    except (errors.ServingError, errors.PackagingError) as error:
+        raise mlflow_error(error) from None
+
+
+def raises_mlflow(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of public functions: ``as_mlflow`` around each call."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with as_mlflow():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _rebuilt(cls: type[ServingError], values: dict[str, Any], message: str) -> ServingError:
+    found = cls.__new__(cls, message)
     found.__dict__.update(values)
-    found._message = told
+    found._message = message
     return found

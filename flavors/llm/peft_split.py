@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...serving.errors import PackagingError
-from .sources import save_model_object
+from .pretrained import save_pretrained
 
 
 def has_adapters(model: Any) -> bool:
@@ -43,7 +43,7 @@ def save_pristine_base(model: Any, target: Path) -> None:
     if unexpected or any(parameter.is_meta for parameter in clean.parameters()):
         raise PackagingError(f"model: its base cannot be taken apart at {(unexpected or missing)[0]}")
     clean.generation_config = copy.deepcopy(getattr(base, "generation_config", None))
-    save_model_object(clean, target)
+    save_pretrained(clean, target)
 
 
 def save_adapter(model: Any, name: str, target: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...serving.bundle import Bundle
 from ...serving.dialects.errors import openai_error
@@ -20,14 +20,12 @@ from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks.endpoint import Profile
 from ...serving.tasks.reply_size import MAX_REPLY_BYTES
-from . import errors, scoring_server
-from .enforcement import Given
-from .frames import requests_of
+from . import errors, scoring_server, signature_enforcement
+from .language_model import LanguageModel
+from .predict_input import requests_of
 from .session import Session
 from .signature import ON_ERROR, request_fields
-
-if TYPE_CHECKING:
-    from .model import LanguageModel
+from .signature_enforcement import Given
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +142,6 @@ class PyfuncModel:
 
     def get_raw_model(self) -> LanguageModel:
         """For ``PyFuncModel.get_raw_model``: the same model as an object for people."""
-        from .model import LanguageModel
-
         return LanguageModel.over(self.session)
 
     def close(self) -> None:
@@ -153,9 +149,7 @@ class PyfuncModel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a process that may have loaded no model yet."""
-        from . import enforcement
-
-        enforcement.install()
+        signature_enforcement.install()
         self.__dict__.update(state)
 
     def __enter__(self) -> PyfuncModel:
@@ -201,13 +195,15 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ServingError as error:
-        raise errors.public(error) from None
+        raise errors.mlflow_error(error) from None
     except PackagingError as error:
-        raise errors.public(InternalError(str(error))) from None
+        raise errors.mlflow_error(InternalError(str(error))) from None
     except Exception:
         mark = uuid.uuid4().hex[:12]
         logger.exception("predict failed (%s)", mark)
-        raise errors.public(InternalError(f"internal error {mark}; the log of the server has the details")) from None
+        raise errors.mlflow_error(
+            InternalError(f"internal error {mark}; the log of the server has the details")
+        ) from None
 
 
 def _shows_progress(rows: int) -> bool:

@@ -22,8 +22,9 @@ from . import generation_config as generation_configs
 from . import manifest as manifests
 from . import model_config as configs
 from .bundle_writer import Parts, write_bundle
-from .failures import FLAVOR_NAME, LOADER_MODULE, public
+from .errors import raises_mlflow
 from .manifest import FORMAT_VERSION, Manifest
+from .names import FLAVOR_NAME, LOADER_MODULE
 from .options import EngineOptions
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 from .signature import default_example, lossless_signature
@@ -32,7 +33,7 @@ from .templates import Templates
 logger = logging.getLogger(__name__)
 
 
-@public
+@raises_mlflow
 def save_model(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -139,7 +140,7 @@ def save_model(
         raise
 
 
-@public
+@raises_mlflow
 def log_model(
     model: Any = None,
     name: str | None = None,

@@ -21,7 +21,8 @@ from mlflow.pyfunc import MAIN, scoring_server
 from ...serving.dialects.fields import unknown_field
 from ...serving.dialects.tables import DATABRICKS_WITHOUT_MEANING
 from ...serving.errors import InvalidField, RequestError
-from .failures import LOADER_MODULE, public
+from .errors import raises_mlflow
+from .names import LOADER_MODULE
 from .signature import is_lossless
 
 FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
@@ -76,7 +77,7 @@ def parsing_csv(plain: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
-@public
+@raises_mlflow
 def read_body(data: Any) -> tuple[Any, dict[str, Any] | None, bool]:
     """``(input, params, whether it is a request in OpenAI's form)`` of a JSON body. Raises ``RequestError``."""
     body = _decoded(data)

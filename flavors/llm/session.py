@@ -30,6 +30,7 @@ from ...serving.tasks.cache_salt import CacheSalts
 from ...serving.tasks.endpoint import EndpointView, Profile
 from ...serving.tasks.prepare import Limits, prepare
 from ...serving.tasks.text import TextModel
+from .bundle_reader import load_bundle
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +198,6 @@ def _again(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], p
 
 def _fetched(bundle: Bundle, missing: str, uri: str) -> Bundle:
     """Raises ``MlflowException``."""
-    from .resolve import load_bundle
-
     if not uri:
         told = f"this copy of a loaded model has no files here: there is no {missing}; load the model where it is used"
         raise MlflowException(told, error_code=RESOURCE_DOES_NOT_EXIST)

@@ -8,7 +8,6 @@ taken apart into its pristine base and its adapters (``peft_split``).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from msgspec import Struct
 
 from ...serving.errors import PackagingError, reason, shown
 from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
+from .hub import HUB_ID, fetch_snapshot
+from .peft_split import has_adapters, save_pristine_base
+from .pretrained import save_pretrained
 from .tokenizers import is_tokenizer_file
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weights of other frameworks and the state of a training run: not part of a model to serve.
 OTHER_FORMATS = (*PICKLED_SUFFIXES, ".safetensors", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite")
 OTHER_FILES = frozenset({"trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"})
-NO_PICKLES = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.gguf", "onnx/*", "openvino/*"]
 
 
 class Placed(Struct, frozen=True, kw_only=True):
@@ -40,33 +40,16 @@ def place_model(model: Any, target: Path, *, link: bool = False, revision: str |
         return _place_path(model, target, link=link, revision=revision)
     from transformers import PreTrainedModel
 
-    from .peft_split import has_adapters, save_pristine_base
-
     if has_adapters(model):
         save_pristine_base(model, target)
         return Placed(peft_model=model)
     if isinstance(model, PreTrainedModel):
-        save_model_object(model, target)
+        save_pretrained(model, target)
         return Placed()
     raise PackagingError(
         f"model: a {type(model).__name__} is not allowed; expected a transformers PreTrainedModel, a PeftModel, a"
         " Hugging Face or sentence-transformers directory, a GGUF file, or a hub id"
     )
-
-
-def save_model_object(model: Any, target: Path) -> None:
-    """``save_pretrained`` of a model whose weights are all here and not quantised."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise PackagingError(
-            "model: its weights are quantised; load it without quantization_config, and set quantization='int8' to"
-            " serve it in int8"
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PackagingError("model: some weights are on the meta device (offloaded); load it whole first")
-    try:
-        model.save_pretrained(target)
-    except Exception as error:  # of transformers, safetensors, or the model's own code
-        raise PackagingError(f"model: save_pretrained failed: {reason(error)}") from None
 
 
 def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revision: str | None) -> Placed:
@@ -78,7 +61,7 @@ def _place_path(model: str | os.PathLike[str], target: Path, *, link: bool, revi
             raise PackagingError(f"model: {path.name} is not allowed; a single file must be a GGUF file")
         return _place_gguf(path, target)
     if isinstance(model, str) and HUB_ID.fullmatch(model):
-        return _place_directory(fetch_from_hub(model, revision), target, link=link)
+        return _place_directory(fetch_snapshot(model, revision), target, link=link)
     raise PackagingError(f"model: {shown(str(model))} is neither a directory, nor a file, nor a hub id")
 
 
@@ -161,21 +144,5 @@ def _place_gguf(file: Path, target: Path) -> Placed:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    save_model_object(model, target)
+    save_pretrained(model, target)
     return Placed(tokenizer=tokenizer)
-
-
-def fetch_from_hub(repo_id: str, revision: str | None) -> Path:
-    """A snapshot of a hub repository in the local cache, with pickled weights only where there are no others."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision, ignore_patterns=NO_PICKLES))
-        if not any(snapshot.rglob("*.safetensors")):
-            snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise PackagingError(
-            f"model: {repo_id!r} is no local path and was not fetched from the hub: {reason(error)}"
-        ) from None
-    return snapshot

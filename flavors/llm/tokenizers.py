@@ -9,6 +9,7 @@ from typing import Any
 
 from ...serving.errors import PackagingError, reason, shown
 from .checkpoints import place_file, read_shapes
+from .hub import HUB_ID, fetch_snapshot
 
 TOKENIZER_FILES = frozenset(
     {
@@ -89,10 +90,8 @@ def _directory(tokenizer: str | os.PathLike[str]) -> Path:
     path = Path(tokenizer).expanduser()
     if path.is_dir():
         return path
-    from .sources import HUB_ID, fetch_from_hub
-
     if isinstance(tokenizer, str) and HUB_ID.fullmatch(tokenizer):
-        return fetch_from_hub(tokenizer, None)
+        return fetch_snapshot(tokenizer, None)
     raise PackagingError(f"tokenizer: {shown(str(tokenizer))} is neither a directory nor a hub id")
 
 

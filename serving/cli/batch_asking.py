@@ -72,11 +72,11 @@ class ModelAsking:
     settings, which replace the saved ones."""
 
     def __init__(self, uri: str, settings: dict[str, Any], stop: threading.Event) -> None:
-        from mlflow_llm.flavors.llm import unlogged
-        from mlflow_llm.flavors.llm.resolve import _local, configured
+        from mlflow_llm.flavors.llm.bundle_reader import configured
+        from mlflow_llm.flavors.llm.model_cache import logged_root
         from mlflow_llm.flavors.llm.session import Session
 
-        bundle, config = configured(unlogged.logged(uri) or _local(uri), settings)
+        bundle, config = configured(logged_root(uri), settings)
         self._session = Session(bundle, config.settings, config.request_defaults)
         self._stop = stop
         self.concurrency = config.settings.max_num_seqs

@@ -31,12 +31,11 @@ class LocalModel:
         from mlflow.exceptions import MlflowException
 
         from mlflow_llm.flavors import llm
-        from mlflow_llm.flavors.llm import resolve, unlogged
+        from mlflow_llm.flavors.llm.model_cache import logged_root
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         try:
-            root = unlogged.logged(uri) or resolve._local(uri)
-            model = llm._load_pyfunc(str(root), overrides or None)
+            model = llm._load_pyfunc(str(logged_root(uri)), overrides or None)
         except (MlflowException, ValueError) as error:
             raise click.ClickException(str(getattr(error, "message", error))) from None
         try:

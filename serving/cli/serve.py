@@ -19,6 +19,7 @@ from ..control.spec import EndpointSpec, ProfileName, ServeSpec
 from ..dialects.defaults import check_defaults, request_defaults
 from ..http.gunicorn.listen_addresses import addresses, bind, try_address
 from ..http.gunicorn.tls import gateway_tls, probe_tls
+from ..model_uri import parse
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
 from .spec_files import read_serve_spec
@@ -384,8 +385,8 @@ def _check_settings(overrides: dict[str, Any], named: dict[str, str], addresses:
 
 def name_of(uri: str) -> str:
     """``models:/assistant@champion`` and ``models:/assistant/3`` are ``assistant``; else the last part of the path."""
-    path = uri.removeprefix("models:/").rstrip("/")
-    return path.split("@")[0].split("/")[0] if uri.startswith("models:/") else os.path.basename(path) or "model"
+    named = parse(uri)
+    return named.name if named is not None else os.path.basename(uri.rstrip("/")) or "model"
 
 
 def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str, Any]:

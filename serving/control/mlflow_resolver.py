@@ -120,7 +120,7 @@ def end_with_parent(lifeline: int = 0) -> None:
 def main(words: list[str]) -> int:
     from mlflow.exceptions import MlflowException
 
-    from mlflow_llm.flavors.llm.resolve import configured
+    from mlflow_llm.flavors.llm.bundle_reader import configured
 
     try:
         found = []
@@ -143,14 +143,15 @@ def main(words: list[str]) -> int:
 
 def _root(uri: str, *, weights: bool) -> tuple[Path, str]:
     """The folder of a model, and its URI with a version; what is not logged yet is logged into the user's cache."""
-    from mlflow_llm.flavors.llm import registry, unlogged
-    from mlflow_llm.flavors.llm.resolve import _local
+    from mlflow_llm.flavors.llm.fetch import local_root
+    from mlflow_llm.flavors.llm.model_cache import logged
+    from mlflow_llm.flavors.llm.model_registry import pinned
 
-    made = unlogged.logged(uri)
+    made = logged(uri)
     if made is not None:
         return made, uri
-    fixed = registry.fixed(uri)
-    return _local(fixed, weights=weights), fixed
+    fixed = pinned(uri)
+    return local_root(fixed, weights=weights), fixed
 
 
 def _check_defaults(values: dict[str, Any], bundle: Bundle) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from ..dialects.defaults import check_defaults, request_defaults
 from ..errors import InvalidField, PackagingError
+from ..model_uri import parse
 from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
 from ..modes.source import Source
 from .mlflow_resolver import Resolved, resolve
@@ -101,12 +102,10 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
 
 
 def _named(uri: str) -> tuple[str, str]:
-    """``models:/assistant@champion`` is (assistant, champion); what is no registered model is a name alone."""
-    path = uri.removeprefix("models:/").lstrip("/")
-    if not uri.startswith("models:/"):
-        return uri, ""
-    name, _, alias = path.partition("@")
-    if alias:
-        return name, alias
-    name, _, version = path.partition("/")
-    return (name, version) if version else (uri, "")
+    """(name, version or alias) of a registered model: ``models:/assistant@champion`` is (assistant, champion).
+
+    (``uri``, "") for everything else.
+    """
+    named = parse(uri)
+    version = (named.alias or named.version) if named is not None else None
+    return (uri, "") if named is None or version is None else (named.name, version)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..model_uri import by_version
 from ..settings import PrefixSharing
 from .source import Source
 
@@ -34,8 +35,7 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
         """What MLflow fetches the model by."""
         if not self.entity_version:
             return self.entity_name
-        number = self.entity_version.isdecimal()
-        return f"models:/{self.entity_name}{'/' if number else '@'}{self.entity_version.removeprefix('@')}"
+        return by_version(self.entity_name, self.entity_version).uri
 
     @property
     def provisioned(self) -> bool:

@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.flavors.llm.resolve import load_bundle_from
+from mlflow_llm.flavors.llm.bundle_reader import read_bundle
 from mlflow_llm.serving.errors import PackagingError
 
 
@@ -72,12 +72,12 @@ def test_without_weights(base, adapter_dir):
     (Path(whole.model_dir) / "model.safetensors").unlink()
     (Path(whole.adapters["formal"]) / "adapter_model.safetensors").unlink()
     root = Path(mlflow.artifacts.download_artifacts("models:/assistant/2"))
-    assert load_bundle_from(root, weights=False) == whole
+    assert read_bundle(root, weights=False) == whole
     with pytest.raises(MlflowException, match=r"adapters/formal/adapter_model\.safetensors is missing"):
         llm.load_bundle("models:/assistant/2")
     (Path(whole.adapters["formal"]) / "adapter_config.json").unlink()
     with pytest.raises(PackagingError, match=r"adapters/formal/adapter_config\.json is missing"):
-        load_bundle_from(root, weights=False)
+        read_bundle(root, weights=False)
 
 
 def test_alias_is_pinned(base, adapter_dir):

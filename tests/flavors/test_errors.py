@@ -10,7 +10,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors.llm import errors
-from mlflow_llm.flavors.llm.failures import public
+from mlflow_llm.flavors.llm.errors import raises_mlflow
 from mlflow_llm.serving import errors as serving
 
 
@@ -23,7 +23,7 @@ def an(cls: type[serving.ServingError]) -> serving.ServingError:
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_every_class_has_its_public_one(cls):
     """Of the same name, kind and place in the tree; status and message are MLflow's too, and nobody can lengthen it."""
-    told = errors.public(an(cls))
+    told = errors.mlflow_error(an(cls))
     assert type(told) is getattr(errors, cls.__name__)
     assert isinstance(told, cls)
     assert isinstance(told, MlflowException)
@@ -39,7 +39,7 @@ def test_every_class_has_its_public_one(cls):
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_errors_cross_processes(cls):
     """Pickled and copied they are what they were."""
-    told = errors.public(an(cls))
+    told = errors.mlflow_error(an(cls))
     for again in (pickle.loads(pickle.dumps(told)), copy.deepcopy(told)):
         assert type(again) is type(told)
         assert (again.message, again.error_code, again.param) == (told.message, told.error_code, told.param)
@@ -54,12 +54,12 @@ def test_serving_errors_stay_its_own():
 def test_packaging_errors_are_mlflows_too():
     """With the code of a bad parameter, and still a ``ValueError``; raised twice over they stay one."""
 
-    @public
+    @raises_mlflow
     def load() -> None:
         raise serving.PackagingError("model: no")
 
     with pytest.raises(errors.PackagingError, match=r"^model: no$") as caught:
-        public(load)()
+        raises_mlflow(load)()
     assert isinstance(caught.value, MlflowException)
     assert isinstance(caught.value, ValueError)
     assert caught.value.error_code == "INVALID_PARAMETER_VALUE"

@@ -139,7 +139,7 @@ def test_overrides_at_load(tmp_path, qwen_dir):
     assert (valid.sampling.temperature, valid.sampling.top_k) == (1.0, 0)
 
 
-def test_options_are_the_settings():
+def test_options_are_the_settings(tmp_path):
     """The typed keyword arguments are the engine settings, name by name and type by type; a typo is told with the
     nearest name."""
     import typing
@@ -149,4 +149,4 @@ def test_options_are_the_settings():
 
     assert typing.get_type_hints(EngineOptions) == typing.get_type_hints(EngineSettings)
     with pytest.raises(MlflowException, match="'dtipe' is not a setting; did you mean 'dtype'"):
-        llm.log_model(object(), dtipe="float32")
+        llm.save_model(tmp_path / "model", object(), dtipe="float32")

@@ -19,7 +19,7 @@ from mlflow.types import ColSpec, DataType, Schema
 from packaging.requirements import Requirement
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.flavors.llm import model_config, resolve, signature
+from mlflow_llm.flavors.llm import bundle_reader, model_config, signature
 from mlflow_llm.serving.dialects import FIELDS
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -258,7 +258,7 @@ def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
     """At load the saved default adapter may be replaced by another of the model, or by none."""
     adapters = {"formal": adapter_dir, "casual": adapter_dir}
     llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, default_adapter="formal")
-    configured = resolve.configured
+    configured = bundle_reader.configured
     assert configured(tmp_path / "m", None)[0].default_adapter == "formal"
     assert configured(tmp_path / "m", {"default_adapter": "casual"})[0].default_adapter == "casual"
     assert configured(tmp_path / "m", {"default_adapter": None})[0].default_adapter is None

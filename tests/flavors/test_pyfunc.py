@@ -8,7 +8,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import _validate_prediction_input
 
-from mlflow_llm.flavors.llm.frames import requests_of
+from mlflow_llm.flavors.llm.predict_input import requests_of
 from mlflow_llm.flavors.llm.pyfunc import _check_params, _with_params
 from mlflow_llm.flavors.llm.signature import lossless_signature
 from mlflow_llm.serving.errors import InvalidField

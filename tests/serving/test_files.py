@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.flavors.llm import unlogged
+from mlflow_llm.flavors.llm import model_cache
 from mlflow_llm.serving.engine import packed_cache_file
 from mlflow_llm.serving.files import cache_dir, replace_file
 
@@ -28,7 +28,7 @@ def test_the_cache_is_where_its_variables_say(
 
 def test_parts_of_the_cache_have_places_of_their_own() -> None:
     """Logged models and packed weights never meet."""
-    assert unlogged.PLACE != packed_cache_file.PLACE
+    assert model_cache.CACHE_PART != packed_cache_file.PLACE
 
 
 def test_a_file_is_replaced_whole_and_is_its_owners(tmp_path: Path) -> None:

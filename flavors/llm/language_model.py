@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ...serving.bundle import Bundle
-from ...serving.errors import InvalidField
-from ...serving.reply import Choice, Delta, Done, Ended, Reply, Usage
+from ...serving.reply import Delta, Done, Ended, Reply, Usage
 from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
-from .failures import public, told
+from .aio import AsyncLanguageModel
+from .answers import Answer, Messages, Vectors, check_streamable, turns_of, vector_of
+from .errors import as_mlflow, raises_mlflow
 from .session import Session
-
-if TYPE_CHECKING:
-    from .aio import AsyncLanguageModel
-
-Messages = str | Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Answer:
-    """A whole answer. ``str(answer)`` is its text; ``choices`` has all of them where ``n`` or prompts were more."""
-
-    choices: tuple[Choice, ...]
-    usage: Usage
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def texts(self) -> list[str]:
-        return [choice.text for choice in self.choices]
-
-    @property
-    def finish_reason(self) -> str:
-        return self.choices[0].finish_reason
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        more = f", {len(self.choices)} choices" if len(self.choices) > 1 else ""
-        tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens} tokens"
-        return f"Answer({self.text!r}, {self.finish_reason}, {tokens}{more})"
 
 
 class TextStream:
@@ -65,7 +31,7 @@ class TextStream:
         self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        with told():
+        with as_mlflow():
             for piece in self._pieces:
                 if isinstance(piece, Done):
                     self.usage = piece.usage
@@ -123,8 +89,6 @@ class LanguageModel:
     @property
     def aio(self) -> AsyncLanguageModel:
         """The same model for coroutines: ``await model.aio.chat("Hi")``."""
-        from .aio import AsyncLanguageModel
-
         return AsyncLanguageModel(self._session)
 
     @overload
@@ -155,7 +119,7 @@ class LanguageModel:
         """Continue a text; several prompts give one ``Answer`` with a choice for each."""
         return self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
-    @public
+    @raises_mlflow
     def embed(
         self,
         texts: str | list[str],
@@ -188,7 +152,7 @@ class LanguageModel:
         adapters = f", adapters {', '.join(self.adapters)}" if self.adapters else ""
         return f"LanguageModel({', '.join(bundle.tasks)}{adapters}, {bundle.content_hash[:12]})"
 
-    @public
+    @raises_mlflow
     def _generate(self, body: dict[str, Any], stream: bool) -> Answer | TextStream:
         request = self._session.valid(body, stream=stream)
         if stream:
@@ -197,28 +161,14 @@ class LanguageModel:
         reply: Reply = self._session.reply(request)
         return Answer(choices=reply.choices, usage=reply.usage)
 
-    def _vectors(self, request: ValidRequest) -> Iterator[npt.NDArray[np.float32]]:
+    def _vectors(self, request: ValidRequest) -> Iterator[Vectors]:
         """In the order of the texts: the engine computes them in another."""
         early: dict[int, bytes] = {}
         following = 0
-        with told(), self._session.pieces(request) as pieces:
+        with as_mlflow(), self._session.pieces(request) as pieces:
             for piece in pieces:
                 if not isinstance(piece, Done):
                     early[piece.index] = piece.data
                 while following in early:
                     yield vector_of(early.pop(following))
                     following += 1
-
-
-def turns_of(messages: Messages) -> Any:
-    """A text is what the user says; what is no conversation is refused by its name, as in a request."""
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-
-
-def check_streamable(request: ValidRequest) -> None:
-    if len(request.sequences) > 1:
-        raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
-
-
-def vector_of(data: bytes) -> npt.NDArray[np.float32]:
-    return np.frombuffer(data, dtype="<f4").astype(np.float32)

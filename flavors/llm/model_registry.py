@@ -1,61 +1,43 @@
-"""MLflow's stores as this package reads them: ``models:/`` URIs fixed to a version, and a useful word where nothing is.
+"""MLflow's model registry: ``models:/`` URIs pinned to a version, and the nearest names where there is no such model.
 
-Reading never makes a store: MLflow's default, ``sqlite:///mlflow.db``, would be created in the working directory by the
-first look into it, and every later look would find an empty registry instead of none.
+Reading never creates a store: the first read of MLflow's default, ``sqlite:///mlflow.db``, would create it in the
+working directory, and every later one would find an empty registry instead of none.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from msgspec import Struct
-
+from ...serving import model_uri
 from ...serving.errors import ModelNotFound, without_password
+from ...serving.model_uri import LATEST, RegisteredModel
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-IN_A_STORE = ("models:", "runs:")
-NAMED = re.compile(r"models:/+(?P<name>[^/@]+)(?:@(?P<alias>.+)|/(?P<version>[^/]+))?")
-LOGGED_MODEL = re.compile(r"m-[0-9a-f]{32}")
-MOST_NAMES = 1000  # of registered models that are looked at for the nearest name
-MOST_SHOWN = 5
+MAX_NAMES_COMPARED = 1000  # registered models compared with a misspelt name
+MAX_SHOWN = 5
 
 
-class RegisteredName(Struct, frozen=True, kw_only=True):
-    """What a ``models:/`` URI says: a name with a version (``latest`` too) or an alias, or with neither."""
+def pinned(uri: str) -> str:
+    """``uri`` with a version: ``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``.
 
-    name: str
-    version: str | None = None
-    alias: str | None = None
-
-
-def parse(uri: str) -> RegisteredName | None:
-    """None for what names no registered model: another scheme, a path, the id of a logged model."""
-    found = NAMED.fullmatch(uri)
-    if found is None or (LOGGED_MODEL.fullmatch(found["name"]) and not (found["version"] or found["alias"])):
-        return None
-    return RegisteredName(**found.groupdict())
-
-
-def fixed(uri: str) -> str:
-    """``models:/name@alias`` and ``models:/name/latest`` → ``models:/name/7``; another URI as it is, once it is known
-    to be there. Raises ``ModelNotFound`` with the nearest names, versions and aliases."""
+    Another URI is returned as it is. Raises ``ModelNotFound``, with the nearest names, versions and aliases.
+    """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    must_have_store(uri)
-    named = parse(uri)
+    check_store_exists(uri)
+    named = model_uri.parse(uri)
     if named is None:
         return uri
     client = MlflowClient()
     try:
-        return f"models:/{named.name}/{_version(client, named)}"
+        return RegisteredModel(name=named.name, version=_version(client, named)).uri
     except (MlflowException, ValueError) as error:
         code = getattr(error, "error_code", "")
         if code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "NOT_FOUND", ""):
@@ -63,11 +45,11 @@ def fixed(uri: str) -> str:
         raise ModelNotFound(_nearest(client, uri, named)) from None
 
 
-def must_have_store(uri: str) -> None:
-    """Raises ``ModelNotFound`` where ``uri`` is of a store that is a local file or folder and does not exist."""
+def check_store_exists(uri: str) -> None:
+    """Raises ``ModelNotFound`` where MLflow would look ``uri`` up in a local file or folder that does not exist."""
     import mlflow
 
-    if not uri.startswith(IN_A_STORE):
+    if not model_uri.in_store(uri):
         return
     store = mlflow.get_registry_uri() if uri.startswith("models:") else mlflow.get_tracking_uri()
     path = _local_path(store)
@@ -78,18 +60,18 @@ def must_have_store(uri: str) -> None:
 
 
 def not_found_in_store(uri: str, reason: str) -> ModelNotFound:
-    """For what a store's client refused: the store is named."""
+    """The error for ``uri`` where a store's client failed with ``reason``; it names the store."""
     import mlflow
 
     store = mlflow.get_registry_uri() if uri.startswith("models:") else mlflow.get_tracking_uri()
-    where = f" (looked for in {without_password(store)})" if uri.startswith(IN_A_STORE) else ""
+    where = f" (looked for in {without_password(store)})" if model_uri.in_store(uri) else ""
     return ModelNotFound(f"{uri} cannot be fetched: {reason}{where}")
 
 
-def _version(client: MlflowClient, named: RegisteredName) -> str:
+def _version(client: MlflowClient, named: RegisteredModel) -> str:
     if named.alias is not None:
         return str(client.get_model_version_by_alias(named.name, named.alias).version)
-    if named.version == "latest":
+    if named.version == LATEST:
         return str(max(_versions(client, named.name)))
     if named.version is None or not named.version.isdecimal():
         raise ValueError(named.version)
@@ -101,7 +83,7 @@ def _versions(client: MlflowClient, name: str) -> list[int]:
     return sorted(int(found.version) for found in client.search_model_versions(f"name='{quoted}'"))
 
 
-def _nearest(client: MlflowClient, uri: str, named: RegisteredName) -> str:
+def _nearest(client: MlflowClient, uri: str, named: RegisteredModel) -> str:
     import mlflow
     from mlflow.exceptions import MlflowException
 
@@ -126,21 +108,21 @@ def _nearest(client: MlflowClient, uri: str, named: RegisteredName) -> str:
 
 
 def _near_names(client: MlflowClient, name: str) -> str:
-    names = [model.name for model in client.search_registered_models(max_results=MOST_NAMES)]
+    names = [model.name for model in client.search_registered_models(max_results=MAX_NAMES_COMPARED)]
     if not names:
         return "none is"
-    near = difflib.get_close_matches(name, names, n=MOST_SHOWN, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=MAX_SHOWN, cutoff=0.5)
     return f"did you mean {_some(near)}?" if near else f"there are {_some(names)}"
 
 
 def _some(texts: Iterable[str]) -> str:
     every = list(texts)
-    more = f" and {len(every) - MOST_SHOWN} more" if len(every) > MOST_SHOWN else ""
-    return ", ".join(every[:MOST_SHOWN]) + more
+    more = f" and {len(every) - MAX_SHOWN} more" if len(every) > MAX_SHOWN else ""
+    return ", ".join(every[:MAX_SHOWN]) + more
 
 
 def _local_path(store: str) -> str | None:
-    """The file or folder of a store on this machine; None for one elsewhere, or in memory."""
+    """The file or folder of a store on this machine; None for a remote or in-memory store."""
     if store.startswith("sqlite:"):
         path = store.partition(":///")[2].partition("?")[0]
         return None if not path or path.startswith((":memory:", "file:")) else path

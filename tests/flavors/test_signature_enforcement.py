@@ -13,12 +13,12 @@ from mlflow.models import Model, ModelSignature
 from mlflow.pyfunc import scoring_server
 from mlflow.types import ColSpec, DataType, Schema
 
-from mlflow_llm.flavors.llm import enforcement, errors
-from mlflow_llm.flavors.llm.failures import LOADER_MODULE
+from mlflow_llm.flavors.llm import errors, signature_enforcement
+from mlflow_llm.flavors.llm.names import LOADER_MODULE
 from mlflow_llm.flavors.llm.signature import lossless_signature
 from mlflow_llm.serving.errors import PackagingError
 
-pyfunc = enforcement.pyfunc
+pyfunc = signature_enforcement.pyfunc
 pytestmark = pytest.mark.filterwarnings("ignore:.*inferred as AnyType:UserWarning")
 OWN = ModelSignature(inputs=Schema([ColSpec(DataType.string, "prompt")]))
 
@@ -32,7 +32,7 @@ class Echo:
 
 
 def model(signature: ModelSignature, loader: str = LOADER_MODULE) -> pyfunc.PyFuncModel:
-    enforcement.install()
+    signature_enforcement.install()
     meta = Model(signature=signature, flavors={pyfunc.FLAVOR_NAME: {pyfunc.MAIN: loader}})
     return pyfunc.PyFuncModel(meta, Echo(), predict_stream_fn="predict_stream")
 
@@ -145,12 +145,12 @@ def test_an_mlflow_that_drops_fields_is_found(monkeypatch):
     model(lossless_signature())
     monkeypatch.setattr(pyfunc, "_validate_prediction_input", lambda data, params, *rest: ({"prompt": "x"}, params))
     with pytest.raises(PackagingError, match=rf"MLflow {mlflow.__version__} .*\(predict\).* dropped unseen"):
-        enforcement.prove()
+        signature_enforcement.prove()
 
 
 def test_an_mlflow_without_the_function_is_found(monkeypatch):
     """The same where one of the functions is gone."""
-    monkeypatch.setattr(enforcement, "_installed", False)
+    monkeypatch.setattr(signature_enforcement, "_installed", False)
     monkeypatch.delattr(pyfunc, "_validate_prediction_input")
     with pytest.raises(PackagingError, match=r"mlflow\.pyfunc\._validate_prediction_input"):
-        enforcement.install()
+        signature_enforcement.install()

@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from stores import own_registry, own_stores
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.flavors.llm import registry
+from mlflow_llm.flavors.llm import model_registry
 from mlflow_llm.serving.errors import ModelNotFound
 
 
@@ -35,7 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 )
 def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None:
     """Versions, aliases and ``latest``."""
-    assert registry.fixed(uri) == f"models:/assistant/{version}"
+    assert model_registry.pinned(uri) == f"models:/assistant/{version}"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
 def test_what_is_not_there_is_told_with_what_is(store: str, uri: str, told: str) -> None:
     """The store that was asked, and the nearest names, versions and aliases; as MLflow's error with status 404."""
     with pytest.raises(ModelNotFound) as caught:
-        registry.fixed(uri)
+        model_registry.pinned(uri)
     assert str(caught.value).startswith(f"{uri}: {told.format(store=store)}")
     with pytest.raises(MlflowException) as public:
         llm.load_model(uri)

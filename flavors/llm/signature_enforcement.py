@@ -27,7 +27,7 @@ from mlflow.models import Model
 
 from ...serving.errors import PackagingError
 from . import scoring_server
-from .failures import LOADER_MODULE
+from .names import LOADER_MODULE
 from .signature import is_lossless, lossless_signature
 
 pyfunc: Any = importlib.import_module("mlflow.pyfunc")  # ``from mlflow import pyfunc`` may give a stand-in for it

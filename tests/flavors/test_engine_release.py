@@ -27,8 +27,8 @@ from processes import gone
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm import session
-from mlflow_llm.flavors.llm.errors import public
-from mlflow_llm.flavors.llm.model import LanguageModel
+from mlflow_llm.flavors.llm.errors import mlflow_error
+from mlflow_llm.flavors.llm.language_model import LanguageModel
 from mlflow_llm.flavors.llm.pyfunc import PyfuncModel
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.errors import InvalidField, NotFound, Overloaded
@@ -171,8 +171,8 @@ def test_copies_load_again(loaded: mlflow.pyfunc.PyFuncModel, tmp_path: Path) ->
 
 
 SHOW = """
-from mlflow_llm.flavors.llm import enforcement
-print(type(model.get_raw_model()).__name__, enforcement._installed)
+from mlflow_llm.flavors.llm import signature_enforcement
+print(type(model.get_raw_model()).__name__, signature_enforcement._installed)
 """
 
 
@@ -209,5 +209,5 @@ def test_errors_cross_processes() -> None:
     for error in (InvalidField("n", -1, "1 or more"), Overloaded("busy", retry_after=2.0), NotFound("no", param="x")):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
-        told = pickle.loads(pickle.dumps(public(error)))
+        told = pickle.loads(pickle.dumps(mlflow_error(error)))
         assert (told.message, told.get_http_status_code()) == (error.message, error.status)

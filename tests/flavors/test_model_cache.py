@@ -10,7 +10,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
-from mlflow_llm.flavors.llm import unlogged
+from mlflow_llm.flavors.llm import model_cache, unlogged_source
 from mlflow_llm.serving.errors import ModelNotFound, PackagingError
 
 
@@ -55,17 +55,17 @@ def test_a_gguf_file_says_how(tmp_path: Path) -> None:
     """A GGUF file is logged first, too."""
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     with pytest.raises(PackagingError, match="is a GGUF file, not a logged model"):
-        unlogged.must_be_logged(str(tmp_path / "a.gguf"))
+        unlogged_source.check_logged(str(tmp_path / "a.gguf"))
 
 
 def test_it_is_logged_once_into_the_cache(llama_dir: Path, cache: Path) -> None:
     """The second call finds the first one's copy; it is a model like any other."""
-    made = unlogged.logged(str(llama_dir))
+    made = model_cache.logged(str(llama_dir))
     assert made is not None
     assert made.parent == cache
     assert made.name.startswith("tiny-llama-")
     before = (made / "manifest.json").stat().st_mtime_ns
-    assert unlogged.logged(str(llama_dir)) == made
+    assert model_cache.logged(str(llama_dir)) == made
     assert (made / "manifest.json").stat().st_mtime_ns == before
     assert "chat" in llm.load_bundle(made).tasks
     assert [path.name for path in cache.iterdir()] == [made.name]
@@ -74,15 +74,15 @@ def test_it_is_logged_once_into_the_cache(llama_dir: Path, cache: Path) -> None:
 def test_changed_files_are_logged_anew(llama_dir: Path, tmp_path: Path) -> None:
     """Other weights in the same folder are another model."""
     folder = shutil.copytree(llama_dir, tmp_path / "own")
-    first = unlogged.logged(str(folder))
+    first = model_cache.logged(str(folder))
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
-    assert unlogged.logged(str(folder)) != first
+    assert model_cache.logged(str(folder)) != first
 
 
 def test_two_at_once_make_one(llama_dir: Path, cache: Path) -> None:
     """Of two that come at the same time one copy stays, whole, and both get it."""
     found: list[Path | None] = []
-    threads = [threading.Thread(target=lambda: found.append(unlogged.logged(str(llama_dir)))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(model_cache.logged(str(llama_dir)))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -95,9 +95,9 @@ def test_two_at_once_make_one(llama_dir: Path, cache: Path) -> None:
 def test_a_logged_model_is_no_source(llama_dir: Path, tmp_path: Path) -> None:
     """What is logged already is left to the ordinary way."""
     llm.save_model(tmp_path / "saved", model=llama_dir, link_files=True)
-    assert unlogged.logged(str(tmp_path / "saved")) is None
-    assert unlogged.logged("models:/a/1") is None
-    unlogged.must_be_logged(str(tmp_path / "saved"))
+    assert model_cache.logged(str(tmp_path / "saved")) is None
+    assert model_cache.logged("models:/a/1") is None
+    unlogged_source.check_logged(str(tmp_path / "saved"))
 
 
 def test_a_cache_that_cannot_be_written_is_told(
@@ -107,30 +107,30 @@ def test_a_cache_that_cannot_be_written_is_told(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLFLOW_LLM_CACHE", str(tmp_path / "file"))
     with pytest.raises(PackagingError, match="cannot be logged into"):
-        unlogged.logged(str(llama_dir))
+        model_cache.logged(str(llama_dir))
 
 
 @pytest.mark.parametrize("below", [False, True])
 def test_what_others_could_have_put_there(llama_dir: Path, cache: Path, below: bool) -> None:
     """A copy whose name anyone can work out is taken only where no other user can write."""
-    place = unlogged.logged(str(llama_dir)) if below else cache
+    place = model_cache.logged(str(llama_dir)) if below else cache
     assert place is not None
     place.mkdir(parents=True, exist_ok=True)
     place.chmod(0o777)
     with pytest.raises(PackagingError, match="models are not taken from a directory that other users could have wr"):
-        unlogged.logged(str(llama_dir))
+        model_cache.logged(str(llama_dir))
     place.chmod(0o755)
-    assert unlogged.logged(str(llama_dir)) is not None
+    assert model_cache.logged(str(llama_dir)) is not None
 
 
 def test_a_link_to_anothers_copy(llama_dir: Path, cache: Path, tmp_path: Path) -> None:
     """A symbolic link where the copy should be is not followed."""
-    made = unlogged.logged(str(llama_dir))
+    made = model_cache.logged(str(llama_dir))
     assert made is not None
     made.rename(tmp_path / "elsewhere")
     made.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PackagingError, match="models are not taken"):
-        unlogged.logged(str(llama_dir))
+        model_cache.logged(str(llama_dir))
 
 
 def test_not_found_is_a_packaging_error() -> None:

@@ -1,0 +1,54 @@
+"""Saved models brought to this machine from wherever MLflow keeps them, with or without their weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...serving.errors import reason
+from . import manifest as manifests
+from . import model_registry
+from .unlogged_source import check_logged
+
+
+def local_root(model_uri: str | os.PathLike[str], dst_path: str | None = None, *, weights: bool = True) -> Path:
+    """The root of the model at ``model_uri`` on this machine, fetched where it is elsewhere.
+
+    Raises ``ModelNotFound``; ``PackagingError`` for a model that is not logged yet.
+    """
+    path = Path(model_uri)
+    check_logged(str(model_uri))
+    if path.is_dir() and dst_path is None:
+        return path.absolute()
+    uri = str(model_uri) if path.is_dir() else model_registry.pinned(str(model_uri))
+    return fetch(uri, dst_path, weights=weights)
+
+
+def fetch(uri: str, dst_path: str | None = None, *, weights: bool = True) -> Path:
+    """A local directory with the model at ``uri``. What lies in a local store is used where it is, not copied.
+
+    Raises ``ModelNotFound``.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    model_registry.check_store_exists(uri)
+    try:
+        if not weights:
+            return _fetch_without_weights(uri)
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=dst_path))
+    except (MlflowException, OSError) as error:
+        raise model_registry.not_found_in_store(uri, reason(error)) from None
+
+
+def _fetch_without_weights(uri: str) -> Path:
+    """File by file: all but the weights are a few megabytes of what may be a hundred gigabytes."""
+    from mlflow.models.model import MLMODEL_FILE_NAME
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    store = get_artifact_repository(uri)
+    root = Path(store.download_artifacts(manifests.MANIFEST)).parent
+    for path in (MLMODEL_FILE_NAME, *manifests.read(root).files):
+        if not manifests.is_weights(path) and not (root / path).is_file():
+            store.download_artifacts(path, dst_path=str(root))
+    return root

@@ -1,0 +1,87 @@
+"""``load_model``, the loader that MLflow calls, and ``close``, which gives a loaded model's engine up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from mlflow.exceptions import MlflowException
+
+from . import signature_enforcement
+from .bundle_reader import configured
+from .errors import raises_mlflow
+from .fetch import local_root
+from .language_model import LanguageModel
+from .options import LoadOptions
+from .pyfunc import PyfuncModel
+from .session import Session
+
+if TYPE_CHECKING:
+    from mlflow.pyfunc import PyFuncModel
+
+M = TypeVar("M", bound="LanguageModel | PyfuncModel | PyFuncModel")
+
+
+@raises_mlflow
+def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]) -> LanguageModel:
+    """The model as an object for people: ``.chat``, ``.complete``, ``.embed``.
+
+    Args:
+        model_uri: a local directory, or any URI that MLflow can download.
+        dst_path: an existing local directory to download to; None lets MLflow choose.
+        settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
+            ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
+    """
+    root = local_root(model_uri, dst_path)
+    bundle, config = configured(root, dict(settings))
+    uri = "" if os.path.isdir(model_uri) else str(model_uri)
+    return LanguageModel.over(Session(bundle, config.settings, config.request_defaults, uri=uri))
+
+
+@raises_mlflow
+def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
+    """What ``mlflow.pyfunc.load_model`` calls; ``path`` is the model's root."""
+    signature_enforcement.install()
+    root = Path(path)
+    bundle, config = configured(root, model_config)
+    return PyfuncModel(bundle, config.settings, config.request_defaults)
+
+
+def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:
+    """Give up the engine of what ``load_model`` or ``mlflow.pyfunc.load_model`` returned.
+
+    What runs on this object ends with an error; the engine process ends when no other client uses it. Closing twice is
+    harmless. An object that nobody holds any more gives its engine up by itself.
+
+    Raises:
+        MlflowException: ``model`` is no model of this flavor.
+    """
+    _own(model).close()
+
+
+@contextlib.contextmanager
+def closing(model: M) -> Iterator[M]:
+    """``with closing(mlflow.pyfunc.load_model(uri)) as model:`` closes the model at the end of the block."""
+    own = _own(model)
+    try:
+        yield model
+    finally:
+        own.close()
+
+
+def _own(model: object) -> LanguageModel | PyfuncModel:
+    from mlflow.pyfunc import PyFuncModel
+
+    raw: object = model
+    if isinstance(model, PyFuncModel):
+        with contextlib.suppress(NotImplementedError):
+            raw = model.get_raw_model()
+    if not isinstance(raw, LanguageModel | PyfuncModel):
+        raise MlflowException.invalid_parameter_value(
+            f"model: a {type(model).__name__} is not allowed; expected what llm.load_model, or mlflow.pyfunc.load_model"
+            " for a model of the flavor llm, returned"
+        )
+    return raw

@@ -1,0 +1,26 @@
+"""A transformers model object written as config and safetensors (``save_pretrained``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...serving.errors import PackagingError, reason
+
+
+def save_pretrained(model: Any, target: Path) -> None:
+    """Write a ``PreTrainedModel`` to the directory ``target``.
+
+    Raises ``PackagingError`` where its weights are quantised or partly offloaded, or where transformers cannot save it.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise PackagingError(
+            "model: its weights are quantised; load it without quantization_config, and set quantization='int8' to"
+            " serve it in int8"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PackagingError("model: some weights are on the meta device (offloaded); load it whole first")
+    try:
+        model.save_pretrained(target)
+    except Exception as error:  # of transformers, safetensors, or the model's own code
+        raise PackagingError(f"model: save_pretrained failed: {reason(error)}") from None
