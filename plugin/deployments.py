@@ -17,7 +17,7 @@ from mlflow.deployments import BaseDeploymentClient, PredictionsResponse
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors.llm.names import FLAVOR_NAME
-from mlflow_llm.serving.control.settings import STATE_VARIABLE
+from mlflow_llm.serving.files import STATE_VARIABLE
 
 from . import calls, model_uris, records
 from . import endpoint_calls as endpoints

@@ -15,10 +15,10 @@ import msgspec
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
-from mlflow_llm.serving.control.settings import STATE_VARIABLE, default_state_dir
+from mlflow_llm.serving.control.settings import default_state_dir
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.file_locks import acquire, try_acquire
-from mlflow_llm.serving.files import replace_file
+from mlflow_llm.serving.files import STATE_VARIABLE, replace_file
 from mlflow_llm.serving.settings import check_name as endpoint_name
 
 from .processes import Birth

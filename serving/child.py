@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .files import PLACE_VARIABLES
+
 logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.partition(".")[0]
@@ -29,8 +31,10 @@ def python_command(module: str, *words: str, flags: tuple[str, ...] = ()) -> lis
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the package's own place on the path where a child would not find it."""
+    """This process's environment, with the package's own place on the path where a child would not find it, and with
+    directories that mean the same in another working directory."""
     found = dict(os.environ)
+    found |= {name: os.path.abspath(found[name]) for name in PLACE_VARIABLES if found.get(name)}
     paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
     place = package_place()
     if place not in (*_installed_places(), *paths[:1]):

@@ -1,4 +1,4 @@
-"""Files of this package's own: where its cache is, and how one is written that others read."""
+"""Files of this package's own: where its directories are, and how one is written that others read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import os
 from pathlib import Path
 
 CACHE_VARIABLE = "MLFLOW_LLM_CACHE"
+STATE_VARIABLE = "MLFLOW_LLM_STATE"
+PLACE_VARIABLES = (CACHE_VARIABLE, STATE_VARIABLE)
+"""Of directories; a relative one is meant from the working directory of the process that it was given to."""
 
 
 def cache_dir(part: str) -> Path:
     """Where ``part`` of the user's cache is: below ``$MLFLOW_LLM_CACHE``, else ``$XDG_CACHE_HOME/mlflow-llm``, else
     ``~/.cache/mlflow-llm``. It need not be there."""
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     given = os.environ.get(CACHE_VARIABLE)
-    return (Path(given) if given else Path(user).expanduser() / "mlflow-llm") / part
+    user = xdg_dir("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return (Path(given).absolute() if given else user / "mlflow-llm") / part
+
+
+def xdg_dir(variable: str) -> Path | None:
+    """What an XDG variable names; a relative path is to be ignored (XDG Base Directory Specification)."""
+    path = Path(os.environ.get(variable) or ".")
+    return path if path.is_absolute() else None
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:

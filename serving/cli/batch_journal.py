@@ -3,13 +3,18 @@
 An answer is one line, appended and on the disk before it counts; a line that a kill cut short is the file's last and is
 cut off. Each carries its row's key, so that answers to another input are recognised. When every row has its line the
 file is put into the input's order under another name, and takes its place at once.
+
+Answers are their owner's: a new file is closed to others, one that is there keeps its mode. Symbolic links are not
+followed, which in a shared folder somebody else may have put there.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,7 +38,7 @@ class Journal:
         self._lock = threading.Lock()
         self.done: dict[str, Written] = {}
         self.usage = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = _open(file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sync_folder(file)
@@ -49,7 +54,7 @@ class Journal:
     def _read(self, keys: frozenset[str]) -> int:
         """The size of what is whole."""
         size, number = 0, 0
-        with open(self._file, "rb") as stream:
+        with open(self._descriptor, "rb", closefd=False) as stream:
             for text in stream:
                 number += 1
                 if not text.endswith(b"\n"):
@@ -107,7 +112,9 @@ class Journal:
         if [entry.place for entry in entries] == _starts(entries) and sum(e.size for e in entries) == self._size:
             return
         ordered = self._file.with_name(self._file.name + ".ordered")
-        with ordered.open("wb") as target:
+        ordered.unlink(missing_ok=True)
+        with open(_open(ordered, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as target:
+            os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(self._descriptor).st_mode))
             for entry in entries:
                 target.write(os.pread(self._descriptor, entry.size, entry.place))
             target.flush()
@@ -123,6 +130,20 @@ class Journal:
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1  # a thread that comes late writes nowhere
             os.close(descriptor)
+
+
+def _open(file: Path, flags: int) -> int:
+    """Raises ``RequestError`` for what is no regular file, ``OSError`` where it cannot be opened."""
+    try:
+        descriptor = os.open(file, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise RequestError("it is a symbolic link; name the file itself") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RequestError("it is no regular file, so that a restart could not read it again")
+    return descriptor
 
 
 def _starts(entries: list[Written]) -> list[int]:

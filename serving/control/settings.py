@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from ..errors import InvalidField, PackagingError
+from ..files import STATE_VARIABLE, xdg_dir
 from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import Perimeter, is_loopback
@@ -18,7 +19,6 @@ from .listen_settings import Perimeter, is_loopback
 # asymmetric ones alone: the public keys of a set are no secrets to sign with
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
-STATE_VARIABLE = "MLFLOW_LLM_STATE"
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
@@ -125,15 +125,14 @@ class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields
 def default_state_dir() -> Path:
     """Where a user's servers keep what must outlive them: ``MLFLOW_LLM_STATE``, else in XDG's state directory."""
     if own := os.environ.get(STATE_VARIABLE):
-        return Path(own)
-    root = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(root, "mlflow-llm")
+        return Path(own).absolute()
+    return Path(xdg_dir("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "mlflow-llm")
 
 
 def ledger_dir(settings: ServerSettings) -> Path:
     """The ledger's part of the state directory, made where it is not there. Raises ``PackagingError`` where it cannot
     be written."""
-    place = Path(settings.state_dir or default_state_dir(), "ledger")
+    place = Path(settings.state_dir or default_state_dir(), "ledger").absolute()
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=place):

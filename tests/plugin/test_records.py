@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from small_cases import SMALL, kill, refused
 
 from mlflow_llm.plugin import processes, records
-from mlflow_llm.serving.control.settings import STATE_VARIABLE
+from mlflow_llm.serving.files import STATE_VARIABLE
 
 CREATE = """
 import sys

@@ -14,9 +14,10 @@ import pytest
 
 import mlflow_llm
 from mlflow_llm.serving import child
+from mlflow_llm.serving.files import cache_dir
 
 PACKAGE = Path(mlflow_llm.__file__).parent
-CODE = ("__init__.py", "serving/__init__.py", "serving/child.py")
+CODE = ("__init__.py", "serving/__init__.py", "serving/child.py", "serving/files.py")
 SHOW = "from mlflow_llm.serving import child; print(child.own_place()); print(child.package_place())"
 
 
@@ -96,3 +97,15 @@ def test_relative_paths_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     paths = child.environment()["PYTHONPATH"].split(os.pathsep)
     assert paths[-2:] == [str(tmp_path / "here"), "/there"]
     assert str(tmp_path) not in paths
+
+
+def test_relative_directories_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache or state directory given as a relative path is the same one for children that work elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_LLM_CACHE", "cache")
+    monkeypatch.setenv("MLFLOW_LLM_STATE", "")
+    environment = child.environment()
+    assert environment["MLFLOW_LLM_STATE"] == ""
+    show = "from mlflow_llm.serving import files; print(files.cache_dir('x'))"
+    done = subprocess.run([sys.executable, "-P", "-c", show], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(cache_dir("x")) == str(tmp_path / "cache" / "x"), done.stderr

@@ -15,12 +15,18 @@ from mlflow_llm.serving.files import cache_dir, replace_file
 
 @pytest.mark.parametrize(
     ("given", "user", "expected"),
-    [("/a/b", "/c", "/a/b/x"), ("", "/c", "/c/mlflow-llm/x"), ("", "", "/home/me/.cache/mlflow-llm/x")],
+    [
+        ("/a/b", "/c", "/a/b/x"),
+        ("", "/c", "/c/mlflow-llm/x"),
+        ("", "", "/home/me/.cache/mlflow-llm/x"),
+        ("", "c", "/home/me/.cache/mlflow-llm/x"),
+    ],
 )
 def test_the_cache_is_where_its_variables_say(
     monkeypatch: pytest.MonkeyPatch, given: str, user: str, expected: str
 ) -> None:
-    """The package's own variable, then XDG's, then the home folder; an empty one is none."""
+    """The package's own variable, then XDG's, then the home folder; an empty one is none, nor is a relative one of
+    XDG's, which by its specification is to be ignored."""
     for name, value in {"MLFLOW_LLM_CACHE": given, "XDG_CACHE_HOME": user, "HOME": "/home/me"}.items():
         monkeypatch.setenv(name, value)
     assert cache_dir("x") == Path(expected)

@@ -34,7 +34,7 @@ from msgspec import Struct
 
 from ...errors import PackagingError, Unavailable
 from ...file_locks import FileLock, acquire, is_held, try_acquire
-from ...files import replace_file
+from ...files import replace_file, xdg_dir
 
 KEY_LENGTH = 16
 SOCKET = "socket"
@@ -58,8 +58,8 @@ class Status(Struct, frozen=True, kw_only=True):
 
 
 def default_runtime_dir() -> str:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and _fits(os.path.join(base, "mlflow-llm")):
+    base = xdg_dir("XDG_RUNTIME_DIR")
+    if base and base.is_dir() and _fits(os.path.join(base, "mlflow-llm")):
         return os.path.join(base, "mlflow-llm")
     path = os.path.join(tempfile.gettempdir(), f"mlflow-llm-{os.getuid()}")
     return path if _fits(path) else f"/tmp/mlflow-llm-{os.getuid()}"

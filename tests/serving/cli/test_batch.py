@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -248,6 +249,36 @@ def test_one_writer(files: tuple[Path, Path]) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         journal.write({"id": key, "custom_id": "x", "response": None, "error": None})
     assert os.path.getsize(files[1]) == 0
+
+
+def test_answers_are_their_owners(files: tuple[Path, Path]) -> None:
+    """A new file is closed to others, also put in order; one that its owner has opened to them stays so."""
+    write(files[0], *prompts(2))
+    keys = list(Rows(files[0]).keys)
+    for mode in (0o600, 0o640):
+        journal = Journal(files[1], keys)
+        files[1].chmod(mode) if mode != 0o600 else None
+        for key in reversed(keys):
+            journal.write({"id": key, "custom_id": None, "response": {}, "error": None})
+        Path(f"{files[1]}.ordered").write_text("what a kill left")
+        journal.put_in_order(keys)
+        journal.close()
+        assert [json.loads(line)["id"] for line in files[1].read_text().splitlines()] == keys
+        assert stat.S_IMODE(files[1].stat().st_mode) == mode
+
+
+def test_an_output_that_leads_elsewhere(server: FakeServer, files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A symbolic link is not followed, and a pipe is no file that a restart could read."""
+    write(files[0], *prompts(1))
+    target = tmp_path / "precious"
+    files[1].symlink_to(target)
+    done = run(server, files)
+    assert (done.exit_code, "it is a symbolic link" in done.stderr, target.exists()) == (2, True, False)
+    files[1].unlink()
+    os.mkfifo(files[1])
+    done = run(server, files)
+    assert (done.exit_code, "it is no regular file" in done.stderr) == (2, True)
+    assert not server.asked
 
 
 def test_order_of_completion(files: tuple[Path, Path]) -> None:
