@@ -13,12 +13,21 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.request import ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantCore
+
+CORE = f"{__name__}:CountingCore"
+
+
+def importable() -> Any:
+    """A context: processes that are started inside find this module."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths)))
 
 
 class CountingCore(InstantCore):

@@ -11,12 +11,11 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 import sqlalchemy as sa
-from counting_core import Truth
+from counting_core import CORE, Truth, importable
 from instant_model import write_instant_model
 from mixed_load import Load, Record
 from serving_process import Running, running
@@ -116,23 +115,19 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
     print(f"seed {SEED}")
     settings = {"workers": WORKERS, "database": database, "require_keys": True}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(
-            "PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        )
+    with importable():
         engine = EngineSettings(idle_timeout=0.3, max_model_len=4096)
-        core = "counting_core:CountingCore"
         reserved = EndpointSpec(
             name="reserved",
             entity="model-2",
             bundle=bundle,
             engine=engine,
-            core=core,
+            core=CORE,
             min_provisioned_throughput=100,
             max_provisioned_throughput=100,
         )
         state = str(root / "state")
-        with running(bundle, core=core, engine=engine, more=(reserved,), state_dir=state, **settings) as server:
+        with running(bundle, core=CORE, engine=engine, more=(reserved,), state_dir=state, **settings) as server:
             load = Load(server.port, REQUESTS, CLIENTS, tenant_of, SEED)
             chaos = Chaos(server, store, SEED)
             load.start()
