@@ -100,7 +100,7 @@ TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapt
 say "tests, against the installed wheel"
 # Away from the source tree: `python -m` puts the working directory before the installed packages.
 mkdir "$scratch/run"
-cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE README.md CHANGELOG.md "$scratch/run"
+cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE *.md "$scratch/run"
 cd "$scratch/run"
 python - <<'CHECK'
 import mlflow_llm, pathlib, sys
