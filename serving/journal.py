@@ -8,7 +8,7 @@
         ended-<position>   a line for each request that has ended: serial, tokens, request id; <position> is how many
                            bytes the files before it hold
 
-The engine writes before it sends, so its count is never below what any client has. ``metering.journals`` reads it.
+The engine writes before it sends: its count is never below what any client has. ``metering.engine_journals`` reads it.
 """
 
 from __future__ import annotations

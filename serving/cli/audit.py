@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..metering.audit import ACTIONS
-from ..metering.moments import shown
+from ..metering.time_formats import format_utc
 from .accounts import Books, books
 from .store import table
 
@@ -40,7 +40,7 @@ def audit(books: Books, limit: int, as_json: bool, **asked: str | None) -> None:
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     plain = (entry["actor"], entry["via"], entry["request_id"] or "", entry["action"], entry["target"])
-    return (shown(entry["at_ms"]), *plain, _short(entry["before"]), _short(entry["after"]))
+    return (format_utc(entry["at_ms"]), *plain, _short(entry["before"]), _short(entry["after"]))
 
 
 def _short(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..metering.keys import OVERLAP, SCOPES
-from ..metering.moments import shown
+from ..metering.time_formats import format_utc
 from .accounts import Books, books
 from .limits import LIMIT, limits_of
 from .store import table
@@ -92,7 +92,7 @@ def rotate(books: Books, key_id: str, **fields: Any) -> None:
     told = books.rotate_key(key_id, _given(fields))
     _show_secret(told)
     if told["key"]["overlap_ms"] is not None:
-        click.echo(f"the old secret is taken until {shown(told['key']['overlap_ms'])} UTC", err=True)
+        click.echo(f"the old secret is taken until {format_utc(told['key']['overlap_ms'])} UTC", err=True)
 
 
 @keys.command()
@@ -113,7 +113,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 def _show_secret(told: dict[str, Any]) -> None:
     click.echo(told["secret"])
     key = told["key"]
-    until = f", until {shown(key['expires_ms'])} UTC" if key["expires_ms"] else ""
+    until = f", until {format_utc(key['expires_ms'])} UTC" if key["expires_ms"] else ""
     text = f"key {key['key_id']} of tenant {key['tenant']}{until}; the secret is not stored and cannot be shown again"
     click.echo(text, err=True)
 
@@ -125,8 +125,8 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         key["tenant"],
         ",".join(key["scopes"]),
         "all" if key["endpoints"] is None else ",".join(key["endpoints"]),
-        shown(key["created_ms"]),
-        shown(key["expires_ms"]) or "never",
+        format_utc(key["created_ms"]),
+        format_utc(key["expires_ms"]) or "never",
         key["state"],
         key["name"],
     )

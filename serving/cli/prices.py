@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from ..errors import InvalidField
-from ..metering.moments import shown
 from ..metering.money import micro_units
+from ..metering.time_formats import format_utc
 from .accounts import Books, books, note
 from .store import table
 
@@ -57,7 +57,8 @@ def list_(books: Books) -> None:
     told = books.list_prices({})
     heads = ["input", "cached", "output", "unit_minute"]
     rows = [
-        (price["entity"], shown(price["effective_ms"]), *(price[head] for head in heads)) for price in told["prices"]
+        (price["entity"], format_utc(price["effective_ms"]), *(price[head] for head in heads))
+        for price in told["prices"]
     ]
     if told["currency"]:
         click.echo(f"in {told['currency']}")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ..control.settings import DATABASE_VARIABLE
-from ..metering.opening import NoStore
 from ..metering.store import Store
+from ..metering.store_checks import NoStore
 from ..visible import visible_line
 
 DATABASE = "URL of the store, e.g. sqlite:///serving.db (MLFLOW_LLM_DATABASE)."

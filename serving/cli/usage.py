@@ -7,11 +7,11 @@ import json
 import click
 
 from ..control.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
-from ..metering.export import csv_lines, write_parquet
 from ..metering.money import money, units
+from ..metering.offline_settlement import WATCH_SECONDS, settle_ended
 from ..metering.retention import fold
-from ..metering.settling import WATCH_SECONDS, settle_ended
 from ..metering.usage import Usage, UsageFilter, UsageSum
+from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
 from .store import DATABASE, database, opened, table
 
@@ -76,7 +76,7 @@ def _write_files(source: Usage, what: UsageFilter, asked: dict[str, str | None])
         if parquet is not None:
             write_parquet(source, what, parquet)
         if plot is not None:
-            from ..metering.plot import plot_usage
+            from ..metering.usage_plot import plot_usage
 
             plot_usage(source, what, plot)
     except (OSError, ModuleNotFoundError, ValueError) as error:  # matplotlib's word for an ending it does not know

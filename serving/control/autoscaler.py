@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..engine.interface import Engine
 from ..errors import InvalidField
-from ..metering.steady import SteadyClock
+from ..metering.monotonic_clock import MonotonicClock
 from ..metering.store import Store
 from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
@@ -75,7 +75,7 @@ class Scaler:
     @classmethod
     def of(cls, settings: ServerSettings, store: Store) -> Scaler:
         """That of a server; without a database of its own it keeps no ledger."""
-        reserved_time = ReservedTime(store, now=SteadyClock().now) if settings.database is not None else None
+        reserved_time = ReservedTime(store, now=MonotonicClock().now) if settings.database is not None else None
         return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
 
     def __init__(

@@ -23,8 +23,8 @@ import msgspec
 
 from .. import logs
 from ..errors import PackagingError, ServingError
-from ..metering.opening import NoStore
 from ..metering.store import Store
+from ..metering.store_checks import NoStore
 from ..modes.endpoint_config import ServedEntity
 from ..modes.endpoints import Endpoints
 from ..modes.source import Source

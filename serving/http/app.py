@@ -24,7 +24,7 @@ from ..errors import (
     ServingError,
     Unauthenticated,
 )
-from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
+from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability.access_record import REQUEST_ID, Exchange, request_id_from
 from ..observability.tracing import OFF, Tracer
 from ..routing.endpoints import Endpoints

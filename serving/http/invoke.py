@@ -16,7 +16,7 @@ from .. import logs
 from ..control.settings import ServerSettings
 from ..dialects.base import Dialect
 from ..errors import Aborted, InternalError, InvalidField, ServingError
-from ..metering.caller import ANONYMOUS, Caller
+from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Target
 from ..observability import tracing
 from ..observability.access_record import Exchange

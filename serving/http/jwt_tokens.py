@@ -20,7 +20,7 @@ from .. import logs
 from ..control.settings import ServerSettings
 from ..errors import Unauthenticated
 from ..metering.accounts import TOKEN_PREFIX
-from ..metering.caller import SCOPES, Caller
+from ..metering.authorization import SCOPES, Caller
 from ..metering.keys import ALLOWED_ENDPOINT, MAX_ENDPOINTS
 from .jwks import KeySource, PublicKey
 

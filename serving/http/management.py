@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor
-from ..metering.caller import Caller
+from ..metering.authorization import Caller
 from ..modes.endpoints import Endpoints
 from ..observability import metrics
 from . import openapi

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown, Unauthenticated
-from ..metering.caller import ANONYMOUS, UNKNOWN, Caller
+from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability import metrics
 from ..routing.endpoints import Endpoint
 from ..routing.replica_set import BEST_FIRST

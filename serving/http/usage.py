@@ -13,10 +13,10 @@ from typing import IO, Any
 import msgspec
 
 from ..errors import InvalidField, NotFound, PermissionDenied
-from ..metering.caller import Caller
-from ..metering.export import csv_lines, write_parquet
+from ..metering.authorization import Caller
 from ..metering.money import units
 from ..metering.usage import MAX_PAGE, Usage, UsageFilter
+from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
 from .answer import Answer, json_answer
 from .invoke import Server

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .audit import Actor, Audit, AuditEntry, AuditFilter
-from .caller import ANONYMOUS, Caller
+from .authorization import ANONYMOUS, Caller
 from .keys import ApiKey, Keys
 from .lease import Bucket, Lease, Reservation
 from .ledger import Ledger
 from .limits import Limit, Limits, LimitStatus
-from .minutes import Minutes
 from .money import Price
 from .prices import Prices
+from .provisioned_minutes import ProvisionedMinutes
 from .store import Store
 from .usage import Usage, UsageFilter, UsagePage, UsageRow, UsageSum
 
@@ -29,9 +29,9 @@ __all__ = [
     "Limit",
     "LimitStatus",
     "Limits",
-    "Minutes",
     "Price",
     "Prices",
+    "ProvisionedMinutes",
     "Reservation",
     "Store",
     "Usage",

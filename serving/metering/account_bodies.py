@@ -11,8 +11,8 @@ from .audit import ACTIONS, MAX_PAGE
 from .keys import ALLOWED_ENDPOINT, ENDPOINTS_ALLOWED, MAX_ENDPOINTS, SCOPES
 from .limits import MAX_VALUE
 from .limits import SCOPES as LIMIT_SCOPES
-from .moments import EXPIRY_ALLOWED, LENGTH, LENGTH_ALLOWED, TIME
 from .money import AMOUNT, AMOUNT_ALLOWED, CURRENCY, CURRENCY_ALLOWED
+from .time_formats import DURATION, DURATION_ALLOWED, EXPIRY_ALLOWED, TIMESTAMP_ALLOWED
 from .windows import BUDGETS, KINDS, UNITS
 
 _NO_CONTROL = r"[^\x00-\x1f\x7f]"
@@ -59,7 +59,7 @@ NEW_KEY = record(
 )
 KEY_CHANGES = record(**_KEY_FIELDS)
 ROTATION = record(
-    overlap=Entry(text(LENGTH, LENGTH_ALLOWED), "How long the old secret is taken as well (24h)"),
+    overlap=Entry(text(DURATION, DURATION_ALLOWED), "How long the old secret is taken as well (24h)"),
     expires=Entry(_MOMENT, EXPIRY_ALLOWED),
 )
 NEW_LIMITS = record(
@@ -73,13 +73,13 @@ NEW_PRICE = record(
     cached=Entry(_MONEY, "A million of them found in the cache (as input)"),
     output=Entry(_MONEY, "A million generated tokens (0)"),
     unit_minute=Entry(_MONEY, "A reserved token/s for a minute (0)"),
-    effective=Entry(_MOMENT, f"From when on (now): {TIME}"),
+    effective=Entry(_MOMENT, f"From when on (now): {TIMESTAMP_ALLOWED}"),
 )
 NEW_CURRENCY = record(currency=Entry(text(CURRENCY, CURRENCY_ALLOWED), required=CURRENCY_ALLOWED))
 
 # parameters behind the path
 _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
-_WHEN = {"type": "string", "description": TIME}
+_WHEN = {"type": "string", "description": TIMESTAMP_ALLOWED}
 KEYS_QUERY: dict[str, dict[str, Any]] = {"tenant": _NAME}
 LIMITS_QUERY: dict[str, dict[str, Any]] = {"scope": {"enum": list(LIMIT_SCOPES)}, "subject": _NAME}
 LIMIT_QUERY: dict[str, dict[str, Any]] = {**LIMITS_QUERY, "kind": {"enum": list(KINDS)}}

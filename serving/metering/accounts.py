@@ -27,15 +27,15 @@ from .account_bodies import (
     ROTATION,
 )
 from .audit import ACTIONS, MAX_PAGE, Actor, Audit, AuditFilter
-from .caller import ANONYMOUS
+from .authorization import ANONYMOUS
 from .keys import OVERLAP, ApiKey, Keys
 from .limits import SCOPES, Limit, Limits, plain
-from .moments import NEVER, time_of
 from .money import Price, currency, micro_units, set_currency
 from .prices import ANY, Prices
 from .prices import plain as plain_price
 from .store import Store
 from .tables import endpoint_configs, endpoints, tenants
+from .time_formats import NEVER, parse_timestamp
 from .windows import BUDGETS, KINDS, UNITS, Kind
 
 Body = Mapping[str, Any]
@@ -155,7 +155,7 @@ class Accounts:
             values["cached"] = values["input"]
         if values["cached"] > values["input"]:
             raise InvalidField("cached", texts["cached"], f"at most the price of input, {texts.get('input', '0')}")
-        at_ms = time_of("effective", given.get("effective"))
+        at_ms = parse_timestamp("effective", given.get("effective"))
         notes = self._check_served(entity)
         price = Price(**values)
         since = Prices(self._store).set(entity, price, effective=None if at_ms is None else at_ms / 1000, by=self._by)
@@ -198,8 +198,8 @@ class Accounts:
     def list_audit(self, query: Query) -> dict[str, Any]:
         asked = _known(query, AUDIT_QUERY)
         what = AuditFilter(
-            start_ms=time_of("start", asked.get("start")) or 0,
-            end_ms=time_of("end", asked.get("end")),
+            start_ms=parse_timestamp("start", asked.get("start")) or 0,
+            end_ms=parse_timestamp("end", asked.get("end")),
             actor=asked.get("actor"),
             action=_one_of("action", asked, ACTIONS),
             target=asked.get("target"),

@@ -8,12 +8,12 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from . import windows
-from .caller import ANONYMOUS
+from .authorization import ANONYMOUS
 from .lease import Bucket, Reservation
 from .limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of
 from .money import currency_of
+from .monotonic_clock import MonotonicClock
 from .settlement import load_windows, save_windows
-from .steady import SteadyClock
 from .store import Store
 from .tables import buckets, ledger, limits
 from .tables import windows as window_table
@@ -45,7 +45,7 @@ _find_limits = sa.select(limits).where(
 
 
 def reserve(
-    connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], clock: SteadyClock
+    connection: sa.Connection, reservation: Reservation, store: Store, *, row: dict[str, object], clock: MonotonicClock
 ) -> Admitted:
     """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``.
 
@@ -123,7 +123,9 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
         connection.execute(insert.on_conflict_do_nothing())
 
 
-def _take(connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, clock: SteadyClock) -> int:
+def _take(
+    connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, clock: MonotonicClock
+) -> int:
     """Thousandths of tokens taken from the reserve's bucket; 0 where it has not enough, and then nothing is taken.
 
     A token bucket: it refills at ``rate`` and holds ``rate × burst_seconds``; over any T seconds at most

@@ -23,11 +23,11 @@ from msgspec import Struct
 from ..errors import Conflict, InvalidField, NotFound, Unauthenticated
 from ..settings import NAME
 from .audit import Actor, record
-from .caller import ANONYMOUS, SCOPES, Caller
+from .authorization import ANONYMOUS, SCOPES, Caller
 from .limits import Limits
-from .moments import NEVER, expiry_of, seconds_of
 from .store import Store
 from .tables import api_keys, old_secrets, tenants
+from .time_formats import NEVER, parse_duration, parse_expiry
 
 CACHE_SECONDS = 2.0
 CACHE_SIZE = 10_000
@@ -90,9 +90,9 @@ class Keys:
         limits: Iterable[tuple[str, int]] = (),
         by: Actor | None = None,
     ) -> tuple[str, ApiKey]:
-        """(secret, key). The secret is not stored and cannot be shown again. The tenant is made if it is new.
+        """(secret, key). The secret is not stored and cannot be shown again. A new tenant is created.
 
-        ``expires`` is as in ``moments.expiry_of``, ``limits`` are (kind, value) of the key. All of it or nothing.
+        ``expires`` is as in ``time_formats.parse_expiry``, ``limits`` are (kind, value) of the key. One transaction.
         """
         scopes, limits = tuple(scopes), tuple(limits)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= 128 or "\0" in tenant:
@@ -106,7 +106,7 @@ class Keys:
             name=_name(name),
             scopes=_scopes(scopes),
             created_ms=now_ms,
-            expires_ms=expiry_of("expires", expires, now_ms),
+            expires_ms=parse_expiry("expires", expires, now_ms),
             endpoints=None if endpoints is None else _endpoints(endpoints),
         )
 
@@ -159,7 +159,7 @@ class Keys:
         if scopes is not None:
             values["scopes"] = " ".join(_scopes(tuple(scopes)))
         if expires is not None:
-            values["expires_ms"] = expiry_of("expires", expires, self.now_ms())
+            values["expires_ms"] = parse_expiry("expires", expires, self.now_ms())
         if endpoints is not None:
             values["endpoints"] = _listing(None if (given := tuple(endpoints)) == ("*",) else _endpoints(given))
         if not values:
@@ -182,8 +182,8 @@ class Keys:
         An expired key needs a new ``expires``. Raises as ``update`` does.
         """
         now_ms = self.now_ms()
-        until_ms = now_ms + seconds_of("overlap", overlap) * 1000
-        expires_ms = None if expires is None else expiry_of("expires", expires, now_ms)
+        until_ms = now_ms + parse_duration("overlap", overlap) * 1000
+        expires_ms = None if expires is None else parse_expiry("expires", expires, now_ms)
         secret = _new_secret()
 
         def work(connection: sa.Connection) -> ApiKey:

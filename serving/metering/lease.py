@@ -13,8 +13,8 @@ from .limits import LimitStatus
 from .settlement import Settlement, Status
 
 if TYPE_CHECKING:
+    from .lease_owner import LeaseOwner
     from .ledger import Ledger
-    from .owner import Owner
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Lease:
     def __init__(
         self,
         ledger: Ledger,
-        owner: Owner,
+        owner: LeaseOwner,
         reservation: Reservation,
         *,
         began: Began,

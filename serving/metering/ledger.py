@@ -17,17 +17,17 @@ from sqlalchemy.exc import IntegrityError
 
 from ..errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from ..progress import MAX_ID
-from . import admission, journals, precheck, recovery
+from . import admission, crash_recovery, engine_journals, precheck
 from .admission import Admitted, WindowMissing
 from .lease import Began, Lease, Reservation
+from .lease_owner import LeaseOwner
 from .money import FREE, Price, cost
-from .owner import Owner
+from .monotonic_clock import MonotonicClock, since_boot
 from .prices import Prices
 from .settlement import Settlement, settle_in
-from .silence import Silence
-from .state import ENGINES, state_of
-from .steady import SteadyClock, since_boot
+from .staleness import StalenessDetector
 from .store import Store
+from .store_directory import ENGINES, state_of
 from .tables import ledger
 from .windows import Amounts
 
@@ -71,13 +71,13 @@ class Ledger:
         self.prices = Prices(store, clock=clock)
         self.state_dir = state_of(store, Path(state_dir))
         self._clock, self.monotonic = clock, monotonic
-        self._steady = SteadyClock(clock, monotonic)
-        self._recovery = recovery.Recovery(store, self.state_dir, monotonic=monotonic)
-        self._unheld = Silence(UNHELD_SECONDS, monotonic=monotonic)
+        self._steady = MonotonicClock(clock, monotonic)
+        self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic)
+        self._unheld = StalenessDetector(UNHELD_SECONDS, monotonic=monotonic)
         self._lock = threading.Lock()
-        self._owner: Owner | None = None
+        self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
-        self._unspooled: list[tuple[Owner, int | None, Settlement]] = []
+        self._unspooled: list[tuple[LeaseOwner, int | None, Settlement]] = []
         self.on_outage: Callable[[], object] = lambda: None
         self._away = False
         self._open_rows = 0
@@ -173,7 +173,7 @@ class Ledger:
             except IntegrityError:
                 return self._committed_before(reservation, str(row["nonce"]))
 
-    def _undo(self, owner: Owner, request_id: str, nonce: str) -> None:
+    def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
         """Close the row with nothing used, should it be there after all."""
         settlement = Settlement(
             request_id=request_id,
@@ -195,7 +195,7 @@ class Ledger:
             raise AlreadyExists("a request of this id is in the ledger already")
         return Admitted(limits=(), within_reserve=reservation.bucket is None or found.bucket_milli > 0)
 
-    def close_lease(self, lease: Lease, owner: Owner, slot: int, settlement: Settlement) -> None:
+    def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
         """Settle in the store, else in the spool, else keep it in memory for ``maintain`` (the disk is full)."""
         self._open.pop(lease.request_id, None)
         stored = False
@@ -221,7 +221,7 @@ class Ledger:
             return False
         return True
 
-    def _spool(self, owner: Owner, slot: int | None, settlement: Settlement) -> None:
+    def _spool(self, owner: LeaseOwner, slot: int | None, settlement: Settlement) -> None:
         try:
             owner.spool.append(settlement)
         except OSError:
@@ -232,12 +232,12 @@ class Ledger:
             if slot is not None:
                 owner.progress.give_back(slot)
 
-    def _own(self) -> Owner:
+    def _own(self) -> LeaseOwner:
         with self._lock:
             if self._owner is None or self._owner.pid != os.getpid():
                 if self._owner is not None:  # a fork: the parent's leases are the parent's
                     self._open, self._unspooled, self._thread = {}, [], None
-                self._owner = Owner(self.state_dir)
+                self._owner = LeaseOwner(self.state_dir)
             return self._owner
 
     def maintain(self) -> None:
@@ -255,19 +255,19 @@ class Ledger:
             kept, self._unspooled = self._unspooled, []
         for of_owner, slot, settlement in kept:
             self._spool(of_owner, slot, settlement)
-        recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
+        crash_recovery.heartbeat(self.store, owner.name, self.now_ms(), list(self._open.values()))
         if owner.spool.pending:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
         self.recover()
         self._close_unheld(owner)
-        journals.collect(self.store, self.state_dir)
-        self._open_rows = recovery.count_open(self.store)
+        engine_journals.collect(self.store, self.state_dir)
+        self._open_rows = crash_recovery.count_open(self.store)
 
-    def _close_unheld(self, owner: Owner) -> None:
+    def _close_unheld(self, owner: LeaseOwner) -> None:
         """Close rows of this process that no request of it holds: an admission that ended inside its transaction."""
-        unheld = {name: None for name in recovery.open_rows(self.store, owner.name) if name not in self._open}
-        for request_id in self._unheld.of(unheld):
-            settle_in(self.store, recovery.settlement_of(request_id, self.now_ms()))
+        unheld = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
+        for request_id in self._unheld.stale(unheld):
+            settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
         """Settle what ended processes left open, by what they had counted; how many rows. Safe at any time."""
@@ -310,7 +310,7 @@ class Ledger:
             return
         try:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT))
-            journals.collect(self.store, self.state_dir)
+            engine_journals.collect(self.store, self.state_dir)
         except Unavailable:
             log.warning("settlements stay in the spool until a process recovers them")
         owner.close(settled=not self._open and not self._unspooled)

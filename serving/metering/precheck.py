@@ -10,14 +10,14 @@ import sqlalchemy as sa
 from . import admission, windows
 from .limits import Limit, Subject, admit, user_subject
 from .money import currency_of
-from .steady import SteadyClock
+from .monotonic_clock import MonotonicClock
 from .tables import limits
 from .tables import windows as window_table
 from .windows import Amounts, WindowState
 
 
 def check(
-    connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: SteadyClock
+    connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: MonotonicClock
 ) -> None:
     """``least`` is what every request takes. ``endpoint`` None: it is not known yet, and its limits are left out.
 

@@ -25,9 +25,9 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingErr
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from ..errors import Unavailable
-from . import opening
-from .connections import Connections
-from .opening import NoStore
+from . import store_checks
+from .connection_pool import ConnectionPool
+from .store_checks import NoStore
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class Store:
     def __init__(
         self, url: str, *, timeout: float = 5.0, run: Runner = here, make: bool = True, patient: bool = False
     ) -> None:
-        parsed = opening.parsed(url)
+        parsed = store_checks.parsed(url)
         self.timeout = timeout
         self._run = run
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -87,13 +87,13 @@ class Store:
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")
         self._is_ours = False  # known from its revision: another program's file is left as it is
-        with opening.named(url):
+        with store_checks.named(url):
             if self.is_sqlite:
-                opening.check_file(parsed, make=make)
+                store_checks.check_file(parsed, make=make)
             self.engine = self._open(parsed.difference_update_query(["synchronous"]))
             stores.add(self)
             try:
-                self._migrate(make=make, hopeful=_always if patient else opening.passing)
+                self._migrate(make=make, hopeful=_always if patient else store_checks.passing)
             except BaseException:
                 self.close()
                 raise
@@ -103,7 +103,7 @@ class Store:
             # few connections: transactions take milliseconds and meet at the windows' row locks anyway
             return sa.create_engine(
                 url,
-                poolclass=Connections,
+                poolclass=ConnectionPool,
                 pool_size=12,
                 kept=12,
                 pool_timeout=2.0,
@@ -112,7 +112,7 @@ class Store:
             )
         engine = sa.create_engine(
             url,
-            poolclass=Connections,
+            poolclass=ConnectionPool,
             pool_size=64,
             kept=4,
             pool_timeout=2.0,
@@ -137,7 +137,7 @@ class Store:
         head, patience = scripts.get_current_head(), 6 * self.timeout
 
         def current(connection: sa.Connection) -> str | None:
-            return opening.revision(connection, scripts)
+            return store_checks.revision(connection, scripts)
 
         def upgrade(connection: sa.Connection) -> None:
             if not self.is_sqlite:
@@ -151,7 +151,7 @@ class Store:
             raise ValueError("there is no metering store in it; serve, keys create, limits set and prices set make one")
         self._is_ours = True
         self.engine.dispose()  # the next connections are prepared as ours
-        # the first connection, too, is made here, where no other is made: SQLAlchemy locks for it (see ``Connections``)
+        # the first connection is made here too, where no other is: SQLAlchemy locks for it (see ``ConnectionPool``)
         if self._retry(current, patience, read=True, hopeful=hopeful) != head:
             self._retry(upgrade, patience, read=False, hopeful=hopeful)
 

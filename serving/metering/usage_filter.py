@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import InvalidField
-from .moments import time_of
+from .time_formats import parse_timestamp
 from .usage import GROUPS, GroupBy, UsageFilter
 
 MAX_NAME = 256
@@ -18,7 +18,7 @@ def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
 
     Raises ``InvalidField``.
     """
-    start_ms, end_ms = time_of("start", asked.get("start")), time_of("end", asked.get("end"))
+    start_ms, end_ms = parse_timestamp("start", asked.get("start")), parse_timestamp("end", asked.get("end"))
     if start_ms is not None and end_ms is not None and end_ms < start_ms:
         raise InvalidField("end", asked["end"], "a time that is not before start")
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Rate windows: exact, in O(1) space and time, without a store or a clock of their own.
+"""Rate windows: an exact sliding-window counter in O(1) space and time, without a store or a clock of its own.
 
 A window is a row of slots. Minute windows (``itpm``, ``otpm``, ``qpm``) have slots of 1 s, the hour window (``qph``) of
 60 s; each keeps the current slot and the 60 before it::
@@ -13,6 +13,7 @@ Output is charged when it is reserved, in the slot of the admission; what was no
 
 from __future__ import annotations
 
+import datetime
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -76,23 +77,15 @@ decode = _decoder.decode
 
 
 def month_of(second: int) -> int:
-    """Months since year 0 of a time in seconds, UTC (proleptic Gregorian, from the day number)."""
-    days = second // DAY + 719_468
-    era = days // 146_097
-    day_of_era = days - era * 146_097
-    year_of_era = (day_of_era - day_of_era // 1460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
-    day_of_year = day_of_era - (365 * year_of_era + year_of_era // 4 - year_of_era // 100)
-    month = (5 * day_of_year + 2) // 153 + 2  # March is 2, February 13: months since January of the year's start
-    return (year_of_era + era * 400) * 12 + month
+    """The calendar month, UTC, of a second since the epoch: months since January of year 0."""
+    moment = datetime.datetime.fromtimestamp(second, datetime.UTC)
+    return moment.year * 12 + moment.month - 1
 
 
 def month_end(second: int) -> int:
-    """First second of the next month."""
-    this = month_of(second)
-    day = second // DAY + 1
-    while month_of(day * DAY) == this:
-        day += 1
-    return day * DAY
+    """The first second of the calendar month after that of ``second``, UTC."""
+    year, month = divmod(month_of(second) + 1, 12)
+    return int(datetime.datetime(year, month + 1, 1, tzinfo=datetime.UTC).timestamp())
 
 
 def charge(state: WindowState, at: int, amounts: Amounts) -> None:

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ..errors import Unavailable
-from ..metering.minutes import Minutes
+from ..metering.provisioned_minutes import ProvisionedMinutes
 from ..metering.store import Store
 from ..metering.tables import api_keys, endpoints
 
@@ -37,7 +37,7 @@ class ReservedTime:
         self._store = store
         self._now = now
         self._at = 0.0
-        self._minutes = Minutes(store, clock=lambda: self._at)
+        self._minutes = ProvisionedMinutes(store, clock=lambda: self._at)
         self._told: dict[tuple[str, str], tuple[int, int]] = {}
         self._owed: dict[Minute, tuple[int, float]] = {}  # units, and when they were first held
         self._tenants: dict[str, str] = {}

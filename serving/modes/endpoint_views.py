@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..metering.caller import Caller
+from ..metering.authorization import Caller
 from ..metering.tables import endpoint_tags, limits
 from .endpoint_config import EndpointConfig, config_to_wire
 

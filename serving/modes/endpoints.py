@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor, record
-from ..metering.caller import ANONYMOUS, Caller
+from ..metering.authorization import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..engine.interface import Engine
 from ..errors import InvalidField, NotFound
-from ..metering.caller import ANONYMOUS, Caller
+from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Mode
 from ..modes.traffic import TrafficSplit
 from ..request import Task

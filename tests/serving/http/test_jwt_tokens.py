@@ -26,7 +26,7 @@ from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.jwks import BadKeySet, KeySource, parsed
 from mlflow_llm.serving.http.jwt_tokens import Tokens
-from mlflow_llm.serving.metering.caller import Caller
+from mlflow_llm.serving.metering.authorization import Caller
 
 NOW = 1_800_000_000
 CLAIMS = {"iss": "https://idp", "aud": ["other", "llm"], "sub": "ann", "tenant": "acme", "exp": NOW + 60}

@@ -13,7 +13,7 @@ from mlflow_llm.serving.http import pages
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
-from mlflow_llm.serving.metering.caller import UNKNOWN
+from mlflow_llm.serving.metering.authorization import UNKNOWN
 from mlflow_llm.serving.modes import PayPerToken
 
 ASKED = {"model": "assistant", "prompt": "What I ask is mine.", "max_tokens": 7, "ignore_eos": True}

@@ -8,8 +8,8 @@ from ledger_rows import rows_of
 from mlflow_llm.serving.errors import LimitExceeded
 from mlflow_llm.serving.metering import Bucket, Ledger, Limits
 from mlflow_llm.serving.metering.limits import check_integrity
-from mlflow_llm.serving.metering.silence import Silence
-from mlflow_llm.serving.metering.steady import SteadyClock
+from mlflow_llm.serving.metering.monotonic_clock import MonotonicClock
+from mlflow_llm.serving.metering.staleness import StalenessDetector
 
 HOURS = 7200.0
 
@@ -133,7 +133,7 @@ def test_nobody_is_taken_for_dead_by_a_step(store, clocks, ledgers, reserve_of):
 def test_a_steady_clock_moves_up_to_others_and_never_back():
     """It runs at the monotonic clock's pace from where the others are."""
     clocks = Clocks(1000.0)
-    steady = SteadyClock(clocks.wall, lambda: clocks.monotonic)
+    steady = MonotonicClock(clocks.wall, lambda: clocks.monotonic)
     clocks.step(-500)
     assert steady.now() == 1000
     steady.move_up_to(900)
@@ -146,12 +146,12 @@ def test_a_steady_clock_moves_up_to_others_and_never_back():
 def test_silence_is_what_does_not_change():
     """For so long, by the clock of who looks; what went away and came back begins anew."""
     now = [0.0]
-    silence = Silence(60, monotonic=lambda: now[0])
-    assert silence.of({"a": 1, "b": 1}) == []
+    detector = StalenessDetector(60, monotonic=lambda: now[0])
+    assert detector.stale({"a": 1, "b": 1}) == []
     now[0] = 59
-    assert silence.of({"a": 1, "b": 2}) == []
+    assert detector.stale({"a": 1, "b": 2}) == []
     now[0] = 60
-    assert silence.of({"a": 1, "b": 2}) == ["a"]
-    assert silence.of({"b": 2}) == []
+    assert detector.stale({"a": 1, "b": 2}) == ["a"]
+    assert detector.stale({"b": 2}) == []
     now[0] = 119
-    assert silence.of({"a": 1, "b": 2}) == ["b"]
+    assert detector.stale({"a": 1, "b": 2}) == ["b"]

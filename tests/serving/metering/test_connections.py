@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from mlflow_llm.serving.metering.connections import Connections
+from mlflow_llm.serving.metering.connection_pool import ConnectionPool
 
 
 class Database:
@@ -25,7 +25,7 @@ class Database:
         return self.opened[-1]
 
     def engine(self, **options: float) -> sa.Engine:
-        return sa.create_engine("sqlite://", creator=self.connect, poolclass=Connections, **options)
+        return sa.create_engine("sqlite://", creator=self.connect, poolclass=ConnectionPool, **options)
 
 
 @pytest.fixture

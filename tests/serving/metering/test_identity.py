@@ -17,8 +17,8 @@ from mlflow_llm.serving.errors import AlreadyExists
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.journal import Journal
 from mlflow_llm.serving.metering import Ledger, Store
-from mlflow_llm.serving.metering.identity import identify
-from mlflow_llm.serving.metering.settling import settle_ended
+from mlflow_llm.serving.metering.offline_settlement import settle_ended
+from mlflow_llm.serving.metering.store_identity import identify
 from mlflow_llm.serving.request import Sequence, ValidRequest
 from mlflow_llm.serving.transport.engine_process.journal import MeteredRequests
 

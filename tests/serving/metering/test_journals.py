@@ -14,8 +14,8 @@ import pytest
 from mlflow_llm.serving import journal as journal_module
 from mlflow_llm.serving.journal import Journal, WrittenJournal
 from mlflow_llm.serving.metering import Usage, UsageFilter
-from mlflow_llm.serving.metering import journals as collecting
-from mlflow_llm.serving.metering.journals import collect
+from mlflow_llm.serving.metering import engine_journals as collecting
+from mlflow_llm.serving.metering.engine_journals import collect
 
 
 def generated(store):

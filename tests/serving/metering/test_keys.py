@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from mlflow_llm.serving.errors import Conflict, InvalidField, NotFound, PermissionDenied, Unauthenticated
 from mlflow_llm.serving.metering import Keys, keys, tables
-from mlflow_llm.serving.metering.moments import shown
+from mlflow_llm.serving.metering.time_formats import format_utc
 
 
 def test_a_secret_is_shown_once_and_stored_as_a_hash(store):
@@ -66,7 +66,7 @@ def test_a_key_expires_within_the_calendar(store, late):
     with pytest.raises(InvalidField, match=r"^expires: "):
         Keys(store).create("acme", expires=late)
     _, key = Keys(store).create("acme", expires="9999-12-31T23:59:59")
-    assert shown(key.expires_ms) == "9999-12-31 23:59:59"
+    assert format_utc(key.expires_ms) == "9999-12-31 23:59:59"
 
 
 def test_a_key_expires(store, clock):

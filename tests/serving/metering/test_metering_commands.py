@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.errors import Conflict, InvalidField, NotFound, RequestError
-from mlflow_llm.serving.metering import Keys, Limits, Minutes, Prices
+from mlflow_llm.serving.metering import Keys, Limits, Prices, ProvisionedMinutes
 
 
 @pytest.fixture
@@ -179,7 +179,9 @@ def test_the_bill(run, store, ledger, reserve_of, tmp_path):
     run("prices", "set", "*", "--input", "1", "--output", "2", "--unit-minute", "0.5")
     for number in range(3):
         ledger.reserve(reserve_of(f"r{number}", tenant=f"t{number % 2}")).settle(completion=number)
-    Minutes(store, clock=lambda: ledger.now_ms() / 1000).record(tenant="t0", endpoint="chat", entity="m", units=4)
+    ProvisionedMinutes(store, clock=lambda: ledger.now_ms() / 1000).record(
+        tenant="t0", endpoint="chat", entity="m", units=4
+    )
     files = {kind: tmp_path / f"usage.{kind}" for kind in ("csv", "parquet", "png")}
     options = ("--csv", str(files["csv"]), "--parquet", str(files["parquet"]), "--plot", str(files["png"]))
     lines = run("usage", "--by", "tenant", *options).splitlines()

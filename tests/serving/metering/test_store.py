@@ -19,7 +19,7 @@ from alembic.runtime.migration import MigrationContext
 from mlflow_llm.serving.errors import InvalidField, Unavailable, without_password
 from mlflow_llm.serving.metering import Limits, Store, tables
 from mlflow_llm.serving.metering.money import Price, cost
-from mlflow_llm.serving.metering.opening import NoStore
+from mlflow_llm.serving.metering.store_checks import NoStore
 
 
 def test_migrations_give_the_tables_that_the_code_uses(store):

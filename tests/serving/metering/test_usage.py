@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.metering import Limits, Minutes, Price, Usage, UsageFilter
-from mlflow_llm.serving.metering.export import csv_lines, write_parquet
+from mlflow_llm.serving.metering import Limits, Price, ProvisionedMinutes, Usage, UsageFilter
 from mlflow_llm.serving.metering.limits import check_integrity
-from mlflow_llm.serving.metering.plot import OTHERS, cost_by_day, plot_usage, tokens_by_kind
+from mlflow_llm.serving.metering.usage_export import csv_lines, write_parquet
+from mlflow_llm.serving.metering.usage_plot import OTHERS, cost_by_day, plot_usage, tokens_by_kind
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_plot_is_written(store, filled, tmp_path):
 
 def test_a_provisioned_minute_is_billed_once_by_its_most_units(store, ledger, clock):
     """Any number of workers may record a minute; it counts in the tenant's budget."""
-    minutes = Minutes(store, clock=clock)
+    minutes = ProvisionedMinutes(store, clock=clock)
     ledger.prices.set("model-1", Price(unit_minute=7))
     Limits(store).set("tenant", "acme", "budget", 10**6)
     here = {"tenant": "acme", "endpoint": "chat", "entity": "model-1"}
@@ -113,7 +113,7 @@ def test_provisioned_minutes_spend_the_budget(store, ledger, clock, reserve_of):
     ledger.prices.set("*", Price(input=1_000_000, unit_minute=1))
     Limits(store).set("tenant", "acme", "budget", 100)
     ledger.reserve(reserve_of("r1")).settle()
-    Minutes(store, clock=clock).record(tenant="acme", endpoint="chat", entity="model-1", units=75)
+    ProvisionedMinutes(store, clock=clock).record(tenant="acme", endpoint="chat", entity="model-1", units=75)
     lease = ledger.reserve(reserve_of("r2"))
     assert lease.limits[0].remaining == 100 - 10 - 75 - 10
     lease.settle()

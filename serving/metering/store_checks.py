@@ -1,4 +1,4 @@
-"""What can be said of a store before it is used: is its URL one, is something there, what is in the way."""
+"""Checks of a store before it is used: its URL, its file, its schema's revision, and errors that pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which store this is: a UUID in the database, beside where that database is.
+"""The identity of a store: a UUID in the database, beside where that database is.
 
 A copy of a database (``cp`` of SQLite's file, ``pg_dump`` and restore) has the UUID of the original, whose processes
 may live, or have left spools that are the original's alone. It is told by its place, and is given a UUID of its own:

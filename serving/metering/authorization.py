@@ -1,4 +1,4 @@
-"""Who makes a request, and what that one may see and do.
+"""Authorization: the caller of a request, and the scopes that say what it may see and do.
 
 ========  ==========================================================================================================
 scope     may

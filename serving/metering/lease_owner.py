@@ -1,4 +1,4 @@
-"""Which process a lease belongs to, and whether it still lives.
+"""Lease owners: the process that a lease belongs to, and whether it is still alive.
 
 An owner is a directory under the metering state directory: ``lock`` (held with flock while the process lives; the
 kernel lets go of it at any kind of end), ``progress`` and ``spool-*.jsonl``. It is built under a hidden name and
@@ -17,13 +17,13 @@ import weakref
 from pathlib import Path
 
 from ..progress import ProgressFile
-from .silence import Silence
 from .spool import Spool, spooled
+from .staleness import StalenessDetector
 
 STALE_SECONDS = 60.0
 
 
-class Owner:
+class LeaseOwner:
     """This process's directory, lock, progress file and spool."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -71,7 +71,7 @@ class DeadOwner:
         os.close(self._lock_fd)
 
 
-def dead_owners(state_dir: Path, unfinished: Silence) -> list[DeadOwner]:
+def dead_owners(state_dir: Path, unfinished: StalenessDetector) -> list[DeadOwner]:
     """Every owner of this state directory whose process has ended and that nobody else is recovering. Removed is what
     a process left that ended while it made its directory: ``unfinished`` says for how long it has been so."""
     found: list[DeadOwner] = []
@@ -86,7 +86,7 @@ def dead_owners(state_dir: Path, unfinished: Silence) -> list[DeadOwner]:
             continue
         if owner is not None or not (directory / "lock").exists():
             halves[directory.name] = None
-    for name in unfinished.of(halves):
+    for name in unfinished.stale(halves):
         shutil.rmtree(owners_dir / name, ignore_errors=True)
     return found
 
@@ -120,7 +120,7 @@ def is_local(state_dir: Path, owner: str) -> bool:
     return (state_dir / "owners" / owner).is_dir()
 
 
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakSet[LeaseOwner] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

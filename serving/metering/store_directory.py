@@ -1,8 +1,8 @@
-"""Where the processes of one store keep what must outlive them: a directory named by the store's identity.
+"""The state directory of a store: what its processes leave to be settled, under the store's identity.
 
 ::
 
-    <state>/<store id>/owners/    a directory a process: lock, progress, spool (``owner``)
+    <state>/<store id>/owners/    a directory a process: lock, progress, spool (``lease_owner``)
     <state>/<store id>/engines/   a journal a process and engine (``serving.journal``)
 
 ``<state>`` is the user's own, and so of all stores that servers of this user have: staging beside production.
@@ -18,10 +18,10 @@ import sqlalchemy as sa
 
 from ..journal import WrittenJournal, journals
 from ..progress import read_progress
-from .identity import Identity, identify
-from .owner import DeadOwner, dead
+from .lease_owner import DeadOwner, dead
 from .spool import spooled_ids
 from .store import Store
+from .store_identity import Identity, identify
 from .tables import journals as positions
 from .tables import ledger, owners
 

@@ -15,8 +15,8 @@ import sqlalchemy as sa
 
 from ..journal import Generated, WrittenJournal
 from ..journal import journals as written_journals
-from .state import ENGINES
 from .store import Store
+from .store_directory import ENGINES
 from .tables import journals, ledger
 
 BATCH = 200

@@ -1,4 +1,4 @@
-"""Settling what ended processes left open, each request by the best record there is of it.
+"""Crash recovery: open leases of ended processes, each settled by the best record there is of it.
 
 In this order: the owner's spool (exact), its progress file (exact up to the kill), the row's own checkpoint (for a
 host that went away with its disk: at most one heartbeat old).
@@ -13,10 +13,10 @@ import sqlalchemy as sa
 
 from ..progress import read_progress
 from .lease import Lease
-from .owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
+from .lease_owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
 from .settlement import Settlement, settle_in
-from .silence import Silence
 from .spool import drain_file, spooled
+from .staleness import StalenessDetector
 from .store import Store
 from .tables import ledger, owners
 
@@ -57,17 +57,17 @@ class Recovery:
 
     def __init__(self, store: Store, state_dir: Path, *, monotonic: Callable[[], float]) -> None:
         self._store, self._state_dir = store, state_dir
-        self._beats = Silence(STALE_SECONDS, monotonic=monotonic)
-        self._unfinished = Silence(STALE_SECONDS, monotonic=monotonic)
+        self._beats = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
+        self._unfinished = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
 
     def run(self, now_ms: int) -> int:
         """Rows settled. Interrupted anywhere, it is simply done again: no step changes a row twice."""
         settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
-        silent = self._beats.of(heartbeats(self._store, self._state_dir))
+        silent = self._beats.stale(heartbeats(self._store, self._state_dir))
         return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
 
 
-def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: Silence) -> int:
+def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector) -> int:
     """Settle what ended processes of this host left; rows settled."""
     found = dead_owners(state_dir, unfinished)
     try:

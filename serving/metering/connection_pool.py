@@ -1,4 +1,4 @@
-"""The connections that a store keeps open between its transactions."""
+"""A pool of database connections that takes no lock, so that gevent's patched locks cannot hang it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 PAUSE = 0.005  # seconds between looks for one that has come back
 
 
-class Connections(sa.Pool):
+class ConnectionPool(sa.Pool):
     """``pool_size`` at most, of which ``kept`` stay open while nobody uses them. Where all are in use one is waited
     for, ``timeout`` seconds at most. Raises ``sqlalchemy.exc.TimeoutError``.
 
@@ -60,8 +60,8 @@ class Connections(sa.Pool):
         finally:
             self._free.append(None)
 
-    def recreate(self) -> Connections:
-        return Connections(
+    def recreate(self) -> ConnectionPool:
+        return ConnectionPool(
             self._creator,
             pool_size=self._size,
             kept=self._kept,

@@ -1,4 +1,4 @@
-"""Settling, without a server, what ended processes left: what the next start would do. Safe beside running servers."""
+"""Offline settlement: the leases of ended processes, closed without a server. Safe beside running servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from msgspec import Struct
 
 from ..errors import AlreadyExists
-from . import journals, recovery
-from .identity import identify
-from .owner import living_owners
-from .silence import Silence
-from .state import former, state_of
+from . import crash_recovery, engine_journals
+from .lease_owner import living_owners
+from .staleness import StalenessDetector
 from .store import Store
+from .store_directory import former, state_of
+from .store_identity import identify
 
 WATCH_SECONDS = 10.0
 """For how long a process of another host is watched for a heartbeat: it writes one every two seconds."""
@@ -46,20 +46,20 @@ def settle_ended(
             raise AlreadyExists("the database that this one was copied from is in use: it was not moved")
         count += _settle(store, left)
     count += _settle(store, directory)
-    away = recovery.open_owners(store, directory)
+    away = crash_recovery.open_owners(store, directory)
     if away:
         watching(len(away))
-        before = recovery.heartbeats(store, directory)
+        before = crash_recovery.heartbeats(store, directory)
         wait(WATCH_SECONDS)
-        now = recovery.heartbeats(store, directory)
+        now = crash_recovery.heartbeats(store, directory)
         silent = [name for name in away if name in now and now[name] == before.get(name)]
-        count += sum(recovery.recover_rows(store, name, _now_ms()) for name in silent)
-    return Settled(rows=count, living=recovery.count_open(store))
+        count += sum(crash_recovery.recover_rows(store, name, _now_ms()) for name in silent)
+    return Settled(rows=count, living=crash_recovery.count_open(store))
 
 
 def _settle(store: Store, directory: Path) -> int:
-    settled = recovery.recover_local(store, directory, _now_ms(), Silence(float("inf")))
-    while journals.collect(store, directory):
+    settled = crash_recovery.recover_local(store, directory, _now_ms(), StalenessDetector(float("inf")))
+    while engine_journals.collect(store, directory):
         pass
     return settled
 

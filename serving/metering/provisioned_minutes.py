@@ -1,4 +1,4 @@
-"""Provisioned throughput in the ledger: reserved units by the minute, whether they were used or not."""
+"""Billing of provisioned throughput: units by the minute, whether they were used or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import windows as window_table
 from .windows import Amounts
 
 
-class Minutes:
+class ProvisionedMinutes:
     """``record`` is called by any number of processes, any number of times a minute; a minute is billed once, by the
     most units that were reserved in it. One unit is one token/s."""
 
