@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from ...serving import errors
-from ...serving.dialects import DIALECTS
+from ...serving.dialects.mlflow import ERROR_CODES
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -154,7 +154,7 @@ def mlflow_error(error: errors.ServingError | errors.PackagingError) -> MlflowEx
     if isinstance(error, errors.PackagingError):
         return (ModelNotFound if isinstance(error, errors.ModelNotFound) else PackagingError)(str(error))
     cls = CLASSES[type(error)]
-    code = DIALECTS["mlflow"].error(error).body["error_code"]
+    code = ERROR_CODES[error.kind]
     found = _rebuilt(cls, {}, error.message)
     MlflowException.__init__(found, error.message, error_code=ErrorCode.Value(code))
     found.__dict__.update({name: value for name, value in vars(error).items() if name != "message"})

@@ -17,9 +17,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 
 from ...serving.bundle import Bundle
-from ...serving.dialects import DIALECTS
 from ...serving.dialects.defaults import defaults_of
 from ...serving.dialects.fields import task_of
+from ...serving.dialects.mlflow import MlflowDialect
 from ...serving.engine.interface import Engine, EngineInfo
 from ...serving.errors import Aborted, ServingError, ShuttingDown
 from ...serving.reply import Piece, Reply
@@ -59,7 +59,7 @@ class Session:
         self._given = dict(defaults or {})
         self._defaults = defaults_of(dict(self._given))
         self._profile = profile or Profile()
-        self._dialect = DIALECTS["mlflow"]
+        self._dialect = MlflowDialect()
         self._salts = CacheSalts(_secret())
         self._lock = threading.Lock()
         self._engine: Engine | None = None
@@ -111,9 +111,9 @@ class Session:
         asked = {name: value for name, value in body.items() if name != "stream" or value not in (None, False)}
         if stream:
             asked["stream"] = True
-        task: Task = task_of(asked, None)  # type: ignore[assignment]
+        task: Task = task_of(asked, None)
         salt = self._salts.of("tenant", tenant="", endpoint=view.name)
-        return prepare(self._dialect.decode(asked, task), view, Limits(cache_salt=salt))
+        return prepare(self._dialect.read(asked, task), view, Limits(cache_salt=salt))
 
     def pieces(self, request: ValidRequest) -> Any:
         """The reply's pieces as they come; ``close`` aborts."""
@@ -127,7 +127,7 @@ class Session:
             return generate.gather(_until(pieces, stop) if stop is not None else pieces)
 
     def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        return self._dialect.encode(request, reply)
+        return self._dialect.written(request, reply)
 
     def chunks(self, request: ValidRequest) -> Iterator[dict[str, Any]]:
         """A streamed reply as chunk objects."""

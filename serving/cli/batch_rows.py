@@ -39,10 +39,10 @@ class Row:
         """Path and body to ask. Raises ``InvalidField`` for a body of another task, or one that streams."""
         task = task_of(self.body, None)
         if self.path is not None and PATHS[self.path] != task:
-            raise InvalidField("url", self.path, f"{PATH_OF[task]}, by the body")  # type: ignore[index]
+            raise InvalidField("url", self.path, f"{PATH_OF[task]}, by the body")
         if self.body.get("stream") not in (None, False):
             raise InvalidField("stream", self.body["stream"], "false: a batch has whole replies")
-        return PATH_OF[task], self.body  # type: ignore[index]
+        return PATH_OF[task], self.body
 
 
 class Rows:

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from .base import Dialect, ErrorBody, StreamEncoder
+import functools
+import re
+
+from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
 from .tables import FIELDS, REFUSED_FIELDS
 
 DIALECTS: dict[str, Dialect] = {d.name: d for d in (OpenAIDialect(), DatabricksDialect(), MlflowDialect())}
+FALLBACK = DIALECTS["mlflow"]
 
-__all__ = ["DIALECTS", "FIELDS", "REFUSED_FIELDS", "Dialect", "ErrorBody", "StreamEncoder"]
+
+@functools.cache
+def _pattern(path: str) -> re.Pattern[str]:
+    """What a route's path takes: a segment for ``<name>``, any number of them for ``<path:name>``."""
+    return re.compile(re.sub(r"<\w+>", "[^/]+", re.sub(r"<path:\w+>", ".+", re.escape(path))))
+
+
+def dialect_of(path: str) -> Dialect:
+    """The dialect in whose form a request to ``path`` is refused before a route has taken it: the route's own, or that
+    of the longest prefix; MLflow's for the rest."""
+    path = path.rstrip("/")
+    for dialect in DIALECTS.values():
+        if any(_pattern(route.path).fullmatch(path) for route in dialect.routes):
+            return dialect
+    found = [
+        (len(prefix), dialect)
+        for dialect in DIALECTS.values()
+        for prefix in dialect.prefixes
+        if path == prefix or path.startswith(prefix + "/")
+    ]
+    return max(found, key=lambda one: one[0], default=(0, FALLBACK))[1]
+
+
+__all__ = [
+    "DIALECTS", "FIELDS", "REFUSED_FIELDS", "Dialect", "Encoded", "Head", "InferenceRoute", "StreamEncoder",
+    "dialect_of",
+]  # fmt: skip

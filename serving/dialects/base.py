@@ -1,10 +1,14 @@
-"""A dialect is a pure codec: bytes and plain objects in and out; no Flask, no clock, no engine.
+"""A dialect is a pure codec: a request's headers and bytes in, an answer's headers and bytes out; no Flask, no clock,
+no engine.
 
-A new dialect is a module that offers this protocol and is listed in ``dialects/__init__.py``; ours are the same.
+It owns its routes, the path prefixes in whose errors it speaks, the JSON schemas that describe it, and its form of
+error. A new dialect is a module with a class of the protocol ``Dialect`` and a line in ``dialects/__init__.py``: the
+server's routes, its OpenAPI document and its refusals follow from them. Ours are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -13,43 +17,88 @@ from ..errors import ServingError
 from ..reply import Piece, Reply
 from ..request import RawRequest, Task, ValidRequest
 
+JSON = "application/json"
 
-class ErrorBody(Struct, frozen=True, kw_only=True):
-    """An error as it goes over the wire."""
 
-    status: int
-    body: dict[str, Any]
-    headers: dict[str, str] = {}
+class Headers(Protocol):
+    """A request's headers, found whatever the case of their names."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
+class InferenceRoute(Struct, frozen=True):
+    """A path to which tasks are posted.
+
+    ``<name>`` in ``path`` (werkzeug's notation) is the endpoint; without it the body names one. ``task`` None: it
+    follows from the body. ``content_types`` are those of bodies; with JSON's, ``+json`` types are taken too.
+    """
+
+    path: str
+    task: Task | None
+    summary: str
+    content_types: tuple[str, ...] = (JSON,)
+
+
+class Head(Struct, frozen=True):
+    """What comes before a body. ``path`` has what stands in the place of the route's ``<variables>``."""
+
+    route: InferenceRoute
+    headers: Headers
+    path: Mapping[str, str] = {}
+
+
+class Encoded(Struct, frozen=True, kw_only=True):
+    """A whole answer as it goes over HTTP."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = JSON
+    headers: Mapping[str, str] = {}
 
 
 class StreamEncoder(Protocol):
-    """Encodes one streamed reply. It may keep state (the first chunk carries the role); one per request."""
+    """Encodes one streamed reply. It may keep state (the first chunk carries the role); one a request."""
 
     content_type: str
+    headers: Mapping[str, str]
 
     def encode(self, piece: Piece) -> bytes:
         """Bytes for one piece; b"" where the dialect says nothing of it. ``Done`` closes the stream."""
         ...
 
     def error(self, error: ServingError) -> bytes:
-        """A final event for an error after the status line has gone out."""
+        """The last bytes of a stream that breaks off: the status line has gone out."""
         ...
 
 
 class Dialect(Protocol):
-    name: str
+    """``prefixes``: paths under which a request is refused in this dialect's form though no route of its own is there.
+    ``request_schemas`` and ``error_schema`` are JSON schemas, for the OpenAPI document."""
 
-    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
-        """A parsed JSON object to a raw request. ``task`` None: it follows from the body.
+    @property
+    def name(self) -> str: ...
 
-        Raises ``InvalidField`` for a field that is unknown, of a wrong type, out of range, or not built yet.
-        """
+    @property
+    def routes(self) -> tuple[InferenceRoute, ...]: ...
+
+    @property
+    def prefixes(self) -> tuple[str, ...]: ...
+
+    @property
+    def request_schemas(self) -> Mapping[Task, Mapping[str, Any]]: ...
+
+    @property
+    def error_schema(self) -> Mapping[str, Any]: ...
+
+    def decode(self, head: Head, body: bytes) -> RawRequest:
+        """Raises ``InvalidField`` for a field that is unknown, of a wrong type, out of range, or not built yet, and
+        ``RequestError`` for a body that cannot be read. Nothing is resolved here: that is ``tasks.prepare``."""
         ...
 
-    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        """The JSON object of a reply that is not streamed."""
+    def encode(self, request: ValidRequest, reply: Reply) -> Encoded:
+        """A reply that is not streamed."""
         ...
 
     def stream(self, request: ValidRequest) -> StreamEncoder: ...
 
-    def error(self, error: ServingError) -> ErrorBody: ...
+    def error(self, error: ServingError) -> Encoded: ...

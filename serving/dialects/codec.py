@@ -1,7 +1,10 @@
-"""The codec of the dialects that speak in OpenAI's objects; each brings its tables, its style and its form of error."""
+"""The codec of the dialects that speak in OpenAI's JSON objects; each brings its tables, its style and its form of
+error."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,30 +12,47 @@ from ..errors import ServingError
 from ..reply import Reply
 from ..request import RawRequest, Task, ValidRequest
 from . import wire
-from .base import ErrorBody, StreamEncoder
+from .base import Encoded, Head, InferenceRoute, StreamEncoder
 from .decode import decode
-from .errors import openai_error, retry_headers
+from .errors import CODED_ERROR_SCHEMA, openai_error, retry_headers
 from .fields import Table
+from .json_body import json_bytes, read_object
 
 
 class ObjectDialect:
-    """A pure codec; one object serves every request."""
+    """A pure codec; one object serves every request. ``read`` and ``written`` are the same in objects, for callers in
+    this process."""
 
     name: str
-    tables: ClassVar[Mapping[str, Table]]
+    routes: tuple[InferenceRoute, ...]
+    prefixes: tuple[str, ...] = ()
+    tables: ClassVar[Mapping[Task, Table]]
     style: wire.Style
+    error_schema: Mapping[str, Any]
 
-    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
+    @functools.cached_property
+    def request_schemas(self) -> Mapping[Task, Mapping[str, Any]]:
+        return {task: table.schema() for task, table in self.tables.items()}
+
+    def decode(self, head: Head, body: bytes) -> RawRequest:
+        return read_object(body, lambda found: self.read(found, head.route.task))
+
+    def read(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
+        """``task`` None: it follows from the body. Raises ``InvalidField``."""
         return decode(self.tables, body, task)
 
-    def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
+    def encode(self, request: ValidRequest, reply: Reply) -> Encoded:
+        return Encoded(body=json_bytes(self.written(request, reply)))
+
+    def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
         return wire.reply(request, reply, self.style)
 
     def stream(self, request: ValidRequest) -> StreamEncoder:
         return wire.Stream(request, self.style, self.streamed_error)
 
-    def error(self, error: ServingError) -> ErrorBody:
-        return ErrorBody(status=error.status, body=self.error_body(error), headers=retry_headers(error))
+    def error(self, error: ServingError) -> Encoded:
+        body = json.dumps(self.error_body(error), ensure_ascii=True).encode()
+        return Encoded(status=error.status, body=body, headers=retry_headers(error))
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
         raise NotImplementedError
@@ -50,6 +70,7 @@ class CodedErrorDialect(ObjectDialect):
     """
 
     error_codes: ClassVar[Mapping[str, str]]
+    error_schema = CODED_ERROR_SCHEMA
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
         return {"error_code": self.error_codes[error.kind], "message": error.message}

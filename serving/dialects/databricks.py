@@ -14,6 +14,7 @@ import msgspec
 
 from ..request import RawCompletion, RawRequest, Task
 from . import wire
+from .base import InferenceRoute
 from .codec import CodedErrorDialect
 from .tables import DATABRICKS
 
@@ -45,10 +46,17 @@ class DatabricksDialect(CodedErrorDialect):
     tables = DATABRICKS
     error_codes = ERROR_CODES
     style = wire.Style(cached_tokens=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
+    routes = (
+        InferenceRoute("/serving-endpoints/<name>/invocations", None, "Query an endpoint; the body says the task"),
+        InferenceRoute("/serving-endpoints/chat/completions", "chat", "Chat; model names the endpoint"),
+        InferenceRoute("/serving-endpoints/completions", "completions", "Completion; model names the endpoint"),
+        InferenceRoute("/serving-endpoints/embeddings", "embeddings", "Embeddings; model names the endpoint"),
+    )
+    prefixes = ("/serving-endpoints", "/api/2.0/serving-endpoints", "/.well-known")
 
-    def decode(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
+    def read(self, body: dict[str, Any], task: Task | None = None) -> RawRequest:
         """``use_raw_prompt`` is false unless given, as the document has it: the template is applied."""
-        raw = super().decode(body, task)
+        raw = super().read(body, task)
         if isinstance(raw, RawCompletion) and raw.use_raw_prompt is None:
             return msgspec.structs.replace(raw, use_raw_prompt=False)
         return raw

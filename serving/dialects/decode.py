@@ -12,7 +12,7 @@ from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampl
 from .fields import Table, task_of
 
 
-def decode(tables: Mapping[str, Table], body: Any, task: Task | None) -> RawRequest:
+def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawRequest:
     """Raises ``InvalidField``; reads only, the body is left as it was."""
     name = task_of(body, task)
     found = tables[name].read(body)

@@ -39,7 +39,7 @@ def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
             raise unknown_field(name, value, known, f"{parent}.")
     for task in MLFLOW:
         try:
-            defaults_of(values)(task)  # type: ignore[arg-type]
+            defaults_of(values)(task)
         except InvalidField as error:
             error.rename(f"{parent}.{error.param}")
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ServingError
@@ -30,6 +31,28 @@ OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {
     "engine_died": ("server_error", "engine_died"),
     "deadline_exceeded": ("server_error", "timeout"),
     "aborted": ("invalid_request_error", "request_aborted"),
+}
+
+OPENAI_ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+CODED_ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error_code", "message"],
+    "properties": {"error_code": {"type": "string"}, "message": {"type": "string"}},
 }
 
 

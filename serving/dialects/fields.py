@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InvalidField
 from ..readers import Reader, or_null
+from ..request import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,13 @@ def nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name[:64], list(known), n=1)), None)
 
 
-def task_of(body: Any, task: str | None) -> str:
+def task_of(body: Any, task: Task | None) -> Task:
     """The task a body asks for: ``messages`` chat, ``prompt`` completions, ``input`` embeddings."""
     if not isinstance(body, dict):
         raise InvalidField("body", body, "a JSON object")
     if task is not None:
         return task
-    names = {"messages": "chat", "prompt": "completions", "input": "embeddings"}
+    names: dict[str, Task] = {"messages": "chat", "prompt": "completions", "input": "embeddings"}
     found = [name for name in names if body.get(name) is not None]
     if len(found) != 1:
         raise InvalidField("body", sorted(map(str, body))[:8], "exactly one of messages, prompt and input")

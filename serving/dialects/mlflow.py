@@ -8,6 +8,7 @@ the codes of MLflow's REST API.
 from __future__ import annotations
 
 from . import wire
+from .base import InferenceRoute
 from .codec import CodedErrorDialect
 from .databricks import ERROR_CODES as DATABRICKS_CODES
 from .tables import MLFLOW
@@ -30,3 +31,7 @@ class MlflowDialect(CodedErrorDialect):
     tables = MLFLOW
     error_codes = ERROR_CODES
     style = wire.Style(usage_in_last=True, embedding_id=True)
+    routes = (
+        InferenceRoute("/invocations", None, "Query the server's only endpoint; the body says the task"),
+        InferenceRoute("/endpoints/<name>/invocations", None, "Query an endpoint"),
+    )

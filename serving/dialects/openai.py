@@ -11,8 +11,9 @@ from typing import Any
 
 from ..errors import ServingError
 from . import wire
+from .base import InferenceRoute
 from .codec import ObjectDialect
-from .errors import openai_error
+from .errors import OPENAI_ERROR_SCHEMA, openai_error
 from .tables import OPENAI
 
 
@@ -20,6 +21,13 @@ class OpenAIDialect(ObjectDialect):
     name = "openai"
     tables = OPENAI
     style = wire.Style()
+    routes = (
+        InferenceRoute("/v1/chat/completions", "chat", "Chat completion"),
+        InferenceRoute("/v1/completions", "completions", "Text completion"),
+        InferenceRoute("/v1/embeddings", "embeddings", "Embeddings"),
+    )
+    prefixes = ("/v1",)
+    error_schema = OPENAI_ERROR_SCHEMA
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
         return openai_error(error)

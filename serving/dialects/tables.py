@@ -222,7 +222,7 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
 
 _GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, WITHOUT_MEANING)
 
-OPENAI: Mapping[str, Table] = {
+OPENAI: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
         fields=_by_name(*_GENERATE, CHAT, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS),
@@ -239,7 +239,7 @@ _EMBEDDING_EXTRAS = (
 _DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)
 
 # The document's own ``top_k`` ("null or an integer above zero") stands after the extensions' and so wins over it.
-DATABRICKS: Mapping[str, Table] = {
+DATABRICKS: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
         fields=_by_name(
@@ -258,7 +258,7 @@ DATABRICKS: Mapping[str, Table] = {
 }
 
 # The pyfunc form takes what either accepts.
-MLFLOW: Mapping[str, Table] = {
+MLFLOW: Mapping[Task, Table] = {
     task: Table(
         required=OPENAI[task].required,
         fields={**DATABRICKS[task].fields, **OPENAI[task].fields},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -165,6 +165,7 @@ class Stream:
     """Encodes one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
 
     content_type = "text/event-stream; charset=utf-8"
+    headers: Mapping[str, str] = {}
 
     def __init__(
         self, request: ValidRequest, style: Style, error_body: Callable[[ServingError], dict[str, Any]]

@@ -12,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from .. import logs
 from ..control.settings import ServerSettings
-from ..dialects import DIALECTS
+from ..dialects import DIALECTS, Head, dialect_of
 from ..errors import (
     Aborted,
     InternalError,
@@ -45,7 +45,7 @@ from .memory_budget import Intake
 from .offload import Offload
 from .pages import PAGES
 from .refusal_limit import RefusalLimit
-from .routes import ROUTES, Route, dialect_of_path, one_slash
+from .routes import ROUTES, Route, one_slash
 
 REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
 TELLS_MORE = ("health", "ready", "metrics")  # of what is open: to who shows a key
@@ -133,9 +133,9 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
             check_site(request.environ, listens, server.settings.allowed_hosts)
         blamed = not route.open  # not for pages of other sites, which would have the user of a browser refused
         caller = _anyone(server, route, exchange) if route.open else _checked_caller(server, exchange, route.scope)
-        check_content_type(request.environ)
+        check_content_type(request.environ, route.content_types)
         if route.is_invocation:
-            return invoke(server, _incoming(server, route, name, caller), exchange)
+            return invoke(server, _incoming(server, route, name, parts, caller), exchange)
         if route.handler in ANSWERS:
             return _managed(server, route, exchange, caller, name, parts)
         return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
@@ -168,9 +168,10 @@ def _check_listener(server: Server, route: Route) -> str:
     return (server.settings.probe_host if probes else None) or server.settings.host
 
 
-def _incoming(server: Server, route: Route, name: str | None, caller: Caller) -> Incoming:
+def _incoming(server: Server, route: Route, name: str | None, parts: dict[str, str], caller: Caller) -> Incoming:
+    assert route.inference is not None
     return Incoming(
-        route=route,
+        head=Head(route.inference, request.headers, parts),
         dialect=DIALECTS[route.dialect],
         receive=partial(read_body, request.environ, server.settings.max_body_bytes),
         is_large=is_large(request.environ, server.settings.offload_bytes),
@@ -261,7 +262,7 @@ def _anyone(server: Server, route: Route, exchange: Exchange) -> Caller:
 def _unrouted(error: HTTPException) -> Response:
     """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
     refused = _refusal(error)
-    answer = error_answer(DIALECTS[dialect_of_path(request.path)], refused)
+    answer = error_answer(dialect_of(request.path), refused)
     exchange = _exchange()
     if isinstance(refused, MethodNotAllowed) and (allowed := getattr(error, "valid_methods", None)):
         answer.headers["Allow"] = ", ".join(sorted(allowed))

@@ -15,6 +15,7 @@ from typing import Any
 from werkzeug.http import parse_options_header
 
 from ..control.listen_settings import is_loopback
+from ..dialects.base import JSON
 from ..errors import PermissionDenied, RequestError
 
 ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
@@ -62,20 +63,31 @@ def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
     return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]
 
 
-def check_content_type(environ: Mapping[str, Any]) -> None:
-    """Raises ``RequestError`` (415) for a body that is not said to be JSON, in UTF-8."""
+def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSON,)) -> None:
+    """Raises ``RequestError`` (415) for a body that is not said to be of a type in ``taken``; JSON is in UTF-8.
+
+    No browser posts any of them to another site without asking that site first (CORS), so this is a guard against CSRF:
+    the types that it does post so, text/plain and those of forms, belong in no ``taken``."""
     if environ["REQUEST_METHOD"] not in WITH_BODY:
         return
     given = environ.get("CONTENT_TYPE", "")
     kind, options = parse_options_header(given)
-    subtype = kind.lower().removeprefix("application/")
-    if kind.lower().startswith("application/") and (subtype == "json" or subtype.endswith("+json")):
+    kind = kind.lower()
+    if is_json(kind) and JSON in taken:
         charset = options.get("charset", "utf-8")
         if charset.lower() in ("utf-8", "utf8"):
             return
         raise _unsupported(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
+    if kind in taken:
+        return
     told = f"{given[:80]!r} is not taken" if given else "is missing"
-    raise _unsupported(f"Content-Type: {told}; send application/json (curl: -H 'Content-Type: application/json')")
+    raise _unsupported(f"Content-Type: {told}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')")
+
+
+def is_json(kind: str) -> bool:
+    """Whether a media type in lower case is JSON's or one that is written in JSON."""
+    subtype = kind.removeprefix("application/")
+    return subtype != kind and (subtype == "json" or subtype.endswith("+json"))
 
 
 def _unsupported(message: str) -> RequestError:

@@ -14,7 +14,7 @@ import msgspec
 
 from .. import logs
 from ..control.settings import ServerSettings
-from ..dialects.base import Dialect
+from ..dialects import Dialect, Head
 from ..errors import Aborted, InternalError, InvalidField, ServingError
 from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Target
@@ -30,13 +30,11 @@ from ..tasks.cache_salt import CacheSalts
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
-from .answer import Answer, json_answer
+from .answer import Answer
 from .in_flight import ClientGone, Pull, RunningRequests, ending_at, watching
-from .json_body import read_object
 from .memory_budget import Held, Intake
 from .offload import Offload
 from .refusal_limit import RefusalLimit
-from .routes import Route
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
@@ -80,7 +78,7 @@ class Incoming:
     ``receive`` reads the body, of which ``is_large`` says what is known before. Requests with the same ``sticky_key``
     go to the same served entity of an endpoint."""
 
-    route: Route
+    head: Head
     dialect: Dialect
     receive: Callable[[Held], bytes]
     is_large: bool = False
@@ -152,13 +150,13 @@ def _check_limits(server: Server, incoming: Incoming, meant: list[Endpoint]) -> 
         return
     names = {one.name for one in meant}
     paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
-    embeds = incoming.route.task == "embeddings" or any("embeddings" in one.tasks for one in meant)
+    embeds = incoming.head.route.task == "embeddings" or any("embeddings" in one.tasks for one in meant)
     server.ledger.check(
         key_id=incoming.caller.key_id,
         tenant=incoming.caller.tenant,
         endpoint=names.pop() if len(names) == 1 else None,
         entities=[one.entity for one in meant] if paid else None,
-        generates=incoming.route.task in ("chat", "completions") or not embeds,
+        generates=incoming.head.route.task in ("chat", "completions") or not embeds,
     )
 
 
@@ -173,11 +171,13 @@ def _limits(server: Server, endpoint: Endpoint, incoming: Incoming) -> Limits:
 
 
 def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchange) -> Answer:
-    return json_answer(dialect.encode(valid, reply), headers=exchange.headers)
+    encoded = dialect.encode(valid, reply)
+    headers = {**encoded.headers, **exchange.headers}
+    return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
 
 
 def _decode(incoming: Incoming, body: bytes) -> RawRequest:
-    return read_object(body, lambda body: incoming.dialect.decode(body, incoming.route.task))
+    return incoming.dialect.decode(incoming.head, body)
 
 
 def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:
@@ -259,7 +259,11 @@ def _streamed(
     except BaseException as error:
         stream.release(error)
         raise
-    return Answer(body=stream, content_type=encoder.content_type, headers=STREAM_HEADERS | exchange.headers)
+    return Answer(
+        body=stream,
+        content_type=encoder.content_type,
+        headers={**STREAM_HEADERS, **encoder.headers, **exchange.headers},
+    )
 
 
 class Stream:

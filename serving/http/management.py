@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..dialects.json_body import read_object
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor
 from ..metering.authorization import Caller
@@ -15,7 +16,6 @@ from ..observability import metrics
 from . import openapi
 from .answer import Answer, json_answer
 from .invoke import Server
-from .json_body import read_object
 
 GONE_SECONDS = 2.0
 

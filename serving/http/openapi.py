@@ -8,13 +8,11 @@ from typing import Any
 
 from mlflow_llm import __version__
 
-from ..dialects.tables import DATABRICKS, MLFLOW, OPENAI
+from ..dialects import DIALECTS, InferenceRoute
 from ..request import Task
 from .invoke import STICKY_HEADER, STICKY_MAX, TIMEOUT_HEADER
-from .routes import ROUTES, DialectName, Route
+from .routes import ROUTES, Route
 
-TABLES = {"openai": OPENAI, "databricks": DATABRICKS, "mlflow": MLFLOW}
-TASKS: tuple[Task, ...] = ("chat", "completions", "embeddings")
 ERRORS = {
     "400": "A field is not allowed, or the prompt is too long",
     "401": "No API key, or an unknown one",
@@ -27,30 +25,6 @@ ERRORS = {
     "503": "Busy or shutting down; Retry-After says when to come back",
     "504": "The request's own time limit passed",
 }
-ERROR_SCHEMAS: dict[DialectName, dict[str, Any]] = {
-    "openai": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    },
-    "databricks": {
-        "type": "object",
-        "required": ["error_code", "message"],
-        "properties": {"error_code": {"type": "string"}, "message": {"type": "string"}},
-    },
-}
-ERROR_SCHEMAS["mlflow"] = ERROR_SCHEMAS["databricks"]
 CONTENT = {"metrics": "text/plain", "ping": "text/plain", "version": "text/plain", "docs": "text/html"}
 CONTENT["get_serving_metrics"] = "text/plain"
 EXPORTS = {"usage": ("text/csv", "application/vnd.apache.parquet")}  # beside JSON
@@ -64,8 +38,12 @@ def document() -> dict[str, Any]:
         path = re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", route.path)
         for method in route.methods:
             paths.setdefault(path, {})[method.lower()] = _operation(route, method.lower(), path)
-    schemas: dict[str, Any] = {_schema_name(d, t): TABLES[d][t].schema() for d in ERROR_SCHEMAS for t in TASKS}
-    schemas.update({f"{dialect}_error": schema for dialect, schema in ERROR_SCHEMAS.items()})
+    schemas: dict[str, Any] = {
+        _schema_name(name, task): schema
+        for name, dialect in DIALECTS.items()
+        for task, schema in dialect.request_schemas.items()
+    }
+    schemas.update({f"{name}_error": dialect.error_schema for name, dialect in DIALECTS.items()})
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlflow-llm", "version": __version__},
@@ -92,19 +70,20 @@ def _operation(route: Route, method: str, path: str) -> dict[str, Any]:
         "parameters": parameters,
         "responses": _responses(route),
     }
-    if route.is_invocation:
+    if route.inference is not None:
         parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
         sticky = {"type": "string", "maxLength": STICKY_MAX}
         parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(route)}}}
+        content = {kind: {"schema": _body(route.dialect, route.inference)} for kind in route.content_types}
+        operation["requestBody"] = {"required": True, "content": content}
     elif route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body.schema}}}
     return operation
 
 
-def _body(route: Route) -> dict[str, Any]:
-    tasks = (route.task,) if route.task else TASKS
-    refs = [{"$ref": f"#/components/schemas/{_schema_name(route.dialect, task)}"} for task in tasks]
+def _body(dialect: str, route: InferenceRoute) -> dict[str, Any]:
+    tasks = DIALECTS[dialect].request_schemas if route.task is None else (route.task,)
+    refs = [{"$ref": f"#/components/schemas/{_schema_name(dialect, task)}"} for task in tasks]
     return refs[0] if len(refs) == 1 else {"oneOf": refs}
 
 

@@ -1,8 +1,8 @@
 """Every route of the server, as one table.
 
-``handler`` names what answers: "invoke" runs a task of an endpoint; the others are the functions of that name in
-``pages``, ``management``, ``accounts`` and ``usage``. ``dialect`` is the codec of the route, its errors included.
-``task`` None: it follows from the body.
+``handler`` names what answers: "invoke" runs a task of an endpoint, on the routes that the dialects bring
+(``inference``); the others are the functions of that name in ``pages``, ``management``, ``accounts`` and ``usage``.
+``dialect`` names the codec of the route, its errors included.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from ..dialects import DIALECTS, Dialect, InferenceRoute
+from ..dialects.base import JSON
 from ..readers import Reader
-from ..request import Task
 from .account_routes import TABLE as ACCOUNTS
 from .management_routes import TABLE as MANAGEMENT
 from .management_routes import USAGE, USAGE_QUERY
-
-DialectName = Literal["openai", "databricks", "mlflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +30,9 @@ class Route:
 
     path: str
     methods: tuple[str, ...]
-    dialect: DialectName
-    handler: str = "invoke"
-    task: Task | None = None
+    dialect: str
+    handler: str
+    inference: InferenceRoute | None = None
     summary: str = ""
     open: bool = False
     scope: str | None = "invoke"
@@ -41,31 +40,39 @@ class Route:
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
+    def content_types(self) -> tuple[str, ...]:
+        """Of bodies."""
+        return (JSON,) if self.inference is None else self.inference.content_types
+
+    @property
     def is_invocation(self) -> bool:
-        return self.handler == "invoke"
+        return self.inference is not None
 
 
-def _invoke(path: str, dialect: DialectName, task: Task | None, summary: str) -> Route:
-    return Route(path=path, methods=("POST",), dialect=dialect, task=task, summary=summary)
+def inference_routes(dialect: Dialect) -> tuple[Route, ...]:
+    """The routes at which tasks of ``dialect`` are posted."""
+    return tuple(
+        Route(
+            path=route.path,
+            methods=("POST",),
+            dialect=dialect.name,
+            handler="invoke",
+            inference=route,
+            summary=route.summary,
+        )
+        for route in dialect.routes
+    )
 
 
-def _page(path: str, dialect: DialectName, handler: str, summary: str, *, open: bool = False) -> Route:
+def _page(path: str, dialect: str, handler: str, summary: str, *, open: bool = False) -> Route:
     return Route(path=path, methods=("GET",), dialect=dialect, handler=handler, summary=summary, open=open, scope=None)
 
 
 ROUTES: tuple[Route, ...] = (
     _page("/v1/models", "openai", "list_models", "Endpoints and their adapters"),
     _page("/v1/models/<path:name>", "openai", "get_model", "One endpoint or endpoint:adapter"),
-    _invoke("/v1/chat/completions", "openai", "chat", "Chat completion"),
-    _invoke("/v1/completions", "openai", "completions", "Text completion"),
-    _invoke("/v1/embeddings", "openai", "embeddings", "Embeddings"),
-    _invoke("/serving-endpoints/<name>/invocations", "databricks", None, "Query an endpoint; the body says the task"),
-    _invoke("/serving-endpoints/chat/completions", "databricks", "chat", "Chat; model names the endpoint"),
-    _invoke("/serving-endpoints/completions", "databricks", "completions", "Completion; model names the endpoint"),
-    _invoke("/serving-endpoints/embeddings", "databricks", "embeddings", "Embeddings; model names the endpoint"),
+    *(route for dialect in DIALECTS.values() for route in inference_routes(dialect)),
     _page("/.well-known/databricks-config", "databricks", "databricks_config", "Discovery; empty", open=True),
-    _invoke("/invocations", "mlflow", None, "Query the server's only endpoint; the body says the task"),
-    _invoke("/endpoints/<name>/invocations", "mlflow", None, "Query an endpoint"),
     _page("/api/2.0/endpoints/", "mlflow", "list_endpoints", "Endpoints, as MLflow's deployments server lists them"),
     _page("/api/2.0/endpoints/<name>", "mlflow", "get_endpoint", "One endpoint"),
     _page("/ping", "mlflow", "ping", "Is the server up", open=True),
@@ -116,19 +123,7 @@ ROUTES += (
     ),
 )
 
-PREFIXES: tuple[tuple[str, DialectName], ...] = (
-    ("/v1", "openai"),
-    ("/serving-endpoints", "databricks"),
-    ("/api/2.0/serving-endpoints", "databricks"),
-    ("/.well-known", "databricks"),
-)
-
 
 def one_slash(path: str) -> str:
     """``/v1//models`` → ``/v1/models``: how a base URL that ends in a slash is joined to a path."""
     return re.sub("/{2,}", "/", path)
-
-
-def dialect_of_path(path: str) -> DialectName:
-    """The dialect in which an unknown path under a known prefix is refused; MLflow's for the rest."""
-    return next((name for prefix, name in PREFIXES if path == prefix or path.startswith(prefix + "/")), "mlflow")

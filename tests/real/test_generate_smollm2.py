@@ -37,7 +37,7 @@ def endpoint(smollm2_dir):
 
 
 def _ids(endpoint, **body):
-    return list(prepare(DIALECTS["mlflow"].decode(body), endpoint).sequences[0].prompt_token_ids)
+    return list(prepare(DIALECTS["mlflow"].read(body), endpoint).sequences[0].prompt_token_ids)
 
 
 @pytest.mark.parametrize("messages", CHATS)
@@ -104,7 +104,7 @@ class _Spoken:
 def test_reply(endpoint, tokenizer):
     """Text, reason and usage of a whole reply, counted to the end-of-text token."""
     ids = [*tokenizer("Grüße 😀!", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    request = prepare(DIALECTS["mlflow"].decode({"messages": CHATS[0]}), endpoint)
+    request = prepare(DIALECTS["mlflow"].read({"messages": CHATS[0]}), endpoint)
     reply = generate.gather(generate.run(_Spoken(ids), request, endpoint.text))
     assert reply.choices[0].text == "Grüße 😀!"
     assert reply.choices[0].finish_reason == "stop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import traceback
 from typing import Any
@@ -12,10 +11,10 @@ from gunicorn.http import Request
 from gunicorn.http import errors as http
 
 from ... import logs
-from ...dialects import DIALECTS
+from ...dialects import dialect_of
 from ...errors import RequestError
 from ...observability.access_record import REQUEST_ID, request_id_from
-from ..routes import dialect_of_path, one_slash
+from ..routes import one_slash
 from .slowloris import TooSlow
 
 REFUSED: tuple[tuple[type[Exception], int, str], ...] = (
@@ -37,12 +36,12 @@ def refuse(client: Any, error: BaseException, address: str = "") -> bool:
         if isinstance(error, kind):
             path, request_id = _read(error)
             told = RequestError(f"{reason}: {str(error)[:200]}")
-            body = json.dumps(DIALECTS[dialect_of_path(one_slash(path))].error(told).body)
-            head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            answer = dialect_of(one_slash(path)).error(told)
+            head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: {answer.content_type}\r\n"
             head += "X-Content-Type-Options: nosniff\r\n"
-            head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(body)}\r\n\r\n"
+            head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(answer.body)}\r\n\r\n"
             with contextlib.suppress(OSError):
-                client.sendall((head + body).encode("ascii"))
+                client.sendall(head.encode("ascii") + answer.body)
             logs.event(
                 "refused",
                 level=logging.WARNING,

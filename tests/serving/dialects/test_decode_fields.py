@@ -17,7 +17,7 @@ ALL = sorted(DIALECTS)
 
 def _refused(body, dialect="mlflow", task=None):
     with pytest.raises(InvalidField) as caught:
-        DIALECTS[dialect].decode(body, task)
+        DIALECTS[dialect].read(body, task)
     assert len(caught.value.message) < 500
     return caught.value
 
@@ -44,7 +44,7 @@ def test_every_sampling_field_arrives(dialect):
         "top_logprobs": 20,
         "timeout": 3.0,
     }
-    raw = DIALECTS[dialect].decode({"messages": HI, "stop": ["a", "b"], "logit_bias": {"5": -100}, **fields})
+    raw = DIALECTS[dialect].read({"messages": HI, "stop": ["a", "b"], "logit_bias": {"5": -100}, **fields})
     assert isinstance(raw, RawChat)
     for name, value in fields.items():
         assert getattr(raw.sampling, name) == value
@@ -164,21 +164,21 @@ def test_values_that_ask_for_nothing():
         "stop": [],
         "top_k": -1,
     }
-    assert DIALECTS["mlflow"].decode({"messages": HI, **asked}).sampling.top_k == 0
-    DIALECTS["mlflow"].decode({"messages": HI, "tools": [], "functions": None, "tool_choice": "auto"})
+    assert DIALECTS["mlflow"].read({"messages": HI, **asked}).sampling.top_k == 0
+    DIALECTS["mlflow"].read({"messages": HI, "tools": [], "functions": None, "tool_choice": "auto"})
 
 
 def test_databricks_keeps_to_its_document():
     """The document's top_k is null or above zero, and its own fields are unknown to OpenAI's dialect."""
     assert _refused({"messages": HI, "top_k": -1}, "databricks").param == "top_k"
-    assert DIALECTS["databricks"].decode({"prompt": "x", "use_raw_prompt": True}).use_raw_prompt is True
+    assert DIALECTS["databricks"].read({"prompt": "x", "use_raw_prompt": True}).use_raw_prompt is True
     assert _refused({"prompt": "x", "use_raw_prompt": True}, "openai").param == "use_raw_prompt"
-    assert DIALECTS["databricks"].decode({"input": "x", "instruction": "find"}).instruction == "find"
+    assert DIALECTS["databricks"].read({"input": "x", "instruction": "find"}).instruction == "find"
 
 
 def test_max_completion_tokens():
     """The newer name means max_tokens; both with different values is refused."""
-    decode = DIALECTS["openai"].decode
+    decode = DIALECTS["openai"].read
     assert decode({"messages": HI, "max_completion_tokens": 3}).sampling.max_tokens == 3
     assert decode({"messages": HI, "max_completion_tokens": 3, "max_tokens": 3}).sampling.max_tokens == 3
     assert _refused({"messages": HI, "max_completion_tokens": 3, "max_tokens": 4}).param == "max_completion_tokens"
@@ -186,7 +186,7 @@ def test_max_completion_tokens():
 
 def test_task_follows_from_the_body():
     """messages is chat, prompt completions, input embeddings; none or two of them is refused."""
-    decode = DIALECTS["databricks"].decode
+    decode = DIALECTS["databricks"].read
     assert isinstance(decode({"messages": HI}), RawChat)
     assert isinstance(decode({"prompt": "x"}), RawCompletion)
     assert isinstance(decode({"input": "x"}), RawEmbedding)
@@ -208,7 +208,7 @@ def test_task_follows_from_the_body():
 )
 def test_prompt_forms(prompt, prompts, batched):
     """A prompt is a text, texts, token ids or lists of them."""
-    raw = DIALECTS["openai"].decode({"prompt": prompt})
+    raw = DIALECTS["openai"].read({"prompt": prompt})
     assert (raw.prompts, raw.batched) == (prompts, batched)
 
 
@@ -255,7 +255,7 @@ def test_bad_messages(messages, where):
 def test_messages_are_read_for_templates():
     """Text parts are joined, developer is system, a reply's empty keys are dropped, arguments become an object."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    raw = DIALECTS["openai"].decode(
+    raw = DIALECTS["openai"].read(
         {
             "messages": [
                 {"role": "developer", "content": "be kind"},
@@ -300,7 +300,7 @@ JSON = st.recursive(
 def test_junk_never_gives_anything_but_a_serving_error(dialect, task, body):
     """Any JSON decodes or raises a ServingError with a short message."""
     try:
-        DIALECTS[dialect].decode(body, task)
+        DIALECTS[dialect].read(body, task)
     except ServingError as error:
         message = error.message
     else:
@@ -320,7 +320,7 @@ def test_junk_messages(message, function):
     """Any junk in a message, and in a tool call, decodes or raises InvalidField."""
     for junk in (message, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}):
         try:
-            DIALECTS["openai"].decode({"messages": [junk]})
+            DIALECTS["openai"].read({"messages": [junk]})
         except InvalidField as error:
             where = error.param
         else:

@@ -8,7 +8,7 @@ import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound
-from mlflow_llm.serving.http.answer import error_answer, json_answer
+from mlflow_llm.serving.http.answer import error_answer
 from mlflow_llm.serving.reply import Choice, Delta, Done, Ended, Reply, Usage
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
@@ -68,12 +68,12 @@ def _request(task: str, **fields: object) -> ValidRequest:
 def test_whole(dialect: str, task: str, expected: str) -> None:
     """The body of a whole reply."""
     reply = VECTORS if task == "embeddings" else REPLY
-    assert json_answer(DIALECTS[dialect].encode(_request(task), reply)).body == expected.encode()
+    assert DIALECTS[dialect].encode(_request(task), reply).body == expected.encode()
 
 
 def test_vectors_as_base64() -> None:
     """An embedding as OpenAI's client asks for it: little-endian float32 in base64."""
-    body = json_answer(DIALECTS["openai"].encode(_request("embeddings", encoding_format="base64"), VECTORS)).body
+    body = DIALECTS["openai"].encode(_request("embeddings", encoding_format="base64"), VECTORS).body
     assert body == ("{" + EMBEDDED.replace("[0.5,-1.0]", '"AAAAPwAAgL8="')).encode()
 
 
@@ -147,5 +147,5 @@ def test_model_names_the_adapter(dialect: str) -> None:
         chat, vectors = (_request(task, adapter="pirate") for task in ("chat", "embeddings"))
         chat, vectors = (msgspec.structs.replace(r, model=name) for r in (chat, vectors))
         first = codec.stream(chat).encode(PIECES[0])
-        bodies = [codec.encode(chat, REPLY), codec.encode(vectors, VECTORS), json.loads(first[6:])]
+        bodies = [codec.written(chat, REPLY), codec.written(vectors, VECTORS), json.loads(first[6:])]
         assert [body["model"] for body in bodies] == ["m:pirate"] * 3

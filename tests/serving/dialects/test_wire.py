@@ -4,6 +4,7 @@ import base64
 import json
 from array import array
 
+import jsonschema
 import msgspec
 import pytest
 
@@ -41,7 +42,7 @@ LOGPROB = TextLogprob(
 
 
 def _wire(dialect, request, reply):
-    return json.dumps(DIALECTS[dialect].encode(request, reply), ensure_ascii=False)
+    return json.dumps(DIALECTS[dialect].written(request, reply), ensure_ascii=False)
 
 
 def test_openai_chat():
@@ -70,11 +71,11 @@ def test_databricks_index_profiles():
     grouped = msgspec.structs.replace(flat, index_by_prompt=True)
     reply = Reply(choices=tuple(_choice(i) for i in range(4)), usage=USAGE)
     databricks = DIALECTS["databricks"]
-    assert [c["index"] for c in databricks.encode(flat, reply)["choices"]] == [0, 1, 2, 3]
-    assert [c["index"] for c in databricks.encode(grouped, reply)["choices"]] == [0, 0, 1, 1]
+    assert [c["index"] for c in databricks.written(flat, reply)["choices"]] == [0, 1, 2, 3]
+    assert [c["index"] for c in databricks.written(grouped, reply)["choices"]] == [0, 0, 1, 1]
     assert b'"index":1,' in databricks.stream(grouped).encode(Delta(index=3, text="x"))
     for other in ("openai", "mlflow"):
-        assert [c["index"] for c in DIALECTS[other].encode(grouped, reply)["choices"]] == [0, 1, 2, 3]
+        assert [c["index"] for c in DIALECTS[other].written(grouped, reply)["choices"]] == [0, 1, 2, 3]
 
 
 def test_embeddings():
@@ -85,7 +86,7 @@ def test_embeddings():
         '{"id": "embd-r1", "object": "list", "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}], '
         '"model": "m", "usage": {"prompt_tokens": 5, "total_tokens": 5}}'
     )
-    encoded = DIALECTS["openai"].encode(_request("embeddings", encoding_format="base64"), reply)
+    encoded = DIALECTS["openai"].written(_request("embeddings", encoding_format="base64"), reply)
     assert base64.b64decode(encoded["data"][0]["embedding"]) == vector
     assert "id" not in encoded
 
@@ -93,7 +94,7 @@ def test_embeddings():
 def test_chat_logprobs():
     """Chat logprobs are objects with bytes and alternatives."""
     reply = Reply(choices=(_choice(logprobs=(LOGPROB,)),), usage=USAGE)
-    found = DIALECTS["openai"].encode(_request(logprobs=2), reply)["choices"][0]["logprobs"]
+    found = DIALECTS["openai"].written(_request(logprobs=2), reply)["choices"][0]["logprobs"]
     best = {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]}
     other = {"token": "x", "logprob": -2.0, "bytes": [120]}
     assert found == {"content": [{**best, "top_logprobs": [best, other]}], "refusal": None}
@@ -104,7 +105,7 @@ def test_completions_logprobs():
     shown = msgspec.structs.replace(LOGPROB, start=3)
     first = TextLogprob(token="<s>", bytes=(60, 115, 62), token_id=1, logprob=None)
     reply = Reply(choices=(_choice(logprobs=(first, shown)),), usage=USAGE)
-    found = DIALECTS["openai"].encode(_request("completions", logprobs=2), reply)["choices"][0]["logprobs"]
+    found = DIALECTS["openai"].written(_request("completions", logprobs=2), reply)["choices"][0]["logprobs"]
     assert found == {
         "tokens": ["<s>", "Hé"],
         "token_logprobs": [None, -0.5],
@@ -121,11 +122,11 @@ def test_completions_logprobs_of_parts():
     ]
     entry = msgspec.structs.replace(parts[0], top=tuple(parts))
     reply = Reply(choices=(_choice(logprobs=(entry, parts[2])),), usage=USAGE)
-    found = DIALECTS["openai"].encode(_request("completions", logprobs=3), reply)["choices"][0]["logprobs"]
+    found = DIALECTS["openai"].written(_request("completions", logprobs=3), reply)["choices"][0]["logprobs"]
     assert found["tokens"] == ["bytes:\\xe6\\x97", "日"]
     assert found["top_logprobs"][0] == {"bytes:\\xe6\\x97": 0.0, "bytes: \\xe6": -1.0, "日": -2.0}
     assert found["text_offset"] == [1, 1]
-    chat = DIALECTS["openai"].encode(_request(logprobs=3), reply)["choices"][0]["logprobs"]["content"]
+    chat = DIALECTS["openai"].written(_request(logprobs=3), reply)["choices"][0]["logprobs"]["content"]
     assert (chat[0]["token"], chat[0]["bytes"]) == ("\ufffd", [0xE6, 0x97])
 
 
@@ -197,14 +198,16 @@ def test_completions_stream_offsets():
 def test_every_error_is_rendered(dialect, error_class):
     """Every class of the tree has a body in every dialect, alone and within a stream."""
     error = from_kind(error_class.kind, "what happened", param="field")
-    body = DIALECTS[dialect].error(error)
-    assert body.status == error_class.status
-    assert "what happened" in json.dumps(body.body)
+    alone = DIALECTS[dialect].error(error)
+    body = json.loads(alone.body)
+    assert alone.status == error_class.status
+    assert "what happened" in json.dumps(body)
+    jsonschema.validate(body, DIALECTS[dialect].error_schema)
     wire = DIALECTS[dialect].stream(_request()).error(error).decode()
     event, done = wire.strip().split("\n\n")
     told = json.loads(event.removeprefix("data: "))
-    assert body.body.items() <= told.items()
-    assert told["error"] == DIALECTS["openai"].error(error).body["error"]
+    assert body.items() <= told.items()
+    assert told["error"] == json.loads(DIALECTS["openai"].error(error).body)["error"]
     assert done == "data: [DONE]"
 
 
@@ -218,7 +221,7 @@ def test_no_client_sends_a_mistake_again(error_class):
 def test_error_bodies():
     """Each dialect's form of an error, with Retry-After rounded up."""
     error = InvalidField("temperature", -1, "a number in [0, 2]")
-    assert DIALECTS["openai"].error(error).body == {
+    assert json.loads(DIALECTS["openai"].error(error).body) == {
         "error": {
             "message": "temperature: -1 is not allowed; expected a number in [0, 2]",
             "type": "invalid_request_error",
@@ -226,11 +229,12 @@ def test_error_bodies():
             "code": "invalid_value",
         }
     }
-    assert DIALECTS["databricks"].error(error).body["error_code"] == "INVALID_PARAMETER_VALUE"
+    assert json.loads(DIALECTS["databricks"].error(error).body)["error_code"] == "INVALID_PARAMETER_VALUE"
     limited = DIALECTS["databricks"].error(LimitExceeded("otpm: 100 of 100 used", limit="otpm", retry_after=1.2))
     assert (limited.status, limited.headers) == (429, {"Retry-After": "2"})
-    assert limited.body["error_code"] == "REQUEST_LIMIT_EXCEEDED"
-    assert DIALECTS["mlflow"].error(Overloaded("full")).body["error_code"] == "TEMPORARILY_UNAVAILABLE"
+    assert json.loads(limited.body)["error_code"] == "REQUEST_LIMIT_EXCEEDED"
+    full = DIALECTS["mlflow"].error(Overloaded("full"))
+    assert json.loads(full.body)["error_code"] == "TEMPORARILY_UNAVAILABLE"
 
 
 def test_mlflow_error_codes_are_mlflows():

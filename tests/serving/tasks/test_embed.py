@@ -13,7 +13,7 @@ from mlflow_llm.serving.tasks.prepare import prepare
 
 
 def _ask(endpoint, **body):
-    return prepare(DIALECTS["mlflow"].decode(body), endpoint)
+    return prepare(DIALECTS["mlflow"].read(body), endpoint)
 
 
 def test_vectors_in_input_order(endpoint):

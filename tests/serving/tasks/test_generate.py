@@ -15,7 +15,7 @@ from mlflow_llm.serving.tasks.prepare import prepare
 def ask(endpoint):
     def build(**body):
         body = body if "messages" in body else {"prompt": "hello", **body}
-        return prepare(DIALECTS["mlflow"].decode(body), endpoint)
+        return prepare(DIALECTS["mlflow"].read(body), endpoint)
 
     return build
 

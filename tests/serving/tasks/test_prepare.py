@@ -15,7 +15,7 @@ HI = [{"role": "user", "content": "hello world"}]
 
 
 def _valid(endpoint, limits=NO_LIMITS, **body):
-    return prepare(DIALECTS["mlflow"].decode(body), endpoint, limits, now=1000.0, created=1000)
+    return prepare(DIALECTS["mlflow"].read(body), endpoint, limits, now=1000.0, created=1000)
 
 
 def test_defaults(endpoint, text):
@@ -347,7 +347,7 @@ def test_defaults_of_the_model(endpoint_of):
     own = _valid(endpoint, limits, messages=HI, adapter="haiku", temperature=1, max_tokens=3, cache_salt="mine")
     assert (own.adapter, own.sampling.temperature, own.cache_salt) == ("haiku", 1.0, "salt of mine")
     assert (own.sampling.max_tokens, own.sampling.min_tokens) == (3, 3)
-    raw = DIALECTS["mlflow"].decode({"messages": HI})
+    raw = DIALECTS["mlflow"].read({"messages": HI})
     assert (endpoint.said(raw, "user"), endpoint_of().said(raw, "user")) == ("u", None)
     with pytest.raises(NotFound, match="no adapter 'pirate'; loaded: haiku"):
         _valid(dataclasses.replace(endpoint, adapters=("haiku",)), messages=HI)

@@ -57,7 +57,7 @@ def test_a_request_that_is_stopped(endpoint, monkeypatch):
     """What takes too long for its limit is a 400 that names template and limit; without a process it is a 503."""
     tight = Limits(seconds=0.5, memory=100 << 20, output=50)
     monkeypatch.setattr(rendering, "render_limits", lambda size, context: tight)
-    raw = DIALECTS["openai"].decode({"messages": [{"role": "user", "content": "a" * 100}]}, "chat")
+    raw = DIALECTS["openai"].read({"messages": [{"role": "user", "content": "a" * 100}]}, "chat")
     with pytest.raises(RequestError, match="chat template was stopped: it took more than 50 characters") as caught:
         prepare(raw, endpoint)
     assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -18,7 +18,7 @@ KIB = 2**10
 
 
 def _valid(endpoint: Any, **body: object) -> Any:
-    return prepare(DIALECTS["mlflow"].decode(body), endpoint)
+    return prepare(DIALECTS["mlflow"].read(body), endpoint)
 
 
 def _refused(endpoint: Any, field: str, allowed: str, **body: object) -> None:
