@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..endpoints.config import ServedEntity
 from ..engine.interface import Engine
 from ..errors import InvalidField
 from ..metering.monotonic_clock import MonotonicClock
 from ..metering.store import Store
 from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
-from ..modes.endpoint_config import ServedEntity
 from ..modes.provisioned import Measured, check_throughput, reserved_units
-from ..modes.scaling import Load, ScalePolicy, ScaleState, decide
 from ..processors import processors
 from ..supervision.supervisor import EntityStatus
+from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings
 
 WANTED_SECONDS = 3.0  # a request that waits for a replica says so each second

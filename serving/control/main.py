@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
+from ..endpoints.config import ServedEntity
+from ..endpoints.source import Source
+from ..endpoints.store import Endpoints
 from ..errors import PackagingError, ServingError
 from ..metering.store import Store
 from ..metering.store_checks import NoStore
-from ..modes.endpoint_config import ServedEntity
-from ..modes.endpoints import Endpoints
-from ..modes.source import Source
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
 from .autoscaler import Scaler

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from ..dialects.defaults import check_defaults, request_defaults
+from ..endpoints.config import EndpointConfig, Route, ServedEntity
+from ..endpoints.source import Source
 from ..errors import InvalidField, PackagingError
 from ..model_uri import parse
-from ..modes.endpoint_config import EndpointConfig, Route, ServedEntity
-from ..modes.source import Source
 from .mlflow_resolver import Resolved, resolve
 from .spec import EndpointSpec
 

@@ -24,10 +24,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..endpoints.config import Route, ServedEntity
 from ..engine.interface import EngineInfo
 from ..file_locks import FileLock, acquire, is_held
 from ..files import replace_file
-from ..modes.endpoint_config import Route, ServedEntity
 from ..settings import PrefixSharing
 
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..endpoints.config import EndpointConfig, ServedEntity
+from ..endpoints.store import EndpointRow, Endpoints
 from ..errors import NotFound, PackagingError, ServingError
 from ..metering.audit import Actor
-from ..modes.endpoint_config import EndpointConfig, ServedEntity
-from ..modes.endpoints import EndpointRow, Endpoints
 from ..supervision.supervisor import EntityStatus, Supervisor
 from .autoscaler import Scaler
 from .plan import Board, Plan, PlannedEndpoint, PlannedEntity

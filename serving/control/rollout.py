@@ -15,9 +15,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..endpoints.config import EndpointConfig, ServedEntity
+from ..endpoints.store import EndpointRow
 from ..errors import NotFound, PackagingError, ServingError
-from ..modes.endpoint_config import EndpointConfig, ServedEntity
-from ..modes.endpoints import EndpointRow
 from ..supervision.supervisor import EngineModel, Supervisor
 from ..transport.process_spec import ENGINE_CORE
 from .autoscaler import Scaler, Served

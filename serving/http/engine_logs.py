@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..endpoints.config import ServedEntity
+from ..endpoints.store import EndpointRow
 from ..errors import NotFound, without_password
-from ..modes.endpoint_config import ServedEntity
-from ..modes.endpoints import EndpointRow
 from ..supervision.engine_spec import EngineModel
 from ..supervision.supervisor import MAX_REPLICAS
 from ..transport.discovery.state_directory import LOAD_LOG, LOG, tail

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..dialects.json_body import read_object
+from ..endpoints.store import Endpoints
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor
 from ..metering.authorization import Caller
-from ..modes.endpoints import Endpoints
 from ..observability import metrics
 from . import openapi
 from .answer import Answer, json_answer

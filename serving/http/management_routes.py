@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..modes.config_body import config_body
-from ..modes.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from ..endpoints.config_body import config_body
+from ..endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from ..readers import Reader
 
 BASE = "/api/2.0/serving-endpoints"

@@ -1,4 +1,4 @@
-"""How requests are admitted: pay-per-token or provisioned throughput; and the endpoints they are sent to."""
+"""How requests are admitted: pay-per-token or provisioned throughput."""
 
 from __future__ import annotations
 

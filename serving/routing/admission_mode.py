@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from ..endpoints.config import ServedEntity
 from ..modes import Mode, PayPerToken, Provisioned
-from ..modes.endpoint_config import ServedEntity
 from ..modes.provisioned import Measured, reserved_units
 
 

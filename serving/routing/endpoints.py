@@ -9,10 +9,10 @@ from ..engine.interface import Engine
 from ..errors import InvalidField, NotFound
 from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Mode
-from ..modes.traffic import TrafficSplit
 from ..request import Task
 from ..settings import NAME, PrefixSharing
 from ..tasks.endpoint import EndpointView
+from .traffic import TrafficSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

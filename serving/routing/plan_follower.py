@@ -11,9 +11,8 @@ import gevent
 from .. import logs
 from ..control.plan import Board, Held, Plan, PlannedEndpoint, PlannedEntity
 from ..dialects.defaults import defaults_of
+from ..endpoints.source import Source
 from ..engine.interface import AdapterInfo, Engine
-from ..modes.source import Source
-from ..modes.traffic import TrafficSplit
 from ..observability.engine_counters import Kept
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
@@ -23,6 +22,7 @@ from .endpoints import Endpoint, Endpoints, Routed
 from .load_shedding import Gate
 from .profiles import PROFILES, profile_in
 from .replica_set import Replicas
+from .traffic import TrafficSplit
 
 TURN = 0.05  # seconds between looks at the plan
 FIRST_NAMES = 1.0  # seconds in which engines tell their adapters before requests come

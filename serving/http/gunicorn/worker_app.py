@@ -16,7 +16,7 @@ from ...control.plan import Board
 from ...control.resolver_pool import Resolvers
 from ...control.settings import ServerSettings, ledger_dir
 from ...control.spec import ServeSpec, store_url
-from ...modes.endpoints import Endpoints as ManagedEndpoints
+from ...endpoints.store import Endpoints as ManagedEndpoints
 from ...observability.engine_counters import Kept
 from ...observability.metrics import DIRECTORY as METRICS
 from ...observability.metrics import STORE_OUTAGES

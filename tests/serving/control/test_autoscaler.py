@@ -10,6 +10,8 @@ import pytest
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import autoscaler as scaling
 from mlflow_llm.serving.control.autoscaler import Scaler, Served
+from mlflow_llm.serving.endpoints.config import ServedEntity
+from mlflow_llm.serving.endpoints.source import Source
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
@@ -17,8 +19,6 @@ from mlflow_llm.serving.metering.tables import provisioned_minutes
 from mlflow_llm.serving.modes import billing
 from mlflow_llm.serving.modes.billing import ReservedTime
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
-from mlflow_llm.serving.modes.endpoint_config import ServedEntity
-from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.routing.load_shedding import Gate
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EntityStatus, ReplicaStatus

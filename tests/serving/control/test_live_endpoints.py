@@ -21,9 +21,9 @@ from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.metering import Store
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
 
 STREAM = BODY | {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
 

@@ -18,10 +18,10 @@ from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.metering import Price, Prices, Store, Usage, UsageFilter
 from mlflow_llm.serving.metering.tables import buckets, provisioned_minutes
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.settings import EngineSettings
 
 ENGINE = EngineSettings(idle_timeout=0.2)

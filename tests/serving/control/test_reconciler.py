@@ -20,12 +20,12 @@ from mlflow_llm.serving.control import rollout
 from mlflow_llm.serving.control.autoscaler import Scaler
 from mlflow_llm.serving.control.plan import Board
 from mlflow_llm.serving.control.reconciler import Controller, _addresses
+from mlflow_llm.serving.endpoints.config import ServedEntity
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.errors import PackagingError, ServingError, Unavailable
 from mlflow_llm.serving.metering import Store
-from mlflow_llm.serving.modes.endpoint_config import ServedEntity
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EntityStatus, ReplicaStatus, Supervisor
 

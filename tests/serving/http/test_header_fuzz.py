@@ -14,12 +14,12 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.management_routes import USAGE, USAGE_QUERY
 from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.metering import Keys, Ledger, Store
-from mlflow_llm.serving.modes.endpoints import Endpoints
 
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 NAMES = (

@@ -11,14 +11,14 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.model_sources import locate
+from mlflow_llm.serving.endpoints.config_body import config_body
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.errors import InvalidField, NotFound
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.openapi import document
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
-from mlflow_llm.serving.modes.config_body import config_body
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

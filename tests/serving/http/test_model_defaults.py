@@ -15,11 +15,11 @@ from mlflow_llm.serving.cli.serve import request_fields
 from mlflow_llm.serving.control import model_sources as registry
 from mlflow_llm.serving.control.mlflow_resolver import Resolved, _check_defaults
 from mlflow_llm.serving.dialects.defaults import defaults_of
+from mlflow_llm.serving.endpoints.config import config_to_wire
+from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.modes.config_body import config_body
-from mlflow_llm.serving.modes.endpoint_config import config_to_wire
 from mlflow_llm.serving.routing.endpoints import Routed
 
 CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}

@@ -12,12 +12,12 @@ from flask.testing import FlaskClient
 from instant_model import write_instant_model
 
 from mlflow_llm.flavors.llm.signature import params_schema, request_fields
+from mlflow_llm.serving.endpoints.config import config_to_wire
+from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http import openapi
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.modes.config_body import config_body
-from mlflow_llm.serving.modes.endpoint_config import config_to_wire
 from mlflow_llm.serving.routing.endpoints import Endpoints
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 

@@ -9,11 +9,11 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Store
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
 
 API = "/api/2.0/serving-endpoints"
 CONFIG = {"served_entities": [{"entity_name": "models:/secret-project/1", "name": "one"}]}

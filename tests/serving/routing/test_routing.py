@@ -12,15 +12,15 @@ import gevent
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.endpoints.config import Route
 from mlflow_llm.serving.engine.interface import AdapterInfo, Health
 from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
-from mlflow_llm.serving.modes.endpoint_config import Route
-from mlflow_llm.serving.modes.traffic import TrafficSplit
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints, Routed
 from mlflow_llm.serving.routing.load_shedding import Gate
 from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.routing.traffic import TrafficSplit
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
 from mlflow_llm.serving.tasks.text import TextModel

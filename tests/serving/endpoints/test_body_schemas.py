@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from probes import ANY, bounds
 
+from mlflow_llm.serving.endpoints.config_body import NEW_SHAPE, OLD_SHAPE, config_body
+from mlflow_llm.serving.endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http.account_routes import TABLE as ACCOUNTS
 from mlflow_llm.serving.http.routes import ROUTES
-from mlflow_llm.serving.modes.config_body import NEW_SHAPE, OLD_SHAPE, config_body
-from mlflow_llm.serving.modes.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from mlflow_llm.serving.readers import Reader
 
 ENTITY = {

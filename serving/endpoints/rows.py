@@ -13,7 +13,7 @@ from ..metering.audit import Actor
 from ..metering.store import Store
 from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
 from ..request import Task
-from .endpoint_config import EndpointConfig, ServedEntity
+from .config import EndpointConfig, ServedEntity
 
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:

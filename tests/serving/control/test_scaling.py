@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflow_llm.serving.modes.scaling import Load, ScalePolicy, ScaleState, decide
+from mlflow_llm.serving.control.scaling import Load, ScalePolicy, ScaleState, decide
 
 POLICY = ScalePolicy(per_replica=100, min_throughput=150, max_throughput=500, settle_seconds=60, idle_seconds=300)
 TO_ZERO = ScalePolicy(per_replica=100, min_throughput=50, max_throughput=500, scale_to_zero=True)

@@ -11,10 +11,10 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import InvalidField
+from ..modes.provisioned import check_throughput
 from ..readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
-from .endpoint_config import EndpointConfig, Route, ServedEntity
-from .provisioned import check_throughput
+from .config import EndpointConfig, Route, ServedEntity
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")

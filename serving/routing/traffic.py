@@ -7,7 +7,7 @@ import itertools
 import secrets
 import threading
 
-from .endpoint_config import Route
+from ..endpoints.config import Route
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples fill the circle evenly
 

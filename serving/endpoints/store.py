@@ -28,9 +28,10 @@ from ..metering.authorization import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
+from .config import EndpointConfig, ServedEntity, config_to_wire
 from .config_body import as_written, config_body
-from .endpoint_config import EndpointConfig, ServedEntity, config_to_wire
-from .endpoint_rows import (
+from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
+from .rows import (
     begin_update,
     change_endpoint,
     delete_endpoint,
@@ -43,9 +44,8 @@ from .endpoint_rows import (
     stored_config,
     tasks_of,
 )
-from .endpoint_views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
-from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .source import Source
+from .views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 
 
 class EndpointRow(Struct, frozen=True, kw_only=True):

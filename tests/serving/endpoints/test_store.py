@@ -14,13 +14,13 @@ from databricks.sdk.service.serving import (
 )
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.endpoints.config import EndpointConfig, Route
+from mlflow_llm.serving.endpoints.config_body import config_body
+from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.endpoints.store import Endpoints
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
-from mlflow_llm.serving.modes.config_body import config_body
-from mlflow_llm.serving.modes.endpoint_config import EndpointConfig, Route
-from mlflow_llm.serving.modes.endpoints import Endpoints
-from mlflow_llm.serving.modes.source import Source
-from mlflow_llm.serving.modes.traffic import TrafficSplit
+from mlflow_llm.serving.routing.traffic import TrafficSplit
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from ..metering.authorization import Caller
 from ..metering.tables import endpoint_tags, limits
-from .endpoint_config import EndpointConfig, config_to_wire
+from .config import EndpointConfig, config_to_wire
 
 _TASK_NAMES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
