@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 from tiny_models import FAMILIES, make_model, save_bundle
 
@@ -18,6 +19,11 @@ from mlflow_llm.serving.bundle import Bundle
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
 
+# How long an example takes is the machine's business.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Clients (litellm) ask for the main thread's loop; before 3.14 that makes one, once, which nobody closes.
 asyncio.set_event_loop(None)

@@ -24,7 +24,7 @@ def gone(process: psutil.Process | int) -> bool:
         return True
 
 
-def alive_after(processes: Iterable[psutil.Process | int], seconds: float = 30.0) -> list[psutil.Process | int]:
+def alive_after(processes: Iterable[psutil.Process | int], seconds: float = 240) -> list[psutil.Process | int]:
     """Those that have not ended within so many seconds; returns as soon as all have."""
     end = time.monotonic() + seconds
     left = list(processes)

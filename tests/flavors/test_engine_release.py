@@ -44,7 +44,7 @@ VERSIONS = 5
 GROWTH = 48 << 20  # bytes; a hundred of these models that stayed would be hundreds of megabytes
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 240) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
@@ -110,7 +110,7 @@ def test_an_engine_in_this_process_ends_too(tiny_bundle: Bundle) -> None:
     gone = weakref.ref(engine)
     del engine
     assert gone() is None
-    thread.join(60)
+    thread.join(240)
     assert not thread.is_alive()
 
 

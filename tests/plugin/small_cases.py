@@ -23,7 +23,7 @@ def small_command(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 def started(deployment: dict[str, Any]) -> Any:
     """What the server was started with."""
-    with urllib.request.urlopen(f"{deployment['url']}/started", timeout=30) as answer:
+    with urllib.request.urlopen(f"{deployment['url']}/started", timeout=240) as answer:
         return json.loads(answer.read())
 
 

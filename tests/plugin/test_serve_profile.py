@@ -20,7 +20,7 @@ TWICE_TWO: dict[str, Any] = {"model": "assistant", "prompt": ["a", "b"], "n": 2,
 
 def post(url: str, body: dict[str, Any]) -> str:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return str(answer.read().decode())
 
 

@@ -40,11 +40,11 @@ def process(place: Path, name: str, *words: str) -> Iterator[Path]:
         family = psutil.Process(running.pid).children(recursive=True) if running.poll() is None else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGTERM)
-        running.wait(60)
-        assert not alive_after(family, 60)
+        running.wait(240)
+        assert not alive_after(family, 240)
 
 
-def await_line(log: Path, text: str, seconds: float = 120.0) -> None:
+def await_line(log: Path, text: str, seconds: float = 240) -> None:
     until = time.monotonic() + seconds
     while text not in log.read_text():
         assert time.monotonic() < until, log.read_text()

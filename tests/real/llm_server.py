@@ -45,7 +45,7 @@ def served(root: Path, *arguments: str, **environment: str) -> Iterator[str]:
     with open(root / "log", "wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given)
     try:
-        until = time.monotonic() + 150
+        until = time.monotonic() + 240
         while True:
             assert process.poll() is None, (root / "log").read_text()[-3000:]
             assert time.monotonic() < until, (root / "log").read_text()[-3000:]
@@ -55,4 +55,4 @@ def served(root: Path, *arguments: str, **environment: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(240)

@@ -44,7 +44,7 @@ class ModelsServer:
                 command, env=environment, stdout=output, stderr=output, start_new_session=True, cwd=log.parent
             )
 
-    def wait_until_ready(self, timeout: float = 180) -> None:
+    def wait_until_ready(self, timeout: float = 240) -> None:
         deadline = time.monotonic() + timeout
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ping", timeout=5):
@@ -58,7 +58,7 @@ class ModelsServer:
             f"{self.url}/invocations", data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            with urllib.request.urlopen(request, timeout=240) as response:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             with error:
@@ -77,7 +77,7 @@ class ModelsServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def wait_until_gone(self, timeout: float = 60) -> list[str]:
+    def wait_until_gone(self, timeout: float = 240) -> list[str]:
         """Command lines of what is still there at the end, () where all is gone."""
         self.process.wait(timeout=timeout)
         deadline = time.monotonic() + timeout

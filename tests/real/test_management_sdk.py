@@ -15,7 +15,7 @@ from mlflow_llm.flavors import llm
 
 pytestmark = WARNINGS_OF_CLIENTS
 QUESTION = "What is the capital of France?"
-LIMIT = timedelta(seconds=200)
+LIMIT = timedelta(seconds=600)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_life_of_an_endpoint_by_mlflow(workspace: str, monkeypatch: pytest.Monke
     client = get_deploy_client("databricks")
     entity = {"name": "minilm", "entity_name": "embedder", "entity_version": "1"}
     client.create_endpoint(config={"name": "vectors", "config": {"served_entities": [entity]}})
-    until = time.monotonic() + 200
+    until = time.monotonic() + 240
     while client.get_endpoint("vectors")["state"]["config_update"] == "IN_PROGRESS":
         assert time.monotonic() < until
         time.sleep(0.2)

@@ -40,7 +40,7 @@ def test_server_and_notebook_say_the_same(inclined: Path, tmp_path: Path) -> Non
             asked = urllib.request.Request(
                 f"{url}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
-            with urllib.request.urlopen(asked, timeout=120) as answer:
+            with urllib.request.urlopen(asked, timeout=240) as answer:
                 there = json.load(answer)
             for reply in (here, there):  # one engine serves both: what is cached depends on who came first
                 del reply["usage"]["prompt_tokens_details"]

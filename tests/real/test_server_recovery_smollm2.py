@@ -53,7 +53,7 @@ class Server:
         return joined([json.loads(event) for event in events])
 
     def health(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/health", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=240) as answer:
             return dict(json.load(answer)["endpoints"]["assistant"])
 
     def engine_pid(self) -> int:
@@ -82,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, assistant: Path) -> Iterato
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
         with served(root, *arguments, XDG_RUNTIME_DIR=runtime) as url:
             yield Server(url, Path(runtime))
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while list(Path(runtime).glob("*/*/spec.json")) and time.monotonic() < until:
             time.sleep(0.1)
 
@@ -100,7 +100,7 @@ def test_no_caller_can_tell(server: Server, undisturbed: list[Any], fault: signa
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         before = server.health()["steps"]
         answers = [pool.submit(server.post, *request) for request in REQUESTS]
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while server.health()["steps"] < before + 8 and time.monotonic() < until:
             time.sleep(0.02)
         pid = server.engine_pid()

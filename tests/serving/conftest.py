@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 from instant_model import write_instant_model
-from serving_process import Running, running
+from serving_process import GATED_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
@@ -141,9 +141,9 @@ def client(server: Server) -> FlaskClient:
 
 @pytest.fixture(scope="session")
 def unsteady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two workers; an engine of 10 ms a step that counts as hanging after 2 s without one."""
+    """Two workers; an engine of 10 ms a step that counts as hanging after 4 s without one."""
     bundle = write_instant_model(tmp_path_factory.mktemp("unsteady"), step_delay=0.01)
-    settings = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
+    settings = EngineSettings(idle_timeout=0.3, stall_timeout=4.0)
     with running(bundle, workers=2, engine=settings) as server:
         yield server
 
@@ -158,8 +158,9 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def deliberate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load."""
+    """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load and whose
+    steps may be held back."""
     bundle = write_instant_model(tmp_path_factory.mktemp("deliberate"), step_delay=0.15, load_delay=1.0)
     settings = EngineSettings(idle_timeout=0.3, max_num_seqs=2, max_queued_requests=4)
-    with running(bundle, engine=settings, max_queued=3) as server:
+    with running(bundle, core=GATED_CORE, engine=settings, max_queued=3) as server:
         yield server

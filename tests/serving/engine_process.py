@@ -55,7 +55,7 @@ class EngineProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
-    def await_ready(self, seconds: float = 120) -> None:
+    def await_ready(self, seconds: float = 240) -> None:
         until = time.monotonic() + seconds
         while "listening on" not in self.log():
             assert self.process is not None
@@ -75,7 +75,7 @@ class EngineProcess:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120)
+        return self.process.wait(240)
 
     def kill(self) -> None:
         """The command alone, with SIGKILL."""
@@ -88,7 +88,7 @@ class EngineProcess:
             self.process.send_signal(signal.SIGTERM)
             time.sleep(0.1)
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.process.wait(240)
         assert not (self.runtime / "r").exists(), list((self.runtime / "r").rglob("*"))
 
 

@@ -124,7 +124,7 @@ class Load:
 
     def _one(self, record: Record, secret: str, draw: random.Random) -> None:
         path, body = body_of(record.kind, record.serial, draw)
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=240)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"}
         try:
             connection.request("POST", path, json.dumps(body), headers)

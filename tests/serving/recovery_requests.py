@@ -9,7 +9,7 @@ from server_calls import asking
 from serving_process import Running
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-COMMON = {"model": "assistant", "max_tokens": 200, "ignore_eos": True}
+COMMON = {"model": "assistant", "max_tokens": 300, "ignore_eos": True}
 SAYS_HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 SAMPLED = {"temperature": 1.0, "seed": 7}

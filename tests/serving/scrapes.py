@@ -13,7 +13,7 @@ Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def figures(server: Running) -> Figures:
     """Every sample of a scrape by name and labels."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
         text = answer.read().decode()
     families = text_string_to_metric_families(text)
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}

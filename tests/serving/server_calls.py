@@ -28,7 +28,7 @@ def asking(
     server: Running, body: dict | bytes, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
 ) -> Iterator[http.client.HTTPResponse]:
     """The open answer to a request; leaving closes the connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)
     data = body if isinstance(body, bytes) else json.dumps(body)
     connection.request("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
     answer = connection.getresponse()
@@ -45,21 +45,21 @@ def ask(server: Running, body: dict | bytes) -> tuple[int, str]:
 
 
 def health(server: Running) -> dict:
-    with urllib.request.urlopen(f"{server.url}/health", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/health", timeout=240) as answer:
         return json.load(answer)["endpoints"]["assistant"]
 
 
 def draining(server: Running) -> bool:
     """Whether the server says that it takes no more requests."""
     try:
-        urllib.request.urlopen(f"{server.url}/ready", timeout=30).close()
+        urllib.request.urlopen(f"{server.url}/ready", timeout=240).close()
     except urllib.error.HTTPError as error:
         error.close()
         return error.code == 503
     return False
 
 
-def until(condition, seconds: float = 60.0) -> None:
+def until(condition, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

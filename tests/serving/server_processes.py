@@ -11,7 +11,7 @@ from serving_process import Running
 
 from mlflow_llm.serving.settings import EngineSettings
 
-ENGINE = EngineSettings(idle_timeout=0.3, stall_timeout=2.0)
+ENGINE = EngineSettings(idle_timeout=0.3)
 
 
 def engines(server: Running) -> list[int]:

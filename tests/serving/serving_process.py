@@ -22,13 +22,27 @@ from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.settings import EngineSettings
 
 INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
+GATED_CORE = "gated_core:GatedCore"
+
+# ``running(in_worker=…)``: gunicorn forks its workers, and each runs the code before it makes its application
+SERVE = """
+from mlflow_llm.serving.cli import main
+from mlflow_llm.serving.http.gunicorn.worker import DrainingWorker
+load_wsgi = DrainingWorker.load_wsgi
+def load(self):
+    exec({in_worker!r}, {{}})
+    load_wsgi(self)
+DrainingWorker.load_wsgi = load
+main()
+"""
 
 
 class Running:
-    """``log()`` is what the server has said so far; ``runtime`` is where its engines are found."""
+    """``log()`` is what the server has said so far; ``runtime`` is where its engines are found, ``model_dir`` belongs
+    to its first endpoint."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.port, self._log = process, port, log
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, model_dir: str) -> None:
+        self.process, self.port, self._log, self.model_dir = process, port, log, model_dir
         self.runtime = log.parent
         self.url = f"http://127.0.0.1:{port}"
 
@@ -52,16 +66,18 @@ def running(
     core: str | None = INSTANT_CORE,
     engine: EngineSettings | None = None,
     name: str = "assistant",
-    seconds: float = 120,
+    seconds: float = 240,
     until: str = "",
     addresses: tuple[str, ...] = (),
     key_file: str | None = None,
     more: tuple[EndpointSpec, ...] = (),
     runtime_dir: str | None = None,
+    in_worker: str = "",
     **settings: object,
 ) -> Iterator[Running]:
     """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, or says ``until``, and end
-    it with all its processes. ``runtime_dir`` is where it shares engines with other servers."""
+    it with all its processes. ``runtime_dir`` is where it shares engines with other servers, ``in_worker`` is Python
+    code that each worker runs first."""
     port = free_port()
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
@@ -84,21 +100,27 @@ def running(
         )
         path, log = Path(runtime, "serve.json"), Path(runtime, "log")
         path.write_bytes(msgspec.json.encode(spec))
+        program = ["-c", SERVE.format(in_worker=in_worker)] if in_worker else ["-m", "mlflow_llm.serving.cli"]
         with open(log, "wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", "--spec", str(path)],
+                [sys.executable, *program, "serve", "--spec", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             )
-        server = Running(process, port, log)
+        server = Running(process, port, log, bundle.model_dir)
         try:
             _await(server, seconds, until)
             yield server
         finally:
             _end(process)
             _await_engines(Path(runtime))
+
+
+def python_path() -> str:
+    """With the cores of tests, which engines import by name."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
 def _await(server: Running, seconds: float, said: str) -> None:
@@ -120,7 +142,7 @@ def _await(server: Running, seconds: float, said: str) -> None:
 
 def _await_engines(runtime: Path) -> None:
     """Engines end by themselves soon after their last client; their directory must live until then."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while any(runtime.glob("*/spec.json")):
         assert time.monotonic() < until, "an engine outlives its server"
         time.sleep(0.05)
@@ -134,7 +156,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(240)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

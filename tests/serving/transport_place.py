@@ -26,7 +26,8 @@ from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.transport.discovery.state_directory import StateDir
 
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
-SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=1.5, start_timeout=60.0)
+SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=60.0, start_timeout=240.0)
+HASTY = msgspec.structs.replace(SETTINGS, stall_timeout=1.5)  # for engines that a test stops
 
 
 CLIENT = """
@@ -48,7 +49,7 @@ def request(max_tokens, name="r"):
 """
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 240) -> bool:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if condition():

@@ -51,7 +51,7 @@ class FakeServer:
                 fake.bodies.append(body)
                 if prompt in fake.held:
                     fake.reached.set()
-                    fake.release.wait(60)
+                    fake.release.wait(240)
                 status = (fake.statuses.get(prompt) or [200]).pop(0)
                 self.tell(status, answer(prompt) if status == 200 else refusal(status))
 
@@ -175,7 +175,7 @@ def test_after_kill_9(server: FakeServer, files: tuple[Path, Path]) -> None:
     command = [sys.executable, "-m", "mlflow_llm.serving.cli", "batch", str(files[0]), "-o", str(files[1])]
     command += ["--url", server.url, "--concurrency", "1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        assert server.reached.wait(120)
+        assert server.reached.wait(240)
         process.send_signal(signal.SIGKILL)
     assert texts(files[1]) == ["0", "1", "2", "3"]
     with files[1].open("ab") as torn:

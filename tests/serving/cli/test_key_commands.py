@@ -30,7 +30,7 @@ def guarded(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def keys(database: str, command: str, *words: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "mlflow_llm.serving.cli", "keys", command, "--database", database, *words]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -138,7 +138,7 @@ def test_models_leave_places_for_others(pool, monkeypatch):
     def held_up(fd, writing, seconds):
         if threading.current_thread() is not threading.main_thread():
             arrived.release()
-            assert wait.wait(120)
+            assert wait.wait(240)
         return go_on(fd, writing, seconds)
 
     monkeypatch.setattr(pools, "_wait", held_up)
@@ -146,7 +146,7 @@ def test_models_leave_places_for_others(pool, monkeypatch):
         slow = [threads.submit(render, pool, PLAIN, share=share) for share in shares for _ in range(pools.SHARE)]
         try:
             for _ in slow:
-                assert arrived.acquire(timeout=120)
+                assert arrived.acquire(timeout=240)
             monkeypatch.setattr(pools, "WAIT", 0.0)
             with pytest.raises(NoProcess, match="are taken"):
                 render(pool, PLAIN, share=shares[0])

@@ -25,7 +25,7 @@ def said_at_start(directory: Path, spec: ServeSpec) -> tuple[dict[str, str], str
         assert keeper.stderr is not None
         said = [json.loads(line) for line in keeper.stdout]
         complained = keeper.stderr.read()
-        assert keeper.wait(60) == 1
+        assert keeper.wait(240) == 1
     return said[-1], complained
 
 

@@ -80,7 +80,7 @@ def ask(bounded: Resolvers, *uris: str) -> tuple[list[threading.Thread], list[An
 
 def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive()
 
 
@@ -133,7 +133,7 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
         calls.append(1)
         if len(calls) == 1:
             waits.set()
-            stop.wait(60)
+            stop.wait(240)
             raise KeyboardInterrupt
         return model("a")
 
@@ -145,7 +145,7 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
 
     first = threading.Thread(target=stopped)
     first.start()
-    assert waits.wait(60)
+    assert waits.wait(240)
     others, answers = ask(bounded, "a")
     lookup = bounded._lookups[(("a",), ())]
     until(lambda: len(lookup.over._cond._waiters) == 1)  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def test_a_late_thread_keeps_nobody_waiting() -> None:
 
     def work(index: int) -> int:
         if index == 0:
-            return 0 if rest.wait(60) else 1
+            return 0 if rest.wait(240) else 1
         done.append(index)
         if len(done) == 99:
             rest.set()
@@ -100,11 +100,11 @@ def test_callers_at_once_do_not_wait_for_each_other() -> None:
 
     def held(index: int) -> int:
         inside.set()
-        return 0 if go.wait(60) else 1
+        return 0 if go.wait(240) else 1
 
     first = threading.Thread(target=each, args=(3, held))
     first.start()
-    assert inside.wait(60)
+    assert inside.wait(240)
     assert indexes(40) == Counter(range(40))  # the first one is still under way
     go.set()
     first.join()

@@ -35,7 +35,7 @@ def turning() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrapped(*args: Any, **named: Any) -> Any:
             over = threading.Event()
             loop.loop.run_callback_threadsafe(lambda: gevent.spawn(turn, over))
-            assert over.wait(60), "the loop stood still"
+            assert over.wait(240), "the loop stood still"
             return function(*args, **named)
 
         return wrapped

@@ -29,7 +29,7 @@ def many(transact):
         transact(lambda connection: connection.exec_driver_sql("SELECT 1").scalar_one())
 
 ones = [gevent.spawn(many, transact) for transact in (store.write, store.read) * 8]
-gevent.joinall(ones, timeout=60)
+gevent.joinall(ones, timeout=240)
 print(sum(one.successful() for one in ones))
 """
 
@@ -48,13 +48,13 @@ except Unavailable as error:
 print(store.read(lambda connection: connection.exec_driver_sql("SELECT 1").scalar_one(), timeout=60))
 for lock in held:
     lock.release()
-gevent.joinall(stuck, timeout=60)
+gevent.joinall(stuck, timeout=240)
 print(store.write(lambda connection: "again", timeout=60))
 """
 
 
 def run(script: str, url: str) -> str:
-    done = subprocess.run([sys.executable, "-c", START + script, url], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", START + script, url], capture_output=True, text=True, timeout=240)
     assert not done.stderr, done.stderr
     return done.stdout
 

@@ -69,7 +69,7 @@ def test_no_more_than_its_size_and_one_that_comes_back_is_taken(database):
     waiting = threading.Thread(target=lambda: served.append(patient.connect()))
     waiting.start()
     held.close()
-    waiting.join(60)
+    waiting.join(240)
     assert len(served) == 1
 
 
@@ -115,6 +115,6 @@ def test_many_threads_never_share_a_connection(database):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
     assert shared == []
     assert engine.pool.status().startswith("0 of 3 connections in use")

@@ -32,7 +32,7 @@ def test_many_processes_open_a_new_database_at_once(store_url):
     """One migrates, the others wait for it."""
     script = f"from mlflow_llm.serving.metering import Store; Store({store_url!r}).close()"
     openers = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) for _ in range(6)]
-    errors = [opener.communicate(timeout=120)[1].decode() for opener in openers]
+    errors = [opener.communicate(timeout=240)[1].decode() for opener in openers]
     assert [opener.returncode for opener in openers] == [0] * 6, errors
 
 

@@ -188,7 +188,7 @@ def ended(tmp_path: Path) -> Callable[[int], int]:
     def run(count: int) -> int:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(count)], env=environment)
-        assert process.wait(100) == 0
+        assert process.wait(240) == 0
         return process.pid
 
     return run

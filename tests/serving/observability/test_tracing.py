@@ -73,13 +73,13 @@ def exporting(directory: Path, **environment: str) -> Iterator[None]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_TRACKING", "OTEL_"))}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=kept | environment)
     try:
-        until = time.monotonic() + 100
+        until = time.monotonic() + 240
         while not (directory / SOCKET).exists():
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < until
             time.sleep(0.05)
         yield
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=240)
         assert process.returncode == 0, told
         assert b"not exported" not in told, told
     finally:
@@ -139,7 +139,7 @@ def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
             body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
             replies = ask_streamed(create_app(server).test_client(), body)
             outbox.close()
-            until = time.monotonic() + 100  # an exporter that is to end leaves what takes it longer than some seconds
+            until = time.monotonic() + 240  # an exporter that is to end leaves what takes it longer than some seconds
             while not all("content" in found for found in (traces(store), spans(collector[1]))):
                 assert time.monotonic() < until
                 time.sleep(0.2)

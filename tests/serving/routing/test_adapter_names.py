@@ -71,7 +71,7 @@ def stopped(server: Running) -> Iterator[None]:
 
 
 def models(server: Running) -> list[str]:
-    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
+    with urllib.request.urlopen(f"{server.url}/v1/models", timeout=240) as answer:
         return [card["id"] for card in json.load(answer)["data"]]
 
 
@@ -85,15 +85,15 @@ def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkey
     gevent.sleep(0.1)
     assert (names(), names.answered.is_set(), engine.asked) == (("pirate",), False, 1)
     engine.here.set()
-    assert names.answered.wait(60)
+    assert names.answered.wait(240)
     assert names() == ("formal", "pirate")
     engine.unload_adapter("pirate")
-    with gevent.Timeout(60):
+    with gevent.Timeout(240):
         while names() != ("formal",):
             gevent.sleep(0.01)
     engine.error = Unavailable("the engine is not running")
     asked = engine.asked
-    with gevent.Timeout(60):
+    with gevent.Timeout(240):
         while engine.asked < asked + 3:
             gevent.sleep(0.01)
     assert names() == ("formal",)
@@ -117,13 +117,16 @@ def test_a_full_queue_refuses_requests_for_an_adapter(narrow: Running) -> None:
     """Twelve at once, of which two workers have room for four: the others are refused, not kept waiting."""
 
     def call(_: int) -> int:
-        with asking(narrow, PIRATE, headers={"X-Request-Timeout": "5"}) as answer:
+        with asking(narrow, PIRATE) as answer:
             return answer.status
 
-    with stopped(narrow), ThreadPoolExecutor(12) as pool:
-        found = Counter(pool.map(call, range(12)))
-    assert set(found) <= {503, 504}
-    assert found[503] >= 8
+    with ThreadPoolExecutor(12) as pool:
+        with stopped(narrow):
+            answers = [pool.submit(call, number) for number in range(12)]
+            until(lambda: sum(answer.done() for answer in answers) >= 8)
+            assert {answer.result() for answer in answers if answer.done()} == {503}
+        found = Counter(answer.result() for answer in answers)
+    assert set(found) <= {503, 200}
 
 
 def test_an_unknown_adapter_is_not_found_without_the_engine(narrow: Running) -> None:

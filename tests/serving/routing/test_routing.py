@@ -152,7 +152,7 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
     assert not replicas.set_addresses(("gone",))
     assert not waiting.ready()
     assert replicas.set_addresses(("x",))
-    assert isinstance(waiting.get(timeout=60)[-1], Finished)
+    assert isinstance(waiting.get(timeout=240)[-1], Finished)
     replicas.close()
 
 

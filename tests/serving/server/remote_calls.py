@@ -12,7 +12,7 @@ from serving_process import Running
 
 
 def figures(server: Running) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
         rows = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name.partition("{")[0]: float(value) for name, value in rows if 'endpoint="assistant"' in name}
 

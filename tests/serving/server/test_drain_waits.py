@@ -21,7 +21,7 @@ from serving_process import Running, running
 
 @contextlib.contextmanager
 def post(server: Running, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=240)) as connection:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         yield connection.getresponse()
 
@@ -32,7 +32,7 @@ def status_of(server: Running, body: dict[str, Any]) -> int:
 
 
 def await_line(server: Running, text: str) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while text not in server.log():
         assert time.monotonic() < until, server.log()[-2000:]
         time.sleep(0.02)
@@ -40,7 +40,7 @@ def await_line(server: Running, text: str) -> None:
 
 def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
     """All of a large reply reaches a reader that pauses while the server ends."""
-    with running(write_instant_model(tmp_path, embedding_dim=1000), drain_timeout=60.0) as server:
+    with running(write_instant_model(tmp_path, embedding_dim=1000), drain_timeout=240.0) as server:
         body = {"model": "assistant", "input": [f"t{i}" for i in range(600)]}
         with post(server, "/v1/embeddings", body) as reply:
             begin = reply.read(1000)
@@ -49,26 +49,39 @@ def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
             time.sleep(1.5)  # longer than a worker that had forgotten it would stay
             whole = begin + reply.read()
         assert len(json.loads(whole)["data"]) == 600
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0
+
+
+PATIENT = """
+from mlflow_llm.serving.metering import ledger
+ledger.ADMISSION_TIMEOUT = 600.0
+reserve = ledger.Ledger.reserve
+def told(self, *args, **options):
+    print("a request comes to its admission", flush=True)
+    return reserve(self, *args, **options)
+ledger.Ledger.reserve = told
+"""
 
 
 def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
     """Its store is busy while the signal comes; it is answered, and counted."""
     database = tmp_path / "serving.db"
     body = {"model": "assistant", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-    with running(write_instant_model(tmp_path), database=f"sqlite:///{database}", drain_timeout=60.0) as server:
+    options: dict[str, Any] = {"database": f"sqlite:///{database}", "drain_timeout": 240.0, "in_worker": PATIENT}
+    with running(write_instant_model(tmp_path), **options) as server:
         assert status_of(server, body) == 200
+        known = server.log().count("comes to its admission")
         answers: list[int] = []
         with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=30)) as other:
             other.execute("BEGIN IMMEDIATE")
             asking = threading.Thread(target=lambda: answers.append(status_of(server, body)))
             asking.start()
-            time.sleep(0.5)  # it is past the gate; a request that came later than the signal would be refused
+            until(lambda: server.log().count("comes to its admission") > known)
             server.terminate()
             await_line(server, '"draining"')
             other.execute("ROLLBACK")
-        asking.join(60)
-        assert server.process.wait(60) == 0
+        asking.join(240)
+        assert server.process.wait(240) == 0
         assert answers == [200], server.log()[-2000:]
         with contextlib.closing(sqlite3.connect(database)) as other:
             rows = other.execute("SELECT status, completion_tokens FROM ledger").fetchall()
@@ -79,7 +92,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
     """SIGHUP comes to arbiter and workers, and twice: what runs is finished. Signals that gunicorn knows for reloading
     and for more workers change nothing before that."""
     body = {"model": "assistant", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
-    with running(write_instant_model(tmp_path, step_delay=0.05), drain_timeout=60.0) as server:
+    with running(write_instant_model(tmp_path, step_delay=0.05), drain_timeout=240.0) as server:
         arbiter = psutil.Process(server.process.pid)
         family = {process.pid for process in arbiter.children()}
         answers: list[int] = []
@@ -93,6 +106,6 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
             process.send_signal(signal.SIGHUP)
         await_line(server, '"draining"')
         assert {process.pid for process in arbiter.children()} == family
-        asking.join(60)
+        asking.join(240)
         assert answers == [200]
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0

@@ -35,7 +35,7 @@ DATABASE = os.environ.get("MLFLOW_LLM_EXACTNESS_DATABASE")  # an empty one, e.g.
 CLIENTS, WORKERS = 16, 3
 PRICE = Price(input=3_000_000, cached=300_000, output=15_000_000)
 TIGHT = {  # tenant: (kind, limit), each small enough to refuse some of what its tenant asks for
-    "itpm": 1500,
+    "itpm": 500,
     "otpm": 400,
     "qph": 100,
     "in_flight": 1,

@@ -72,7 +72,7 @@ def cached(server: Running, key: str, prompt: str, model: str = "assistant", **m
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
     )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked, timeout=240) as answer:
         return int(json.loads(answer.read())["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 

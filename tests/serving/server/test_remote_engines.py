@@ -213,5 +213,5 @@ def test_a_port_that_is_taken(bundle: Bundle, key: str) -> None:
         engine.await_ready()
         with engine_process(bundle, key, address=engine.address) as second:
             assert second.process is not None
-            assert second.process.wait(60) == 1
+            assert second.process.wait(240) == 1
             assert f"Error: {engine.address}: Address already in use" in second.log()

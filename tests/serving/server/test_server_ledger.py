@@ -146,7 +146,7 @@ def test_what_was_delivered_is_settled_before_the_server_leaves(tmp_path: Path, 
             until(lambda: len(rows(store)) == 3)
             server.process.send_signal(ending)
             rest = answer.read().decode()
-        server.process.wait(60)
+        server.process.wait(240)
         waiting.join()
     assert "the server stopped before the reply was complete" in rest
     found = list(rows(store).values())

@@ -49,7 +49,7 @@ def test_a_time_limit_ends_a_reply(deliberate: Running, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_a_time_limit_ends_a_stream(deliberate: Running, path: str) -> None:
     """``X-Request-Timeout`` ends a stream behind its first tokens with an error event, and then [DONE]."""
-    with limited(deliberate, LATE | {"stream": True}, path, header="1.5") as (status, text):
+    with limited(deliberate, LATE | {"stream": True}, path, header="3") as (status, text):
         *chunks, last, done = [line.removeprefix("data: ") for line in text.strip().split("\n\n")]
         assert (status, done) == (200, "[DONE]")
         assert len(chunks) > 2
@@ -59,7 +59,7 @@ def test_a_time_limit_ends_a_stream(deliberate: Running, path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_time_limit_in_the_body(deliberate: Running, stream: bool) -> None:
     """The field ``timeout`` does as the header does; the shorter of both counts."""
-    with limited(deliberate, LATE | {"stream": stream, "timeout": 1.0}, PATHS[0], header="100") as (status, text):
+    with limited(deliberate, LATE | {"stream": stream, "timeout": 2.0}, PATHS[0], header="100") as (status, text):
         assert status == (200 if stream else 504)
         assert "timeout" in text
 

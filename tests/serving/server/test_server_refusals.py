@@ -19,7 +19,7 @@ TREE = b"Traceback", b'File "', b".py", b"site-packages"
 
 def raw(server: Running, data: bytes) -> tuple[int, bytes, bytes]:
     """Status, headers and body of the answer to ``data`` as it stands; the connection is closed by the server."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as caller:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=240) as caller:
         with contextlib.suppress(ConnectionError):  # it has seen enough
             caller.sendall(data)
         answer = b""

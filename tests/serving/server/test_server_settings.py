@@ -63,14 +63,14 @@ def idle(server: Running, number: int) -> Iterator[list[socket.socket]]:
     """So many connections that say nothing."""
     with contextlib.ExitStack() as held:
         yield [
-            held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)) for _ in range(number)
+            held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=240)) for _ in range(number)
         ]
     until(lambda: sum(workers(server).values()) == 0)
 
 
 def status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=240) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         error.close()
@@ -122,7 +122,7 @@ def test_probes_have_a_listener_of_their_own(guarded: tuple[Running, str]) -> No
     assert [status(f"{server.url}/{path}") for path in ("ping", "health", "ready", "metrics")] == [200, 200, 200, 404]
     refused = urllib.request.Request(f"{probes}/health", headers={"Host": "evil.example"})
     with pytest.raises(urllib.error.HTTPError, match="403") as error:
-        urllib.request.urlopen(refused, timeout=60)
+        urllib.request.urlopen(refused, timeout=240)
     error.value.close()
 
 
@@ -153,7 +153,7 @@ def test_who_does_not_take_an_answer_makes_room(guarded: tuple[Running, str]) ->
             caller = held.enter_context(socket.socket())
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             caller.bind((f"127.0.0.{2 + number % 4}", 0))
-            caller.settimeout(60)
+            caller.settimeout(240)
             caller.connect(("127.0.0.1", server.port))
             caller.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert status(f"{server.url}/ping") == 200

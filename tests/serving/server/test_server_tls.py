@@ -108,7 +108,7 @@ def test_who_is_turned_away(secured: tuple[Running, int], authority: Authority, 
     for context in (client(authority), client(authority, other.issue("stranger")[2]), old):
         with pytest.raises(OSError), asking(context, server.port, BODY):
             pass
-    plain = http.client.HTTPConnection("localhost", server.port, timeout=60)
+    plain = http.client.HTTPConnection("localhost", server.port, timeout=240)
     with contextlib.closing(plain):
         plain.request("GET", "/ping")
         answer = plain.getresponse()
@@ -141,7 +141,7 @@ def test_a_renewed_certificate(secured: tuple[Running, int], authority: Authorit
 
 def shown(context: ssl.SSLContext, port: int) -> str:
     """The name in the certificate of the server at ``port``."""
-    plain = socket.create_connection(("localhost", port), timeout=60)
+    plain = socket.create_connection(("localhost", port), timeout=240)
     with context.wrap_socket(plain, server_hostname="localhost") as secure:
         found = secure.getpeercert()
     assert found is not None

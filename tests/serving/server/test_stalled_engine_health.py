@@ -16,7 +16,7 @@ from serving_process import Running
 def probe(server: Running, path: str = "/health") -> tuple[int, dict[str, Any]]:
     """Status, and what is said of the endpoint."""
     try:
-        with urllib.request.urlopen(f"{server.url}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{server.url}{path}", timeout=240) as answer:
             return answer.status, json.load(answer)["endpoints"]["assistant"]
     except urllib.error.HTTPError as error:
         with error:

@@ -82,7 +82,7 @@ def kill(server: Running) -> None:
     for process in family:
         process.kill()
     psutil.wait_procs(family, 30)
-    server.process.wait(30)
+    server.process.wait(240)
 
 
 def test_a_server_killed_beside_another_of_another_store(

@@ -30,7 +30,7 @@ def read(i):
 jobs = [gevent.spawn(read, i) for i in range(20)]
 gevent.sleep(0.05)
 os.kill(green.info.pid, 9)
-gevent.joinall(jobs, timeout=60, raise_error=True)
+gevent.joinall(jobs, timeout=240, raise_error=True)
 print(*{job.value for job in jobs}, flush=True)
 green.close()
 """
@@ -157,7 +157,7 @@ def test_greenlets(place, make_bundle):
     code = GREENLETS.replace("from gevent import monkey; monkey.patch_all()\n", "")
     code = code.replace("green = attach", "engine._link.keep = True\ngreen = attach")
     child = place.run(code, make_bundle(step_delay=0.01))
-    out, err = child.communicate(timeout=90)
+    out, err = child.communicate(timeout=240)
     assert out.split() == ["51"], err
     place.assert_clean()
 

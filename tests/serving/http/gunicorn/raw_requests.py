@@ -29,7 +29,7 @@ def sized(body: bytes, path: bytes = CHAT, more: bytes = b"") -> bytes:
 
 def exchange(server: Running, data: bytes, *, end: bool = False) -> tuple[list[int], bytes]:
     """The statuses of all answers to ``data`` until the server closes, and everything it said."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as caller:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=240) as caller:
         caller.sendall(data)
         if end:
             caller.shutdown(socket.SHUT_WR)

@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 from processes import gone
-from transport_place import by_sequence, completion, eventually
+from transport_place import HASTY, by_sequence, completion, eventually
 
 from mlflow_llm.serving.events import Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
@@ -76,7 +76,7 @@ def test_an_unsteady_reader_gets_everything(place, bundle, n):
 def test_an_engine_that_dies_with_paused_requests(place, bundle, fault):
     """A request that was paused when its engine died or hung goes on in the next one, once it is read."""
     request = long(n=2)
-    with place.connect(bundle) as engine:
+    with place.connect(bundle, HASTY) as engine:
         stream = engine.submit(request)
         assert eventually(lambda: paused(engine, stream))
         pid = engine.info.pid

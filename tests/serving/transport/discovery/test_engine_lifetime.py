@@ -67,7 +67,7 @@ def test_client_ends(place, make_bundle, ending):
     code = f"stream = engine.submit(request(10**6)); next(stream); print('on', flush=True)\n{ending}"
     child = place.run(code, make_bundle(step_delay=0.002))
     assert child.stdout.readline().strip() == "on"
-    child.wait(60)
+    child.wait(240)
     place.assert_clean()
 
 
@@ -75,7 +75,7 @@ def test_killed_client_frees_its_sequences(place, make_bundle):
     """kill -9 of one client aborts its sequences alone; the other client's go on."""
     bundle = make_bundle(step_delay=0.02, max_model_len=10**7)  # so slow that no stream is soon paused
     with place.connect(bundle) as engine:
-        code = "stream = engine.submit(request(10**6)); next(stream); print('on', flush=True); time.sleep(60)"
+        code = "stream = engine.submit(request(10**6)); next(stream); print('on', flush=True); time.sleep(600)"
         child = place.run(code, bundle)
         assert child.stdout.readline().strip() == "on"
         stream = engine.submit(completion(max_tokens=10**6))
@@ -113,11 +113,11 @@ def test_terminated_engine(place, make_bundle):
 
 def test_both_killed(place, make_bundle):
     """What an engine and its client leave when both are killed, the next start of any engine removes."""
-    child = place.run("print(engine.info.pid, flush=True); time.sleep(60)", make_bundle())
+    child = place.run("print(engine.info.pid, flush=True); time.sleep(600)", make_bundle())
     pid = int(child.stdout.readline())
     child.kill()
     os.kill(pid, signal.SIGKILL)
-    child.wait(60)
+    child.wait(240)
     # the lock and not the process list: a dying process has lost its command line before it lets go of its files
     (left,) = [name for name in os.listdir(place.runtime) if "." not in name]
     assert eventually(lambda: not StateDir(place.runtime, left).engine_alive)
@@ -184,7 +184,7 @@ def test_forked_child_is_a_client_of_its_own(place, make_bundle):
         print(got, len(list(first)), engine.info.pid, flush=True)
         """
     child = place.run(code, make_bundle(step_delay=0.002))
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=240)
     assert out.split()[:2] == ["6", "50"], err
     place.assert_clean()
 

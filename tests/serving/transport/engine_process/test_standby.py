@@ -71,7 +71,7 @@ def test_who_attached_finds_it(place: Place, make_bundle: Callable[..., Bundle])
 
 def test_an_engine_that_hangs_is_replaced_by_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
     """The engine that stands still is killed, the standby is not."""
-    settings = msgspec.structs.replace(STANDBY, stall_timeout=1.0)
+    settings = msgspec.structs.replace(STANDBY, stall_timeout=2.0)
     with place.connect(make_bundle(), settings, keep=True) as engine:
         serving, standby = processes_of(place, engine)
         serving.send_signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ def test_clients_that_die_with_the_engine(place: Place, make_bundle: Callable[..
     child = place.run(
         """
         while engine.health().num_standbys != 1: time.sleep(0.02)
-        print(engine.info.pid, flush=True); time.sleep(300)
+        print(engine.info.pid, flush=True); time.sleep(600)
         """,
         make_bundle(),
         STANDBY,
