@@ -12,7 +12,7 @@ import gevent
 from gunicorn.http.errors import ParseException
 
 from ..errors import PayloadTooLarge, RequestError
-from .gunicorn.request_smuggling import Ambiguous
+from .gunicorn.request_smuggling import AmbiguousRequest
 from .gunicorn.slowloris import TooSlow
 from .memory_budget import Held
 
@@ -43,7 +43,7 @@ def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) 
         return _all(environ["wsgi.input"], limit, held) if environ.get("wsgi.input_terminated") else b""
     except TooSlow as error:
         raise _timed_out(str(error)) from None
-    except Ambiguous as error:
+    except AmbiguousRequest as error:
         raise RequestError(f"the body cannot be read: {error}") from None
     except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None

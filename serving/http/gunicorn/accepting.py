@@ -1,4 +1,4 @@
-"""Takes a worker's connections: in its turn, where there is a place, each in a greenlet of its own."""
+"""Accepts a worker's connections: in its turn (accept balancing), within the connection limits, a greenlet each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gevent.pool import Group
 from gevent.server import StreamServer
 
 from ... import logs
-from .accept_balancing import Share
-from .connection_limits import Places, address_of
+from .accept_balancing import WorkerSlot
+from .connection_limits import ConnectionLimits, address_of
 from .keep_alive import linger
-from .slowloris import Arrivals
-from .write_backpressure import bound
+from .slowloris import TimedConnection
+from .write_backpressure import limit_unsent
 
-TURN = 0.002  # seconds until a worker looks again whether a connection that others should take is its own
-FULL = 0.02
-FAILED = 0.1
-LEAVING = 64  # connections without a place that are told so at once; others are closed
+TURN = 0.002  # seconds until a worker looks again whether it is its turn
+FULL = 0.02  # seconds until it looks again for a place
+FAILED = 0.1  # seconds until it tries again to accept
+REFUSING = 64  # connections over the limits that are answered at the same time; others are closed
 REFUSED = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: text/plain\r\n"
     b"X-Content-Type-Options: nosniff\r\nContent-Length: 38\r\n\r\ntoo many connections from this address"
@@ -29,32 +29,32 @@ REFUSED = (
 
 
 class Acceptor(StreamServer):
-    """``serve(connection)`` is called in a greenlet of ``greenlets``, with the connection's place held. ``share`` None:
-    whoever is first takes a connection. ``secure``: nothing is said before TLS is up."""
+    """Calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in ``limits``. ``slot``
+    None: no balancing, whoever is first takes a connection. ``secure``: nothing is sent before TLS is up."""
 
     max_accept = 1
 
     def __init__(
         self,
         listener: Any,
-        serve: Callable[[Arrivals], None],
+        serve: Callable[[TimedConnection], None],
         *,
-        places: Places,
-        share: Share | None,
-        make: Callable[[Any, Any, str], Arrivals],
+        limits: ConnectionLimits,
+        slot: WorkerSlot | None,
+        make: Callable[[Any, Any, str], TimedConnection],
         io_timeout: float,
         secure: bool = False,
     ) -> None:
         super().__init__(listener, handle=serve)
-        self.greenlets, self._leaving = Group(), Group()
+        self.greenlets, self._refusing = Group(), Group()
         self._serve, self._make = serve, make
-        self._places, self._share = places, share
+        self._limits, self._slot = limits, slot
         self._io_timeout, self._secure = io_timeout, secure
 
     def do_read(self) -> Any:
-        if self._places.is_full:
+        if self._limits.is_full:
             return self._later(FULL)
-        if self._share is not None and not self._share.is_due():
+        if self._slot is not None and not self._slot.take_turn():
             return self._later(TURN)
         try:
             return super().do_read()
@@ -70,32 +70,32 @@ class Acceptor(StreamServer):
         self._timer.start(self._start_accepting_if_started)
 
     def do_handle(self, client: Any, peer: Any) -> None:
-        bound(client, self._io_timeout)
+        limit_unsent(client, self._io_timeout)
         address = address_of(peer) if isinstance(peer, tuple) else user_of(client)
         connection = self._make(client, peer, address)
-        if not self._places.enter(connection):
+        if not self._limits.admit(connection):
             self._refuse(client, connection.address)
             return
-        if self._share is not None:
-            self._share.add()
+        if self._slot is not None:
+            self._slot.add()
         self.greenlets.spawn(self._held, connection)
 
-    def _held(self, connection: Arrivals) -> None:
+    def _held(self, connection: TimedConnection) -> None:
         try:
             self._serve(connection)
         finally:
-            self._places.leave(connection)
+            self._limits.release(connection)
             connection.close()
 
     def _refuse(self, client: Any, address: str) -> None:
         logs.event("refused", level=30, address=address, status=429, error="too many connections from this address")
-        if self._secure or len(self._leaving) >= LEAVING:
+        if self._secure or len(self._refusing) >= REFUSING:
             client.close()
         else:
-            self._leaving.spawn(_tell, client)
+            self._refusing.spawn(_send_refusal, client)
 
 
-def _tell(client: Any) -> None:
+def _send_refusal(client: Any) -> None:
     with contextlib.closing(client), contextlib.suppress(OSError):
         client.settimeout(FULL)
         client.send(REFUSED)
@@ -103,9 +103,9 @@ def _tell(client: Any) -> None:
 
 
 def user_of(client: Any) -> str:
-    """Whose process is at the other end of a Unix socket."""
+    """The user at the other end of a Unix socket (``SO_PEERCRED``)."""
     try:
-        told = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except (AttributeError, OSError):
         return "unix"
-    return f"user {struct.unpack('3i', told)[1]}"
+    return f"user {struct.unpack('3i', credentials)[1]}"

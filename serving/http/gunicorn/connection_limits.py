@@ -1,8 +1,8 @@
-"""A worker's places for connections: bounded, by address too, and the oldest that only waits makes room.
+"""Connection limits: of a worker and of an address, where the connection idle for longest is evicted.
 
-To hold a place without sending anything (Slowloris), or without reading (Slow Read), costs an attacker next to nothing.
-So a full house is no reason to turn anyone away: the connection that has waited longest for its client goes, and an
-address loses one of its own first.
+To hold a connection without sending anything (Slowloris), or without reading (Slow Read), costs an attacker next to
+nothing. So a full worker turns nobody away while it can evict: the connection that has waited longest for its client
+goes, and an address at its limit loses one of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Guest(Protocol):
-    """A connection. ``waiting_since``: what it waits for from its client and when that began (monotonic seconds), the
-    body of a request (1) being worth more than its head (0), and that an answer is taken (2) more than both; None while
-    it waits for us."""
+class Limited(Protocol):
+    """A connection that is counted.
+
+    ``waiting_since``: what it waits for from its client and when that began (monotonic seconds), the body of a request
+    (1) being worth more than its head (0), and that an answer is taken (2) more than both; None while it waits for us.
+    """
 
     address: str
 
@@ -25,13 +27,14 @@ class Guest(Protocol):
     def evict(self) -> None: ...
 
 
-class Places:
-    """``total`` places, of which one address may take ``by_address``. ``left`` is called for each that is given up."""
+class ConnectionLimits:
+    """At most ``total`` connections, ``by_address`` of them of one address. ``on_release`` is called for each one that
+    ends."""
 
-    def __init__(self, total: int, by_address: int, left: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, total: int, by_address: int, on_release: Callable[[], None] = lambda: None) -> None:
         self.total, self.by_address = total, by_address
-        self._left = left
-        self._guests: dict[str, list[Guest]] = {}
+        self._on_release = on_release
+        self._connections: dict[str, list[Limited]] = {}
         self._number = 0
 
     def __len__(self) -> int:
@@ -39,45 +42,45 @@ class Places:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no place, and nobody who would make one."""
+        """Whether there is no place, and no connection that could be evicted for one."""
         return self._number >= self.total and self._oldest(self._all()) is None
 
-    def enter(self, guest: Guest) -> bool:
-        """Whether there is a place for ``guest``, which it then has; another may have lost its own for it."""
-        own = self._guests.get(guest.address, [])
+    def admit(self, connection: Limited) -> bool:
+        """Count ``connection`` in, evicting another where that makes room; whether there was room."""
+        own = self._connections.get(connection.address, [])
         if len(own) >= self.by_address and not self._make_room(own):
             return False
         if self._number >= self.total and not self._make_room(self._all()):
             return False
-        self._guests.setdefault(guest.address, []).append(guest)
+        self._connections.setdefault(connection.address, []).append(connection)
         self._number += 1
         return True
 
-    def leave(self, guest: Guest) -> None:
-        """Give up its place. Harmless for one that has none any more."""
-        own = self._guests.get(guest.address, [])
-        if guest not in own:
+    def release(self, connection: Limited) -> None:
+        """Count ``connection`` out. Harmless for one that is not counted any more."""
+        own = self._connections.get(connection.address, [])
+        if connection not in own:
             return
-        own.remove(guest)
+        own.remove(connection)
         if not own:
-            del self._guests[guest.address]
+            del self._connections[connection.address]
         self._number -= 1
-        self._left()
+        self._on_release()
 
-    def _all(self) -> list[Guest]:
-        return [guest for own in self._guests.values() for guest in own]
+    def _all(self) -> list[Limited]:
+        return [connection for own in self._connections.values() for connection in own]
 
-    def _make_room(self, among: list[Guest]) -> bool:
+    def _make_room(self, among: list[Limited]) -> bool:
         oldest = self._oldest(among)
         if oldest is None:
             return False
-        self.leave(oldest)
+        self.release(oldest)
         oldest.evict()
         return True
 
     @staticmethod
-    def _oldest(guests: list[Guest]) -> Guest | None:
-        waiting = [(since, guest) for guest in guests if (since := guest.waiting_since) is not None]
+    def _oldest(connections: list[Limited]) -> Limited | None:
+        waiting = [(since, connection) for connection in connections if (since := connection.waiting_since) is not None]
         return min(waiting, key=lambda pair: pair[0])[1] if waiting else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import gevent
 from gunicorn.http.body import ChunkedReader
 
-from .slowloris import Arrivals
+from .slowloris import TimedConnection
 
 CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and dropped rather than the connection
 LINGER = 5.0  # seconds
@@ -22,19 +22,19 @@ LINGER = 5.0  # seconds
 class RequestBody:
     """A request's body for WSGI, in place of gunicorn's, that knows whether its end was reached.
 
-    What arrives behind its end is the next head's: ``arrivals`` is told.
+    What arrives after its end is the next head's, whose deadline ``connection`` then keeps.
     """
 
-    def __init__(self, request: Any, arrivals: Arrivals) -> None:
+    def __init__(self, request: Any, connection: TimedConnection) -> None:
         self._request = request
-        self.arrivals = arrivals
+        self.connection = connection
         self._stream = request.body
         self._chunked = isinstance(request.body.reader, ChunkedReader)
         headers = dict(request.headers)
         self._left = int(headers.get("CONTENT-LENGTH", 0))
         self._optional = "EXPECT" in headers
         self._ended = self._broken = False
-        arrivals.expect_body()
+        connection.expect_body()
         self._note_end()
 
     def read(self, size: int) -> bytes:
@@ -49,7 +49,7 @@ class RequestBody:
 
     def _note_end(self) -> None:
         if self.is_whole:
-            self.arrivals.expect_head()
+            self.connection.expect_head()
 
     @property
     def is_whole(self) -> bool:
@@ -84,13 +84,13 @@ def settle(environ: Mapping[str, Any]) -> None:
 def came_to_probes(environ: Mapping[str, Any]) -> bool:
     """Whether the request of ``environ`` came to the listener for probes."""
     body = environ.get("wsgi.input")
-    return isinstance(body, RequestBody) and body.arrivals.probes
+    return isinstance(body, RequestBody) and body.connection.probes
 
 
 def address_in(environ: Mapping[str, Any]) -> str:
-    """Whom the request of ``environ`` counts for where it shows no key: as its connection does (``places``)."""
+    """Whom the request of ``environ`` counts for where it shows no key: whom its connection does."""
     body = environ.get("wsgi.input")
-    return body.arrivals.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""
+    return body.connection.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""
 
 
 def linger(client: socket.socket) -> None:

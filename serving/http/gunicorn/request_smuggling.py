@@ -1,4 +1,4 @@
-"""Requests that two HTTP parsers could read differently are refused: request smuggling needs no more than that.
+"""Request smuggling: a request that two HTTP parsers could read differently is refused.
 
 gunicorn's parser is lenient in a few places where a proxy before it may not be. ``check`` closes those of the head,
 ``StrictChunks`` those of a chunked body.
@@ -22,34 +22,34 @@ MAX_CHUNK_LINE = 4 * 2**10  # bytes: a size and its extensions, which nobody rea
 MAX_TRAILERS = 16 * 2**10
 
 
-class Ambiguous(ParseException):
+class AmbiguousRequest(ParseException):
     """A request that others could understand as another one."""
 
 
 def check(request: Any) -> None:
-    """Raises ``Ambiguous`` for a head, parsed by gunicorn, that is not beyond doubt."""
+    """Raises ``AmbiguousRequest`` for a head, parsed by gunicorn, that is not beyond doubt."""
     if NOT_IN_A_TARGET.search(request.uri):
-        raise Ambiguous("the request's target has a NUL, a control character, a # or a % that escapes nothing")
+        raise AmbiguousRequest("the request's target has a NUL, a control character, a # or a % that escapes nothing")
     names = [name for name, _ in request.headers]
     headers = dict(request.headers)
     coding = headers.get("TRANSFER-ENCODING")
     if coding is not None and (coding.lower() != "chunked" or names.count("TRANSFER-ENCODING") > 1):
-        raise Ambiguous("Transfer-Encoding: only chunked is taken")
+        raise AmbiguousRequest("Transfer-Encoding: only chunked is taken")
     _check_host(request, headers.get("HOST"))
 
 
 def _check_host(request: Any, host: str | None) -> None:
     if host is None:
         if request.version >= (1, 1):
-            raise Ambiguous("Host: is missing")
+            raise AmbiguousRequest("Host: is missing")
         return
     if not HOST.fullmatch(host):
-        raise Ambiguous("Host: a name or an address, and a port, is expected")
+        raise AmbiguousRequest("Host: a name or an address, and a port, is expected")
     if request.uri.startswith("/") or request.uri == "*":
         return
     # the absolute form, for proxies: its authority stands above Host's, so they must be one
     if split_request_uri(request.uri).netloc.lower() != host.lower():
-        raise Ambiguous("Host: is not that of the request's target")
+        raise AmbiguousRequest("Host: is not that of the request's target")
 
 
 def strict(request: Any) -> None:
@@ -65,7 +65,7 @@ class StrictChunks(ChunkedReader):
         line, rest = self._line(unreader, data or b"")
         found = CHUNK_SIZE.fullmatch(line)
         if found is None:
-            raise Ambiguous("a chunk's size or extension is malformed")
+            raise AmbiguousRequest("a chunk's size or extension is malformed")
         size = int(found[1], 16)
         if size == 0:
             self.parse_trailers(unreader, rest)
@@ -76,14 +76,14 @@ class StrictChunks(ChunkedReader):
         """What is behind the last chunk, up to an empty line: read as headers are, and dropped."""
         while not data.startswith(b"\r\n") and b"\r\n\r\n" not in data:
             if len(data) > MAX_TRAILERS:
-                raise Ambiguous("the trailers are too long")
+                raise AmbiguousRequest("the trailers are too long")
             data += self._more(unreader)
         super().parse_trailers(unreader, data)
 
     def _line(self, unreader: Any, data: bytes) -> tuple[bytes, bytes]:
         while b"\r\n" not in data:
             if len(data) > MAX_CHUNK_LINE:
-                raise Ambiguous("a chunk's extension is too long")
+                raise AmbiguousRequest("a chunk's extension is too long")
             data += self._more(unreader)
         line, _, rest = data.partition(b"\r\n")
         return line, rest

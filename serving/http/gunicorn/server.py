@@ -1,4 +1,4 @@
-"""A running server: a keeper for the engines, then gunicorn's arbiter and its workers. ``serve(spec)`` blocks."""
+"""Starts a server: the controller process, then gunicorn's arbiter and its workers. ``serve(spec)`` blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ...control.spec import ServeSpec
 from ...errors import EngineDied, PackagingError
 from ...observability.exporter_process import exporting
 from ...tasks.cache_salt import SECRET_BYTES
-from .accept_balancing import Shares
+from .accept_balancing import AcceptBalancer
 from .listen_addresses import addresses, bind, umask
 
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
 METRICS = "metrics"
-KEEPER_SECONDS = 2.0
+RESTART_SECONDS = 2.0
 MAX_FILES = 65536
 BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
 
@@ -47,9 +47,9 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
         settings = spec.settings
         tracing = exporting(directory, sample=settings.trace_sample, experiment=settings.trace_experiment)
         try:
-            with tracing, Keeper(directory) as keeper:
-                keeper.await_ready(progress or (lambda _: None))
-                Application(spec, directory, keeper, progress).run()
+            with tracing, ControllerProcess(directory) as controller:
+                controller.await_ready(progress or (lambda _: None))
+                Application(spec, directory, controller, progress).run()
         finally:
             os.environ.pop(PROMETHEUS_DIRECTORY, None)
 
@@ -63,8 +63,9 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class Keeper:
-    """The keeper process. Leaving (or dying) closes its standard input, at which it ends; killed, it is started again.
+class ControllerProcess:
+    """The controller process, as the arbiter keeps it. Leaving (or dying) closes its standard input, at which it ends;
+    killed, it is started again.
 
     Its engines outlive it: the workers are their clients too.
     """
@@ -88,19 +89,19 @@ class Keeper:
             progress(told)
             if told["stage"] == "ready":
                 return
-        raise EngineDied("the engine keeper ended before the engines were ready")
+        raise EngineDied("the controller process ended before the engines were ready")
 
-    def look(self) -> None:
-        """Start it again where it has ended, at most every ``KEEPER_SECONDS``."""
-        if self._process.poll() is None or time.monotonic() - self._started_at < KEEPER_SECONDS:
+    def ensure_running(self) -> None:
+        """Start it again where it has ended, at most every ``RESTART_SECONDS``."""
+        if self._process.poll() is None or time.monotonic() - self._started_at < RESTART_SECONDS:
             return
         # without its exit status, which gunicorn has collected with the workers'
-        logs.event("the keeper ended and is started again", level=40)
+        logs.event("the controller process ended and is started again", level=40)
         self._close_pipes()
         self._process = self._start()
 
     def forget(self) -> None:
-        """In a worker: our copies of the pipes must not hold the keeper when the server is gone."""
+        """In a worker: our copies of the pipes must not hold the controller when the server is gone."""
         self._close_pipes()
 
     def _close_pipes(self) -> None:
@@ -108,7 +109,7 @@ class Keeper:
             if pipe is not None:
                 pipe.close()
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> ControllerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -123,11 +124,13 @@ class Keeper:
 class Application(BaseApplication):
     """gunicorn with our worker, arbiter and logger; configured from the spec alone, never from gunicorn's files."""
 
-    def __init__(self, spec: ServeSpec, directory: Path, keeper: Keeper, progress: Progress | None = None) -> None:
-        self.spec, self.directory, self.keeper = spec, directory, keeper
+    def __init__(
+        self, spec: ServeSpec, directory: Path, controller: ControllerProcess, progress: Progress | None = None
+    ) -> None:
+        self.spec, self.directory, self.controller = spec, directory, controller
         self.progress = progress
         self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
-        self.shares = Shares(spec.settings.workers)
+        self.balancer = AcceptBalancer(spec.settings.workers)
         super().__init__()
 
     def load_config(self) -> None:
@@ -148,12 +151,12 @@ class Application(BaseApplication):
             "limit_request_line": 8190,
             "limit_request_fields": 100,
             "limit_request_field_size": 16384,
-            "http_parser": "python",  # whose leniencies ``framing`` knows
+            "http_parser": "python",  # whose leniencies ``request_smuggling`` knows
             # nothing that a client sends moves its path or scheme, from whatever address it comes
             "forwarded_allow_ips": "",
             "forwarder_headers": "",
             "secure_scheme_headers": {},
-            "pre_fork": self._give_share,
+            "pre_fork": self._assign_slot,
             "child_exit": self._forget_worker,
             "when_ready": self._listening,
         }
@@ -164,7 +167,7 @@ class Application(BaseApplication):
         """In a worker: connect, prove that a token comes, build the application."""
         from .worker_app import build
 
-        self.keeper.forget()
+        self.controller.forget()
         return build(self.spec, self.directory, self.cache_secret)
 
     def run(self) -> None:
@@ -189,13 +192,13 @@ class Application(BaseApplication):
             secure = self.spec.settings.tls_cert is not None
             self.progress({"stage": stage, "scheme": "https" if secure else "http", **place})
 
-    def _give_share(self, arbiter: Any, worker: Any) -> None:
-        worker.share = self.shares.give()
+    def _assign_slot(self, arbiter: Any, worker: Any) -> None:
+        worker.slot = self.balancer.assign()
 
     def _forget_worker(self, arbiter: Any, worker: Any) -> None:
         from ...observability.worker_counters import (
             merge_ended,  # prometheus_client, once imported, looks no more for the directory
         )
 
-        self.shares.take_back(worker.share)
+        self.balancer.reclaim(worker.slot)
         merge_ended(self.directory / METRICS, worker.pid)

@@ -1,7 +1,7 @@
-"""How long a client may take to send: gunicorn's parser reads every head and every body through ``Arrivals``.
+"""Slowloris protection: deadlines for head and body, which gunicorn's parser reads through ``TimedConnection``.
 
-Without it each byte would have a time of its own, and a client that sends one now and then (Slowloris) would hold its
-connection for as long as it likes, before anyone asks it for a key.
+A socket's own timeout is for each byte: a client that sends one now and then (Slowloris) would hold its connection for
+as long as it likes, before it is asked for a key.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class PlainHttp(ParseException):
     """Bytes that begin no TLS, where TLS is spoken."""
 
 
-class Arrivals:
-    """A client's connection for gunicorn's parser; ``plain`` is the socket itself, for all else.
+class TimedConnection:
+    """A client's connection as gunicorn's parser reads it, with deadlines; ``plain`` is the socket itself.
 
     ``io_timeout`` (seconds) is what a client may be waited for: for the first byte of a head (that of the first one
     within ``first_timeout``), after which the connection ends without a word (``TimeoutError``); then for all of the
@@ -39,10 +39,10 @@ class Arrivals:
     busy server is held against nobody, and nothing has to be stopped while a request is answered.
 
     An answer goes out by ``send``, which notes how far behind ``RATE`` its reader is: to take next to nothing of it
-    (Slow Read) holds a place as cheaply as to send next to nothing of a request.
+    (Slow Read) holds a connection as cheaply as to send next to nothing of a request.
 
-    ``peer`` is the socket's address, ``address`` whom it counts for (``places``). ``probes``: it came to the listener
-    for probes.
+    ``peer`` is the socket's address, ``address`` whom it counts for (``connection_limits``). ``probes``: it came to
+    the listener for probes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
-        """For what is done only so that the client sees the end of its answer: its place is anybody's."""
+        """For what is done only so that the client sees the end of its answer: it may be evicted."""
         self.expect_head()
         with self._waiting("request"):
             yield
@@ -138,7 +138,7 @@ class Arrivals:
 
     @property
     def waiting_since(self) -> tuple[int, float] | None:
-        """See ``places.Guest``."""
+        """See ``connection_limits.Limited``."""
         if self._waits_for == "request":
             return int(self._part == "body"), self._began
         since = self._asked - self._behind

@@ -20,11 +20,11 @@ from ... import logs
 from ...errors import ShuttingDown
 from ...routing.load_shedding import DRAIN_RETRY_AFTER
 from . import request_smuggling
-from .accept_balancing import Share
-from .connection_limits import Places
-from .slowloris import Arrivals, PlainHttp
+from .accept_balancing import WorkerSlot
+from .connection_limits import ConnectionLimits
+from .slowloris import PlainHttp, TimedConnection
 from .tls import Tls, gateway_tls, probe_tls
-from .write_backpressure import Departures
+from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
     from ..invoke import Server
@@ -44,7 +44,7 @@ class DrainingWorker(GeventWorker):
     SIGINT and SIGQUIT they end so at once."""
 
     wsgi: Any = None  # until it is loaded
-    share: Share  # which the arbiter gives it
+    slot: WorkerSlot  # which the arbiter gives it
     tls: list[Tls]  # of its listeners
     at_once = False
     answering = 0  # requests from their head to the last byte of their answer
@@ -84,7 +84,7 @@ class DrainingWorker(GeventWorker):
         # instead of the parent's, which ends a worker in the middle of its replies when the arbiter is gone
         AsyncWorker.notify(self)
 
-    def serve(self, listener: Any, tls: Tls | None, connection: Arrivals) -> None:
+    def serve(self, listener: Any, tls: Tls | None, connection: TimedConnection) -> None:
         from .parse_errors import refuse
 
         # instead of the parent's handle, which sets no time: a peer that takes no byte loses its connection
@@ -113,7 +113,7 @@ class DrainingWorker(GeventWorker):
             req.scheme = "https"
         self.answering += 1
         try:
-            super().handle_request(listener_name, req, Departures(sock.plain, sock.send), addr)
+            super().handle_request(listener_name, req, BackpressureSocket(sock.plain, sock.send), addr)
         except StopIteration:  # how gunicorn says that the connection ends
             if not body.is_whole:
                 with sock.leaving():
@@ -152,7 +152,7 @@ class DrainingWorker(GeventWorker):
     def run(self) -> None:
         self.tls = []
         acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
-        self.share.open()
+        self.slot.open()
         last = 0.0
         while self.alive:
             if os.getppid() != self.ppid:
@@ -182,18 +182,20 @@ class DrainingWorker(GeventWorker):
 
         settings = self.server.settings
         sock.setblocking(1)
-        share = None if probes else self.share
+        slot = None if probes else self.slot
         if (tls := (probe_tls if probes else gateway_tls)(settings)) is not None:
             self.tls.append(tls)
         if probes:
-            places = Places(PROBES, PROBES)
+            limits = ConnectionLimits(PROBES, PROBES)
         else:
-            places = Places(settings.max_connections, settings.most_of_an_address, left=self.share.remove)
+            limits = ConnectionLimits(
+                settings.max_connections, settings.most_of_an_address, on_release=self.slot.remove
+            )
         acceptor = Acceptor(
             sock,
             partial(self.serve, sock, tls),
-            places=places,
-            share=share,
+            limits=limits,
+            slot=slot,
             make=partial(self._connection, probes=probes),
             io_timeout=settings.io_timeout,
             secure=tls is not None,
@@ -201,15 +203,17 @@ class DrainingWorker(GeventWorker):
         acceptor.start()
         return acceptor
 
-    def _connection(self, client: Any, peer: Any, address: str, *, probes: bool) -> Arrivals:
+    def _connection(self, client: Any, peer: Any, address: str, *, probes: bool) -> TimedConnection:
         settings = self.server.settings
         first = settings.first_byte_timeout
-        return Arrivals(client, settings.io_timeout, first_timeout=first, peer=peer, address=address, probes=probes)
+        return TimedConnection(
+            client, settings.io_timeout, first_timeout=first, peer=peer, address=address, probes=probes
+        )
 
     def _drain(self) -> None:
         """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
         self.server.gate.draining = True
-        self.share.close()
+        self.slot.close()
         logs.event("draining", running=self.answering)
         self._wait(self.server.settings.drain_timeout, lambda: self.at_once)
         if left := self.answering:
@@ -226,13 +230,13 @@ class DrainingWorker(GeventWorker):
 
 class ServerArbiter(Arbiter):
     """The first SIGTERM drains, the next one stops at once; SIGHUP, of a terminal that closes, drains too. gunicorn's
-    signals for reloading and for more or fewer workers mean nothing: the spec says what is served. When it looks at
-    the workers it looks at the keeper too."""
+    signals for reloading and for more or fewer workers mean nothing: the spec says what is served. It keeps the
+    controller process running, as it does the workers."""
 
     terminated = False
 
     def manage_workers(self) -> None:
-        self.app.keeper.look()
+        self.app.controller.ensure_running()
         super().manage_workers()
 
     def spawn_worker(self) -> Any:

@@ -94,7 +94,7 @@ def _store(url: str) -> Any:
     from ...metering.store import Store
     from ..store_threads import StoreThreads
 
-    # the keeper has opened it: what does not answer now will
+    # the controller has opened it: what does not answer now will
     return Store(url, run=StoreThreads.for_url(url), patient=True)
 
 

@@ -1,7 +1,7 @@
-"""What goes out to a client: little of it waits in the kernel, and a client has time as long as it takes some.
+"""Write back-pressure for slow readers: a low watermark of unsent bytes, and a timeout that progress renews.
 
-By itself the kernel takes megabytes for a client that reads nothing: replies of thousands of tokens would be generated
-to their ends for nobody.
+By itself the kernel buffers megabytes for a client that reads nothing: replies of thousands of tokens would be
+generated to their ends for nobody. With ``TCP_NOTSENT_LOWAT`` a write blocks instead, and the engine pauses with it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-UNSENT = 16 * 2**10  # bytes that the peer's window does not let out yet
+UNSENT = 16 * 2**10  # the watermark: bytes that the peer's window does not let out yet
 PIECE = 64 * 2**10
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)  # Linux; named since Python 3.12
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
-def bound(plain: Any, io_timeout: float) -> None:
+def limit_unsent(plain: Any, io_timeout: float) -> None:
     """Let the kernel keep ``UNSENT`` bytes at most that the peer has no room for, and give the connection up where it
     takes none for ``io_timeout`` seconds, also when we have closed it. What is on its way is not bounded: that would
     slow down readers that are far away."""
@@ -30,7 +30,7 @@ def bound(plain: Any, io_timeout: float) -> None:
         plain.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, min(max(1, int(io_timeout * 1000)), 2**31 - 1))
 
 
-class Departures:
+class BackpressureSocket:
     """A client's socket for gunicorn's answers, which go out by ``send``.
 
     ``sendall`` raises ``TimeoutError`` where the client takes nothing for the socket's timeout, and not where it takes

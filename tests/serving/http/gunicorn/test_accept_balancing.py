@@ -1,4 +1,4 @@
-"""Whose turn it is to take a connection, by the table that all workers see."""
+"""Accept balancing: whose turn it is to take a connection, by the table that all workers see."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflow_llm.serving.http.gunicorn.accept_balancing import PATIENCE, Share, Shares
+from mlflow_llm.serving.http.gunicorn.accept_balancing import HUNG_AFTER, AcceptBalancer, WorkerSlot
 
 
-def workers(number: int) -> tuple[Shares, list[Share]]:
-    shares = Shares(number)
-    given = [shares.give() for _ in range(number)]
-    for share in given:
-        share.open()
-    return shares, given
+def workers(number: int) -> tuple[AcceptBalancer, list[WorkerSlot]]:
+    balancer = AcceptBalancer(number)
+    given = [balancer.assign() for _ in range(number)]
+    for slot in given:
+        slot.open()
+    return balancer, given
 
 
-def deal(given: list[Share], order: list[int], now: float = 0.0) -> None:
+def deal(given: list[WorkerSlot], order: list[int], now: float = 0.0) -> None:
     """A connection for the first worker of ``order`` whose turn it is."""
-    taker = next(given[place] for place in order if given[place].is_due(now))
+    taker = next(given[place] for place in order if given[place].take_turn(now))
     taker.add()
 
 
@@ -32,8 +32,8 @@ def test_no_worker_has_more_than_half_again_its_share(number: int, draw: st.Data
     order = draw.draw(st.permutations(range(number)))
     for _ in range(200):
         deal(given, order)
-    assert max(share._number for share in given) <= 1.5 * 200 / number
-    assert sum(share._number for share in given) == 200
+    assert max(slot._connections for slot in given) <= 1.5 * 200 / number
+    assert sum(slot._connections for slot in given) == 200
 
 
 def test_connections_that_end_are_made_up_for() -> None:
@@ -43,22 +43,22 @@ def test_connections_that_end_are_made_up_for() -> None:
         deal([one, other], [0, 1])
     for _ in range(6):
         other.remove()
-    assert not one.is_due(0.0)
-    assert other.is_due(0.0)
+    assert not one.take_turn(0.0)
+    assert other.take_turn(0.0)
 
 
 def test_a_worker_that_hangs_is_passed_over() -> None:
     """After a while without a connection taken, others take what was left to it, until it takes one itself."""
     _, (one, hung) = workers(2)
     one.add()
-    assert not one.is_due(0.0)
-    assert not one.is_due(PATIENCE / 2)
-    assert one.is_due(PATIENCE)
+    assert not one.take_turn(0.0)
+    assert not one.take_turn(HUNG_AFTER / 2)
+    assert one.take_turn(HUNG_AFTER)
     one.add()
-    assert one.is_due(PATIENCE)  # and not a while for each
+    assert one.take_turn(HUNG_AFTER)  # and not a while for each
     one.add()
     hung.add()
-    assert not one.is_due(PATIENCE)
+    assert not one.take_turn(HUNG_AFTER)
 
 
 def test_a_worker_that_takes_connections_does_not_hang() -> None:
@@ -67,32 +67,32 @@ def test_a_worker_that_takes_connections_does_not_hang() -> None:
     for _ in range(8):
         one.add()
     for turn in range(6):
-        assert not one.is_due(turn * 0.9 * PATIENCE)
+        assert not one.take_turn(turn * 0.9 * HUNG_AFTER)
         other.add()
 
 
 def test_a_worker_that_ended_is_not_waited_for() -> None:
     """Neither one whose slot was taken back, nor one that drains; its successor begins with none."""
-    shares, (one, other) = workers(2)
+    balancer, (one, other) = workers(2)
     one.add()
-    assert not one.is_due(0.0)
-    shares.take_back(other)
-    assert one.is_due(0.0)
-    successor = shares.give()
-    assert one.is_due(0.0)  # it still starts
+    assert not one.take_turn(0.0)
+    balancer.reclaim(other)
+    assert one.take_turn(0.0)
+    successor = balancer.assign()
+    assert one.take_turn(0.0)  # it still starts
     successor.open()
-    assert not one.is_due(0.0)
+    assert not one.take_turn(0.0)
     successor.close()
-    assert one.is_due(0.0)
+    assert one.take_turn(0.0)
 
 
 def test_a_draining_worker_takes_what_nobody_else_would() -> None:
     """While all drain, each answers (with a 503); while another serves, that one has the connection."""
     _, (one, other) = workers(2)
     one.close()
-    assert not one.is_due(0.0)
+    assert not one.take_turn(0.0)
     other.close()
-    assert one.is_due(0.0)
+    assert one.take_turn(0.0)
 
 
 def test_the_table_is_shared_with_children() -> None:
@@ -108,4 +108,4 @@ def test_the_table_is_shared_with_children() -> None:
     os.waitpid(child, 0)
     for _ in range(4):
         other.add()
-    assert not other.is_due(0.0)
+    assert not other.take_turn(0.0)

@@ -1,4 +1,4 @@
-"""Who has a place when there are more connections than places."""
+"""Connection limits: who is admitted and who is evicted when a worker is full."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlflow_llm.serving.http.gunicorn.connection_limits import Places, address_of
+from mlflow_llm.serving.http.gunicorn.connection_limits import ConnectionLimits, address_of
 from mlflow_llm.serving.http.gunicorn.keep_alive import RequestBody, address_in
-from mlflow_llm.serving.http.gunicorn.slowloris import Arrivals
+from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
 
 
-class Guest:
+class Limited:
     """A connection that waits for its client since ``since``; None: it is being answered."""
 
     def __init__(self, address: str, since: float | None, *, body: bool = False) -> None:
@@ -27,54 +27,54 @@ class Guest:
         self.evicted = True
 
 
-def guests(*since: float | None, address: str = "a") -> list[Guest]:
-    return [Guest(address, one) for one in since]
+def connections(*since: float | None, address: str = "a") -> list[Limited]:
+    return [Limited(address, one) for one in since]
 
 
 def test_the_oldest_goes_when_full() -> None:
     """The connection that has waited longest for its client makes room; bodies that arrive go last."""
-    places = Places(3, 3)
-    young, old, body = Guest("a", 5.0), Guest("b", 2.0), Guest("c", 1.0, body=True)
-    for guest in (young, old, body):
-        assert places.enter(guest)
+    limits = ConnectionLimits(3, 3)
+    young, old, body = Limited("a", 5.0), Limited("b", 2.0), Limited("c", 1.0, body=True)
+    for connection in (young, old, body):
+        assert limits.admit(connection)
     for evicted in (old, young, body):
-        assert places.enter(Guest("d", None))
+        assert limits.admit(Limited("d", None))
         assert evicted.evicted
-        assert len(places) == 3
-    assert places.is_full
-    assert not places.enter(Guest("e", None))
+        assert len(limits) == 3
+    assert limits.is_full
+    assert not limits.admit(Limited("e", None))
 
 
 def test_an_address_loses_its_own() -> None:
     """Beyond its part an address makes room for itself, whoever else has waited longer."""
-    places = Places(10, 2)
-    other = Guest("b", 0.0)
-    mine = guests(1.0, 2.0, 3.0)
-    for guest in (other, *mine):
-        assert places.enter(guest)
-    assert [guest.evicted for guest in (other, *mine)] == [False, True, False, False]
+    limits = ConnectionLimits(10, 2)
+    other = Limited("b", 0.0)
+    mine = connections(1.0, 2.0, 3.0)
+    for connection in (other, *mine):
+        assert limits.admit(connection)
+    assert [connection.evicted for connection in (other, *mine)] == [False, True, False, False]
 
 
 def test_an_address_whose_connections_are_all_answered() -> None:
     """It gets no more; others do."""
-    places = Places(10, 2)
-    for guest in guests(None, None):
-        assert places.enter(guest)
-    assert not places.enter(Guest("a", None))
-    assert places.enter(Guest("b", None))
+    limits = ConnectionLimits(10, 2)
+    for connection in connections(None, None):
+        assert limits.admit(connection)
+    assert not limits.admit(Limited("a", None))
+    assert limits.admit(Limited("b", None))
 
 
 def test_a_place_is_given_up_once() -> None:
     """Leaving frees the place and is told once, also after an eviction."""
     left: list[int] = []
-    places = Places(1, 1, left=lambda: left.append(1))
-    first, second = guests(1.0, 2.0)
-    assert places.enter(first)
-    assert places.enter(second)
-    places.leave(first)
-    places.leave(second)
-    places.leave(second)
-    assert (len(places), len(left)) == (0, 2)
+    limits = ConnectionLimits(1, 1, on_release=lambda: left.append(1))
+    first, second = connections(1.0, 2.0)
+    assert limits.admit(first)
+    assert limits.admit(second)
+    limits.release(first)
+    limits.release(second)
+    limits.release(second)
+    assert (len(limits), len(left)) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_addresses(peer: object, address: str) -> None:
 def test_a_request_counts_for_whom_its_connection_does(peer: object, address: str) -> None:
     """An IPv6 host is one caller with all of its addresses, and each user of a Unix socket is one."""
     stream = SimpleNamespace(reader=io.BytesIO())
-    arrivals = Arrivals(None, 30.0, peer=peer, address=address)
-    body = RequestBody(SimpleNamespace(body=stream, headers=[]), arrivals)
+    connection = TimedConnection(None, 30.0, peer=peer, address=address)
+    body = RequestBody(SimpleNamespace(body=stream, headers=[]), connection)
     assert address_in({"wsgi.input": body, "REMOTE_ADDR": "2001:db8::1"}) == address

@@ -1,4 +1,4 @@
-"""Clients that send byte by byte: a head and a body have a time to arrive in, before anyone is asked for a key."""
+"""Slowloris protection: a head and a body have a deadline, which holds before anyone is asked for a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raw_requests import CHAT, GOOD, NEXT, post, sized
 from server_calls import BODY, ask, asking, health, until
 from serving_process import Running, running
 
-from mlflow_llm.serving.http.gunicorn import slowloris as arrivals
+from mlflow_llm.serving.http.gunicorn import slowloris
 
 IO_TIMEOUT = 8.0
 PAUSE = 3.0  # well below the limit: a busy machine makes it longer
@@ -226,10 +226,10 @@ def test_what_a_body_may_take(monkeypatch: pytest.MonkeyPatch, delay: float, siz
     """With 30 s to wait, a body of more than 1 KiB a second goes on for hours, however it pauses; one of half of that
     ends after a minute, one of a byte now and then with its second byte."""
     plain = Scripted(delay, size)
-    monkeypatch.setattr(arrivals, "monotonic", lambda: plain.now)
-    reading = arrivals.Arrivals(plain, 30.0)
+    monkeypatch.setattr(slowloris, "monotonic", lambda: plain.now)
+    reading = slowloris.TimedConnection(plain, 30.0)
     reading.expect_body()
-    with contextlib.suppress(arrivals.TooSlow):
+    with contextlib.suppress(slowloris.TooSlow):
         while plain.now < 10_000:
             reading.recv(8192)
     assert plain.now == pytest.approx(seconds, abs=20)
@@ -240,7 +240,7 @@ class Reading:
 
     def __init__(self, delay: float, size: int) -> None:
         self.now, self._delay, self._size = 0.0, delay, size
-        self.connection: arrivals.Arrivals | None = None
+        self.connection: slowloris.TimedConnection | None = None
         self.seen: list[tuple[int, float] | None] = []
 
     def send(self, _: bytes) -> int:
@@ -259,8 +259,8 @@ def test_a_reader_that_is_waited_for(
     """Who takes an answer at 1 KiB a second waits for us; who stopped is waited for since then, and who takes a byte
     now and then (Slow Read) since the first."""
     plain = Reading(delay, size)
-    monkeypatch.setattr(arrivals, "monotonic", lambda: plain.now)
-    plain.connection = arrivals.Arrivals(plain, 30.0)
+    monkeypatch.setattr(slowloris, "monotonic", lambda: plain.now)
+    plain.connection = slowloris.TimedConnection(plain, 30.0)
     for _ in range(10):
         assert plain.connection.send(bytes(65536)) == size
         assert plain.connection.waiting_since is None
@@ -272,7 +272,7 @@ def test_a_connection_whose_client_does_not_go() -> None:
     """While it is only waited for that a refused client closes, its place is worth as little as an idle one's."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = arrivals.Arrivals(ours, 30.0)
+        connection = slowloris.TimedConnection(ours, 30.0)
         connection.expect_body()
         with connection.leaving():
             assert connection.waiting_since is not None

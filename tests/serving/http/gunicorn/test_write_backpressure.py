@@ -1,4 +1,4 @@
-"""What the kernel keeps for a client that reads nothing, counted in bytes."""
+"""Write back-pressure: what the kernel keeps for a client that reads nothing, counted in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT, Departures, bound
+from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT, BackpressureSocket, limit_unsent
 
 SIZE = 4 * 2**20
 ROOM = 64 * 2**10
@@ -44,17 +44,17 @@ def taken(ours: socket.socket) -> int:
 
 def test_little_is_kept(ends: tuple[socket.socket, socket.socket]) -> None:
     """Some hundred tokens' bytes beyond the client's own buffer, not the megabytes of a default."""
-    bound(ends[0], 30.0)
+    limit_unsent(ends[0], 30.0)
     assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT
 
 
 def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
     """It is a ``TimeoutError``; what was sent is there in its order."""
     ours, theirs = ends
-    bound(ours, 30.0)
+    limit_unsent(ours, 30.0)
     ours.settimeout(0.05)
     with pytest.raises(TimeoutError):
-        Departures(ours, ours.send).sendall(bytes(range(250)) * (SIZE // 250))
+        BackpressureSocket(ours, ours.send).sendall(bytes(range(250)) * (SIZE // 250))
     theirs.settimeout(30.0)
     assert theirs.recv(250, socket.MSG_WAITALL) == bytes(range(250))
 
@@ -62,15 +62,15 @@ def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) 
 def test_a_client_that_takes_all(ends: tuple[socket.socket, socket.socket]) -> None:
     """Megabytes arrive whole, piece by piece."""
     ours, theirs = ends
-    bound(ours, 30.0)
+    limit_unsent(ours, 30.0)
     ours.settimeout(30.0)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(theirs.recv, SIZE, socket.MSG_WAITALL)
-        Departures(ours, ours.send).sendall(bytes(SIZE))
+        BackpressureSocket(ours, ours.send).sendall(bytes(SIZE))
         assert len(reading.result()) == SIZE
 
 
 def test_times_beyond_the_kernels() -> None:
     """A limit of a year is the longest that the kernel knows."""
     with socket.socket() as one:
-        bound(one, 365 * 86400.0)
+        limit_unsent(one, 365 * 86400.0)
