@@ -13,7 +13,7 @@
     │   ├── AlreadyExists        409
     │   ├── Conflict             409  legal in another state (an update while one runs)
     │   ├── PayloadTooLarge      413
-    │   ├── EndsEngines          422  one engine after the other died on it
+    │   ├── PoisonRequest        422  one engine after the other died on it
     │   └── LimitExceeded        429  a rate, token or money limit; says which and until when
     ├── Unavailable              503  try again after ``retry_after`` seconds
     │   ├── Overloaded           503  the queue is full
@@ -172,7 +172,7 @@ class PayloadTooLarge(RequestError):
     status = 413
 
 
-class EndsEngines(RequestError):
+class PoisonRequest(RequestError):
     """Not ``Unavailable``: clients send that again by themselves, and the engine that others share would end again."""
 
     kind = "ends_engines"

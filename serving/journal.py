@@ -33,7 +33,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-class Entry:
+class JournalEntry:
     """One request that runs."""
 
     __slots__ = ("request_id", "serial", "slot", "tokens")
@@ -56,17 +56,17 @@ class Journal:
         self._serial = self._position = self._size = 0
         self._ended = self._next_file()
 
-    def begin(self, request_id: str) -> Entry:
+    def begin(self, request_id: str) -> JournalEntry:
         self._serial += 1
-        entry = Entry(request_id, self._serial, self._running.take(request_id))
+        entry = JournalEntry(request_id, self._serial, self._running.take(request_id))
         self._running.put(entry.slot, entry.serial, 0, 0)
         return entry
 
-    def count(self, entry: Entry, tokens: int) -> None:
+    def count(self, entry: JournalEntry, tokens: int) -> None:
         entry.tokens += tokens
         self._running.put(entry.slot, entry.serial, 0, entry.tokens)
 
-    def end(self, entries: list[Entry]) -> None:
+    def end(self, entries: list[JournalEntry]) -> None:
         """A line first and the slot after it: a kill between the two leaves both, told apart by the serial number."""
         lines = [f"{e.serial} {e.tokens} {e.request_id}\n" for e in entries if e.tokens]
         if lines:

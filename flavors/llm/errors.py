@@ -85,7 +85,7 @@ class PayloadTooLarge(errors.PayloadTooLarge, RequestError):
     pass
 
 
-class EndsEngines(errors.EndsEngines, RequestError):
+class PoisonRequest(errors.PoisonRequest, RequestError):
     pass
 
 

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from ..supervision.engine_host import NAME, EngineHost
-from ..supervision.engine_spec import EngineModel
+from ..supervision.engine_spec import EngineSpec
 from ..transport.auth import check_address, read_key, write_key
 from ..visible import configure, visible
 from .serve import endpoint_specs, engine_overrides, settings_help
@@ -82,7 +82,7 @@ def engine_key(file: str) -> None:
     click.echo(f"a new key is in {file}", err=True)
 
 
-def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]) -> EngineModel:
+def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]) -> EngineSpec:
     if (model_uri is None) == (spec_file is None):
         raise click.UsageError("name a model with -m, or a file with --spec")
     if model_uri is None:
@@ -90,7 +90,7 @@ def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]
     overrides = engine_overrides(config)
     click.echo("reading the model", err=True)
     (spec,) = endpoint_specs({NAME: model_uri}, overrides)
-    return EngineModel(bundle=spec.bundle, settings=spec.engine)
+    return EngineSpec(bundle=spec.bundle, settings=spec.engine)
 
 
 def say(stage: str, **told: Any) -> None:

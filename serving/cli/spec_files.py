@@ -14,7 +14,7 @@ from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
 from ..errors import InvalidField
 from ..settings import EngineSettings, check_server_engine
-from ..supervision.engine_spec import EngineModel
+from ..supervision.engine_spec import EngineSpec
 
 T = TypeVar("T")
 
@@ -24,9 +24,9 @@ def read_serve_spec(path: str) -> ServeSpec:
     return _read(path, ServeSpec, ServerSettings)
 
 
-def read_engine_spec(path: str) -> EngineModel:
+def read_engine_spec(path: str) -> EngineSpec:
     """Raises ``ClickException``."""
-    return _read(path, EngineModel, EngineSettings)
+    return _read(path, EngineSpec, EngineSettings)
 
 
 def _read(path: str, kind: type[T], settings: type[Checked]) -> T:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ..endpoints.config import EndpointConfig, ServedEntity
 from ..endpoints.store import EndpointRow
 from ..errors import NotFound, PackagingError, ServingError
-from ..supervision.supervisor import EngineModel, Supervisor
+from ..supervision.supervisor import EngineSpec, Supervisor
 from ..transport.process_spec import ENGINE_CORE
 from .autoscaler import Scaler, Served
 
@@ -102,13 +102,13 @@ class Rollout:
             facts=self.facts,
         )
 
-    def _found(self, find: Find) -> list[tuple[Served, EngineModel]]:
+    def _found(self, find: Find) -> list[tuple[Served, EngineSpec]]:
         found = []
         for entity in self.config.served_entities:
             entity = find(entity)
             assert entity.source is not None
             source = entity.source
-            model = EngineModel(
+            model = EngineSpec(
                 bundle=source.bundle,
                 settings=source.engine,
                 core=source.core or ENGINE_CORE,
@@ -119,7 +119,7 @@ class Rollout:
             found.append((served, model))
         return found
 
-    def _warm(self, found: list[tuple[Served, EngineModel]]) -> None:
+    def _warm(self, found: list[tuple[Served, EngineSpec]]) -> None:
         kept = self._supervisor.entities()
         for served, model in found:
             running = self._supervisor.status(served.key).wanted if served.key in kept else 0

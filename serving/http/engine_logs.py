@@ -14,7 +14,7 @@ from typing import Any
 from ..endpoints.config import ServedEntity
 from ..endpoints.store import EndpointRow
 from ..errors import NotFound, without_password
-from ..supervision.engine_spec import EngineModel
+from ..supervision.engine_spec import EngineSpec
 from ..supervision.supervisor import MAX_REPLICAS
 from ..transport.discovery.state_directory import LOAD_LOG, LOG, tail
 from ..transport.process_spec import ENGINE_CORE
@@ -86,7 +86,7 @@ def _parts(server: Server, entity: ServedEntity, read: Callable[[str], str]) -> 
     if source.addresses:
         yield f"its engines are on other hosts, which have their logs: {', '.join(source.addresses)}"
         return
-    model = EngineModel(bundle=source.bundle, settings=source.engine, core=source.core or ENGINE_CORE)
+    model = EngineSpec(bundle=source.bundle, settings=source.engine, core=source.core or ENGINE_CORE)
     for index in range(MAX_REPLICAS):
         directory = model.address(index, server.runtime_dir)
         if index and not os.path.isdir(directory):

@@ -28,7 +28,7 @@ class Backoff:
         return pause
 
 
-class PatientLauncher(Launcher):
+class BackoffLauncher(Launcher):
     """A launcher that does not start a crashing engine as fast as it can crash."""
 
     def __init__(self, *args: Any, over: Callable[[], bool], **options: Any) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from ..engine.interface import Engine
 from ..errors import EngineDied
-from ..transport.discovery.state_directory import StateDir
-from .engine_spec import EngineModel
+from ..transport.discovery.state_directory import StateDirectory
+from .engine_spec import EngineSpec
 from .supervisor import ReplicaStatus, Supervisor
 
 NAME = "engine"
@@ -26,7 +26,7 @@ class EngineHost:
 
     def __init__(
         self,
-        model: EngineModel,
+        model: EngineSpec,
         *,
         prove: Callable[[Engine], object],
         say: Say = lambda stage, **fields: None,
@@ -83,12 +83,12 @@ class EngineHost:
     def _status(self) -> ReplicaStatus | None:
         return next(iter(self._supervisor.status(NAME).replicas), None)
 
-    def _state(self) -> StateDir:
+    def _state(self) -> StateDirectory:
         status = self._status()
         assert status is not None, "just added"
-        return StateDir(*os.path.split(status.address))
+        return StateDirectory(*os.path.split(status.address))
 
-    def _end(self, state: StateDir) -> None:
+    def _end(self, state: StateDirectory) -> None:
         """Have the engine end. It is in a session of its own, and would outlive us while servers use it."""
         if state.engine_alive:
             self._say("draining", seconds=self._model.drain_timeout)
@@ -107,7 +107,7 @@ class EngineHost:
         self._say("ended")
 
 
-def _send(state: StateDir, wanted: signal.Signals) -> bool:
+def _send(state: StateDirectory, wanted: signal.Signals) -> bool:
     """It holds its lock, so the pid is still its own; one that begins to start has not written its down."""
     status = state.read_status()
     if status is None or status.pid <= 0:

@@ -8,13 +8,13 @@ from msgspec import Struct
 
 from ..bundle import Bundle
 from ..settings import EngineSettings
-from ..transport.discovery.attacher import Attached
+from ..transport.discovery.attacher import Attacher
 from ..transport.discovery.launcher import Launcher, engine_key
 from ..transport.process_spec import ENGINE_CORE
-from .backoff import PatientLauncher
+from .backoff import BackoffLauncher
 
 
-class EngineModel(Struct, frozen=True, kw_only=True):
+class EngineSpec(Struct, frozen=True, kw_only=True):
     """What an engine process is started with. Equal ``key``: the same engine.
 
     ``addresses`` (``tcp://host:port``) are those of engines that other hosts keep, a replica each: none is started
@@ -35,7 +35,7 @@ class EngineModel(Struct, frozen=True, kw_only=True):
         """Reads the adapters' files; to be asked once."""
         return engine_key(self.bundle, self.settings, " ".join((self.core, *self.addresses)))
 
-    def is_same(self, other: EngineModel) -> bool:
+    def is_same(self, other: EngineSpec) -> bool:
         """Whether both are one engine, wherever their files lie: a version logged twice is downloaded twice."""
         return self._identity() == other._identity()
 
@@ -48,14 +48,14 @@ class EngineModel(Struct, frozen=True, kw_only=True):
         """What ``attach`` takes to come to replica ``index``."""
         return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path
 
-    def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attached | Launcher:
+    def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attacher | Launcher:
         """For the replica's keeper: of an engine of this host it starts one where there is none."""
         if self.addresses:
-            return Attached(self.addresses[index], key_file=self.key_file)
+            return Attacher(self.addresses[index], key_file=self.key_file)
         return self._launcher(index, state_dir, over)
 
-    def _launcher(self, index: int, state_dir: str | None, over: Callable[[], bool] = lambda: False) -> PatientLauncher:
-        return PatientLauncher(
+    def _launcher(self, index: int, state_dir: str | None, over: Callable[[], bool] = lambda: False) -> BackoffLauncher:
+        return BackoffLauncher(
             self.bundle,
             self.settings,
             core=self.core,

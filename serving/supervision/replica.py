@@ -14,7 +14,7 @@ from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND
 from .backoff import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
-from .engine_spec import EngineModel
+from .engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Replica:
 
     def __init__(
         self,
-        model: EngineModel,
+        model: EngineSpec,
         *,
         index: int,
         state_dir: str | None,

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from ..engine.interface import Engine, EngineInfo, Health
 from ..errors import Conflict, InvalidField, NotFound, PackagingError
-from .engine_spec import EngineModel
+from .engine_spec import EngineSpec
 from .replica import Replica, ReplicaState
 
 MAX_REPLICAS = 64
@@ -69,7 +69,7 @@ class EntityStatus(Struct, frozen=True, kw_only=True):
 class _Entity:
     __slots__ = ("info", "model", "removed", "replicas", "wanted")
 
-    def __init__(self, model: EngineModel) -> None:
+    def __init__(self, model: EngineSpec) -> None:
         self.model = model
         self.wanted = 0
         self.removed = False
@@ -97,7 +97,7 @@ class Supervisor:
         self._lock = threading.RLock()
         self._closed = False
 
-    def add(self, entity: str, model: EngineModel, *, replicas: int = 1) -> None:
+    def add(self, entity: str, model: EngineSpec, *, replicas: int = 1) -> None:
         """Keep ``replicas`` engines of ``model`` running as ``entity``. Adding the same again sets the number, and
         where its files are from now on.
 
@@ -245,4 +245,4 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
     )
 
 
-__all__ = ["EngineModel", "EntityStatus", "ReplicaStatus", "Supervisor"]
+__all__ = ["EngineSpec", "EntityStatus", "ReplicaStatus", "Supervisor"]

@@ -11,11 +11,12 @@ MODULE = "serving.transport.engine_process.main"
 ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
-class Spec(Struct, frozen=True, kw_only=True):
+class ProcessSpec(Struct, frozen=True, kw_only=True):
     """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
     ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
     ``adapter_dirs``: where such clients may have adapters loaded from. ``drain_timeout``: seconds that requests have
-    after SIGTERM; SIGQUIT ends them at once. ``line_fd``: a standby's socket to its engine, whose lock it holds too."""
+    after SIGTERM; SIGQUIT ends them at once. ``control_fd``: a warm standby's control socket to
+    its engine, whose lock it holds too."""
 
     bundle: Bundle
     settings: EngineSettings
@@ -28,4 +29,4 @@ class Spec(Struct, frozen=True, kw_only=True):
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
     drain_timeout: float = 0.0
-    line_fd: int = -1
+    control_fd: int = -1

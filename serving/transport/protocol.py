@@ -118,13 +118,13 @@ class Closing(Struct, frozen=True, tag="closing", array_like=True):
     reason: str
 
 
-class Stranger(Struct, frozen=True, tag="stranger", array_like=True):
+class Rejected(Struct, frozen=True, tag="stranger", array_like=True):
     """The engine knows no ``Hello`` of this connection, or speaks another protocol: connect anew."""
 
     reason: str
 
 
-ToClient: TypeAlias = Welcome | Events | Heartbeat | Answer | Closing | Stranger
+ToClient: TypeAlias = Welcome | Events | Heartbeat | Answer | Closing | Rejected
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder = msgspec.msgpack.Decoder(ToEngine)

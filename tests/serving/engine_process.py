@@ -18,7 +18,7 @@ from serving_process import INSTANT_CORE, free_port
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.supervision.engine_spec import EngineModel
+from mlflow_llm.serving.supervision.engine_spec import EngineSpec
 
 
 class EngineProcess:
@@ -29,7 +29,7 @@ class EngineProcess:
     ) -> None:
         self.address = address or f"tcp://127.0.0.1:{free_port()}"
         self.runtime, self._log = runtime, runtime / "log"
-        model = EngineModel(bundle=bundle, core=INSTANT_CORE, settings=EngineSettings(idle_timeout=0.3))
+        model = EngineSpec(bundle=bundle, core=INSTANT_CORE, settings=EngineSettings(idle_timeout=0.3))
         spec = runtime / "model.json"
         spec.write_bytes(msgspec.json.encode(model))
         command = [*prefix, sys.executable, "-m", "mlflow_llm.serving.cli", "engine", "--spec", str(spec)]

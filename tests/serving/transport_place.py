@@ -23,7 +23,7 @@ from mlflow_llm.serving.events import Event, Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
-from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
 CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 SETTINGS = EngineSettings(idle_timeout=0.3, stall_timeout=60.0, start_timeout=240.0)
@@ -128,14 +128,14 @@ def make_bundle(tmp_path: Path) -> Callable[..., Bundle]:
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``full_disk(times)``: so many files of state directories cannot be written."""
     left: list[OSError] = []
-    real = StateDir.write_json
+    real = StateDirectory.write_json
 
-    def write_json(self: StateDir, name: str, value: object) -> None:
+    def write_json(self: StateDirectory, name: str, value: object) -> None:
         if left:
             raise left.pop()
         real(self, name, value)
 
-    monkeypatch.setattr(StateDir, "write_json", write_json)
+    monkeypatch.setattr(StateDirectory, "write_json", write_json)
     return lambda times: left.extend(OSError(errno.ENOSPC, "No space left on device") for _ in range(times))
 
 

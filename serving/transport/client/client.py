@@ -20,12 +20,12 @@ from ...errors import ServingError, ShuttingDown
 from ...events import Failed
 from ...request import ValidRequest
 from ...settings import EngineSettings
-from ..discovery.attacher import Attached
+from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
-from .event_stream import EventBuffer, Place, RemoteStream
+from .event_stream import EventBuffer, RemoteStream, RequestHandle
 from .finder import Finder
-from .io_loop import Link
-from .poller import ThreadWait, Wait
+from .io_loop import IoLoop
+from .poller import Poller, ThreadPoller
 from .protocol_state import ClientState
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
@@ -53,7 +53,7 @@ class _Call:
 class RemoteEngine:
     """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
-    ``options`` are those of ``link.Link``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
+    ``options`` are those of ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class RemoteEngine:
         thread.start()
         return thread
 
-    def _wait(self) -> Wait:
-        return ThreadWait()
+    def _poller(self) -> Poller:
+        return ThreadPoller()
 
     @staticmethod
     def _rest() -> None:
@@ -96,16 +96,16 @@ class RemoteEngine:
         self._closed = False
         self._lock = threading.Lock()
         self._state = ClientState(uuid.uuid4().hex[:8], **self._told)
-        self._link = Link(self._wait(), self._make_finder(), self._state, rest=self._rest, **self._options)
-        started, link = self._queue(), self._link
-        self._owner = self._spawn(lambda: _main(link, started))
+        self._io = IoLoop(self._poller(), self._make_finder(), self._state, rest=self._rest, **self._options)
+        started, io = self._queue(), self._io
+        self._owner = self._spawn(lambda: _main(io, started))
         error = started.get()
         if error is not None:
             self._closed = True
             self._join()
             raise error
         _open_clients.add(self)
-        self._finalizer = weakref.finalize(self, _leave, link, self._owner, self._pid)
+        self._finalizer = weakref.finalize(self, _leave, io, self._owner, self._pid)
         self._finalizer.atexit = False
 
     def _join(self) -> None:
@@ -114,7 +114,7 @@ class RemoteEngine:
     def forked(self) -> None:
         """In a forked child: the parent's connection, thread and locks are not ours."""
         self._finalizer.detach()
-        self._link.forget()
+        self._io.forget()
         self._pid = -1
         self._reopening = threading.Lock()
 
@@ -125,13 +125,13 @@ class RemoteEngine:
             if self._pid == -1:
                 self._open()
 
-    def tell(self, command: Callable[[ClientState], None]) -> bool:
+    def post(self, command: Callable[[ClientState], None]) -> bool:
         """Have the loop's owner run ``command``; False when this client is closed."""
         self._ready()
         with self._lock:
-            if self._closed or self._link.stopping:
+            if self._closed or self._io.stopping:
                 return False
-            self._link.tell(command)
+            self._io.post(command)
             return True
 
     # the interface
@@ -151,40 +151,40 @@ class RemoteEngine:
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
         """``into`` replaces the queue that events wait in, for a reader that is no thread."""
         events = EventBuffer(self._queue() if into is None else into, len(request.sequences))
-        place = Place(self._link)  # what commands hold, and not the stream: one that nobody holds is to be collected
-        stream = RemoteStream(place, events, len(request.sequences), owner=self)
+        handle = RequestHandle(self._io)  # commands hold it, not the stream: an unreferenced stream is collected
+        stream = RemoteStream(handle, events, len(request.sequences), owner=self)
 
         def start(state: ClientState) -> None:
-            place.wire_id = state.submit(request, events)
+            handle.wire_id = state.submit(request, events)
 
         try:
             self._ready()
-            place.link = self._link
-            if not self.tell(start):
+            handle.io = self._io
+            if not self.post(start):
                 events.put(Failed(ShuttingDown.kind, "the engine was closed"))
         except ServingError as error:  # a forked child that finds no engine
             events.put(Failed(error.kind, error.message, None, error.retry_after))
-        weakref.finalize(stream, place.abort).atexit = False
+        weakref.finalize(stream, handle.abort).atexit = False
         return stream
 
     def hand_over(self, stream: RemoteStream, other: RemoteEngine) -> None:
         """Let ``other``, an engine of the same model, go on with what is left of one of our requests."""
         stream.owner = other
-        place, ours, theirs = stream.place, self._link, other._link
+        handle, ours, theirs = stream.handle, self._io, other._io
 
         def release(state: ClientState) -> None:
-            running = state.release(place.wire_id) if place.link is ours else None
+            running = state.release(handle.wire_id) if handle.io is ours else None
             if running is None:
                 return
 
             def adopt(state: ClientState) -> None:
-                place.wire_id = state.adopt(running)
+                handle.wire_id = state.adopt(running)
 
-            if not other.tell(adopt):
+            if not other.post(adopt):
                 running.fail(ShuttingDown("the engine was closed"))
-            place.link = theirs  # from here on commands go there, behind ``adopt``
+            handle.io = theirs  # from here on commands go there, behind ``adopt``
 
-        self.tell(release)
+        self.post(release)
 
     def load_adapter(self, name: str, path: str) -> AdapterInfo:
         return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
@@ -197,18 +197,18 @@ class RemoteEngine:
 
     def _call(self, ask: Callable[[ClientState, _Call], None]) -> tuple[AdapterInfo, ...]:
         call = _Call(self._queue())
-        if not self.tell(lambda state: ask(state, call)):
+        if not self.post(lambda state: ask(state, call)):
             raise ShuttingDown("the engine was closed")
         return call.wait()
 
     def health(self) -> Health:
         """From the last heartbeat, without asking: "starting" while the engine is found or started again."""
-        if self._closed or self._link.stopping:
+        if self._closed or self._io.stopping:
             return Health(status="dead")
         health, here = self._state.health, self._state.welcome
-        status = "stalled" if self._link.stalled else health.status if here else "starting"
+        status = "stalled" if self._io.stalled else health.status if here else "starting"
         nothing = {} if here else AWAY
-        return msgspec.structs.replace(health, status=status, last_step_age=self._link.step_age, **nothing)
+        return msgspec.structs.replace(health, status=status, last_step_age=self._io.step_age, **nothing)
 
     def figures(self) -> dict[str, Health]:
         """The last heartbeat of each engine process that this client was connected to, by generation."""
@@ -222,7 +222,7 @@ class RemoteEngine:
         with self._lock:
             self._closed = True
             self._finalizer.detach()
-            self._link.stop()
+            self._io.stop()
         self._join()
         _open_clients.discard(self)
 
@@ -233,24 +233,24 @@ class RemoteEngine:
         self.close()
 
 
-def _main(link: Link, started: Any) -> None:
+def _main(io: IoLoop, started: Any) -> None:
     """The loop. ``started`` gets the error in the engine's way, or None."""
     try:
-        link.open()
+        io.open()
     except BaseException as error:
-        link.close()
+        io.close()
         started.put(error)
         return
     started.put(None)
-    link.run()
+    io.run()
 
 
-def _leave(link: Link, owner: Any, pid: int) -> None:
+def _leave(io: IoLoop, owner: Any, pid: int) -> None:
     """Of a client that nobody held any more: its loop ends by itself. Run by the collector, wherever that is: it must
     not wait."""
     if pid == os.getpid():
         _leaving.add(owner)
-        link.stop()
+        io.stop()
 
 
 _open_clients: weakref.WeakSet[RemoteEngine] = weakref.WeakSet()
@@ -286,7 +286,7 @@ def connect(
     """The engine process of this model and settings, started if none runs.
 
     ``state_dir`` replaces the runtime directory, ``progress`` is told "loading" and "ready", ``options`` are those of
-    ``Launcher`` and ``keep`` of ``Link``. Raises ``PackagingError`` where the model cannot be loaded, ``EngineDied``
+    ``Launcher`` and ``keep`` of ``IoLoop``. Raises ``PackagingError`` where the model cannot be loaded, ``EngineDied``
     where the process ended while it loaded or took too long.
     """
     settings = settings or EngineSettings()
@@ -313,8 +313,8 @@ def attach(
     knows the key, or, where ``content_hash`` is given, one of another model.
     """
 
-    def make() -> Attached:
-        return Attached(address, key_file=key_file, timeout=timeout)
+    def make() -> Attacher:
+        return Attacher(address, key_file=key_file, timeout=timeout)
 
     options: dict[str, Any] = {"timeout": timeout, "away_timeout": timeout, "content_hash": content_hash}
     return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, **options)

@@ -13,7 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ..auth import secure_client
 
 
-class Line:
+class Connection:
     """Owned by one thread; no method waits. ``fds`` can be read when there is something to look at (see ``wait``).
 
     ``connected`` is whether the other side has taken our key; ``secret`` is None on one host.

@@ -38,37 +38,37 @@ class EventBuffer:
         return self.paused and self._events.qsize() <= self._low
 
 
-class Commands(Protocol):
-    """The side of ``link.Link`` that a stream speaks to."""
+class CommandQueue(Protocol):
+    """The side of ``io_loop.IoLoop`` that a stream speaks to."""
 
     stopping: bool
 
-    def tell(self, command: Callable[[ClientState], None]) -> None: ...
+    def post(self, command: Callable[[ClientState], None]) -> None: ...
 
 
-class Place:
+class RequestHandle:
     """Where a request runs, and under which id: behind the command that submits it; it may move to another engine."""
 
-    __slots__ = ("link", "wire_id")
+    __slots__ = ("io", "wire_id")
 
-    def __init__(self, link: Commands) -> None:
-        self.link, self.wire_id = link, ""
+    def __init__(self, io: CommandQueue) -> None:
+        self.io, self.wire_id = io, ""
 
-    def tell(self, command: Callable[[ClientState, str], None]) -> None:
+    def post(self, command: Callable[[ClientState, str], None]) -> None:
         """Have the loop that owns the request by then run ``command``."""
-        link = self.link
+        io = self.io
 
         def run(state: ClientState) -> None:
-            if self.link is link:
+            if self.io is io:
                 command(state, self.wire_id)
             else:
-                self.tell(command)
+                self.post(command)
 
-        if not link.stopping:
-            link.tell(run)
+        if not io.stopping:
+            io.post(run)
 
     def abort(self) -> None:
-        self.tell(lambda state, wire_id: state.abort(wire_id))
+        self.post(lambda state, wire_id: state.abort(wire_id))
 
 
 class RemoteStream:
@@ -76,8 +76,8 @@ class RemoteStream:
 
     ``owner`` is the client that it runs through, which lives as long as somebody reads."""
 
-    def __init__(self, place: Place, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
-        self.place, self._buffer, self._left, self.owner = place, buffer, num_sequences, owner
+    def __init__(self, handle: RequestHandle, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
+        self.handle, self._buffer, self._left, self.owner = handle, buffer, num_sequences, owner
         self._pid = os.getpid()
         self._closed = False
 
@@ -93,7 +93,7 @@ class RemoteStream:
         event = self._buffer.get()
         if self._buffer.is_drained:
             self._buffer.paused = False
-            self.place.tell(lambda state, wire_id: state.resume(wire_id))
+            self.handle.post(lambda state, wire_id: state.resume(wire_id))
         if is_terminal(event):
             self._left = 0 if isinstance(event, Failed) else self._left - 1
         return event
@@ -101,7 +101,7 @@ class RemoteStream:
     def finish(self, index: int) -> None:
         """End sequence ``index`` alone; it still gets its ``Finished``."""
         if self._left > 0 and self._pid == os.getpid():
-            self.place.tell(lambda state, wire_id: state.finish(wire_id, index))
+            self.handle.post(lambda state, wire_id: state.finish(wire_id, index))
 
     def close(self) -> None:
         if self._closed:
@@ -109,7 +109,7 @@ class RemoteStream:
         self._closed = True
         if self._left > 0 and self._pid == os.getpid():
             self._left = 0
-            self.place.abort()
+            self.handle.abort()
 
     def __enter__(self) -> RemoteStream:
         return self

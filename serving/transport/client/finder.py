@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Finder(Protocol):
-    """``launch.Launcher`` starts an engine where there is none, ``attach.Attached`` waits for one.
+    """``Launcher`` starts an engine where there is none, ``Attacher`` waits for one.
 
     ``secret`` is the key of an engine on another host."""
 

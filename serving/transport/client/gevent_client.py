@@ -15,7 +15,7 @@ from gevent.hub import Waiter
 
 from ...bundle import Bundle
 from ...settings import EngineSettings
-from ..discovery.attacher import Attached
+from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from .client import RemoteEngine
 
@@ -23,9 +23,9 @@ READ = 1  # of the event loop's events
 _ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
 
 
-class GreenWait:
-    """``wait.Wait`` for a loop on a greenlet: others run meanwhile. Watchers of the event loop are kept between waits,
-    which zmq.green does not: it makes and drops several for each."""
+class GeventPoller:
+    """The poller of a loop on a greenlet: other greenlets run while it waits. libev's watchers are kept between waits;
+    zmq.green makes and drops several for each."""
 
     def __init__(self) -> None:
         self._hub = gevent.get_hub()
@@ -36,7 +36,7 @@ class GreenWait:
             reader.close()
         self._readers = [(fd, self._hub.loop.io(fd, READ)) for fd in fds]
 
-    def wait(self, seconds: float) -> Collection[int]:
+    def poll(self, seconds: float) -> Collection[int]:
         waiter = Waiter(self._hub)
         timer = self._hub.loop.timer(seconds)
         timer.start(waiter.switch, None)
@@ -65,8 +65,8 @@ class GeventEngine(RemoteEngine):
     def _spawn(self, run: Callable[[], None]) -> Any:
         return gevent.spawn(run)
 
-    def _wait(self) -> GreenWait:
-        return GreenWait()
+    def _poller(self) -> GeventPoller:
+        return GeventPoller()
 
     @staticmethod
     def _rest() -> None:
@@ -84,11 +84,11 @@ def attach(
     journal: str = "",
     counts: str = "",
 ) -> GeventEngine:
-    """As ``client.attach``, for a gevent worker. ``journal`` and ``counts``: see ``messages.Hello``; ``first_timeout``
+    """As ``client.attach``, for a gevent worker. ``journal`` and ``counts``: see ``protocol.Hello``; ``first_timeout``
     replaces ``timeout`` before there was an engine."""
 
-    def make() -> Attached:
-        return Attached(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
+    def make() -> Attacher:
+        return Attacher(address, key_file=key_file, timeout=timeout, sleep=gevent.sleep)
 
     return GeventEngine(
         make,

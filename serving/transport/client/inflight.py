@@ -21,7 +21,7 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 }
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Where a request's events go. Called on the client's own thread; must not block.
 
     ``is_full`` asks for a pause, which ``paused`` then tells the reader of; ``is_drained`` takes it back.
@@ -36,10 +36,10 @@ class Sink(Protocol):
     def is_drained(self) -> bool: ...
 
 
-class RunningRequest:
+class InflightRequest:
     """``attempt`` maps the sequence numbers of the submission now running to the request's own."""
 
-    def __init__(self, request: ValidRequest, wire_id: str, sink: Sink) -> None:
+    def __init__(self, request: ValidRequest, wire_id: str, sink: EventSink) -> None:
         self.request, self.wire_id, self.sink = request, wire_id, sink
         self.delivered: list[list[int]] = [[] for _ in request.sequences]
         self.open = set(range(len(request.sequences)))

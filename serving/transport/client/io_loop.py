@@ -18,9 +18,9 @@ import zmq
 
 from ...errors import ServingError, ShuttingDown, Unavailable
 from .. import protocol as m
-from .connection import Line
+from .connection import Connection
 from .finder import Finder
-from .poller import Wait
+from .poller import Poller
 from .protocol_state import ClientState, died
 from .reconnect import NOT_FOUND, Search
 
@@ -36,8 +36,8 @@ FRAMES_PER_TURN = 64  # taken before others may run: an engine faster than its r
 Command = Callable[[ClientState], None]
 
 
-class Link:
-    """``wait`` is how its owner waits. ``keep`` finds the engine again even when nothing of ours runs on it.
+class IoLoop:
+    """``poller`` is how its owner waits. ``keep`` finds the engine again even when nothing of ours runs on it.
 
     ``rest`` lets others run between two turns, where that does not come by itself (greenlets). Both timeouts are
     seconds without an engine, even one that loads: ``timeout`` before the first welcome, ``away_timeout`` after which
@@ -47,7 +47,7 @@ class Link:
 
     def __init__(
         self,
-        wait: Wait,
+        poller: Poller,
         finder: Finder,
         state: ClientState,
         *,
@@ -60,7 +60,7 @@ class Link:
         troubled: Callable[[str], object] = lambda message: None,
     ) -> None:
         self.timeout, self.away_timeout, self._cancelled = timeout, away_timeout, cancelled
-        self.wait, self.finder, self.state, self.keep, self.rest = wait, finder, state, keep, rest
+        self.poller, self.finder, self.state, self.keep, self.rest = poller, finder, state, keep, rest
         self.stall_timeout = stall_timeout
         self._search = Search(troubled)
         self.stopping = False
@@ -69,9 +69,9 @@ class Link:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        wait.watch([self._wake_read])
+        poller.watch([self._wake_read])
         self._context = zmq.Context()
-        self._line: Line | None = None
+        self._connection: Connection | None = None
         self._still = 0.0  # seconds without progress, as counted by this loop's own turns
         self.step_age = 0.0  # seconds since the engine's last step that is known of; grows while the engine is silent
         self._turned_at = self._pinged_at = self._looked_at = 0.0
@@ -82,7 +82,7 @@ class Link:
 
     # any thread
 
-    def tell(self, command: Command) -> None:
+    def post(self, command: Command) -> None:
         """Have the loop run ``command`` on the state."""
         self._commands.append(command)
         with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well
@@ -90,14 +90,14 @@ class Link:
 
     def stop(self) -> None:
         self.stopping = True
-        self.tell(lambda state: None)
+        self.post(lambda state: None)
 
     # the loop's owner
 
     def open(self) -> None:
         """Find an engine, connect, and wait for its welcome. Raises what ``Finder.find`` raises; ``Unavailable``."""
         while not (self.stopping or self._cancelled()):
-            if self._line is None:
+            if self._connection is None:
                 self._connect(self.finder.generation if self.stalled else "")
             self._turn()
             if self.state.welcome:
@@ -110,7 +110,7 @@ class Link:
 
     def _refused(self) -> str:
         """Why whoever listens there is not our engine; "" where nobody said so."""
-        if self._refusals >= REFUSALS and not (self._line is not None and self._line.connected):
+        if self._refusals >= REFUSALS and not (self._connection is not None and self._connection.connected):
             return f"{self._endpoint} refuses us: the engine there has another key, or what listens there is no engine"
         return f"{self._endpoint}: {self.state.refused}" if self.state.refused else ""
 
@@ -119,7 +119,7 @@ class Link:
         error: ServingError = ShuttingDown("the client was closed")
         try:
             while not self.stopping:
-                if self._line is None and (self.state.busy or self.keep):
+                if self._connection is None and (self.state.busy or self.keep):
                     self._reconnect()
                 self._turn()
                 self._tell_absence()
@@ -135,13 +135,13 @@ class Link:
     def close(self) -> None:
         """Say goodbye and free all: idempotent."""
         self.stopping = True
-        if self._line is not None:
+        if self._connection is not None:
             self.state.outbox.append(m.encode(m.Goodbye()))
             self._flush()
         self._disconnect(linger=100)
         self._context.term()
         self.finder.close()
-        self.wait.watch([])
+        self.poller.watch([])
         for fd in (self._wake_read, self._wake_write):
             if fd >= 0:
                 os.close(fd)
@@ -170,8 +170,8 @@ class Link:
     def _connect(self, stalled: str) -> None:
         self._endpoint = self.finder.find(stalled, self._is_over)
         self.stalled = False
-        self._line = Line(self._context, self._endpoint, self.finder.secret)
-        self.wait.watch([self._wake_read, *self._line.fds])
+        self._connection = Connection(self._context, self._endpoint, self.finder.secret)
+        self.poller.watch([self._wake_read, *self._connection.fds])
         self._still = 0.0
         self.state.hello(self.finder.client_id)
 
@@ -181,11 +181,11 @@ class Link:
         return self.stopping
 
     def _disconnect(self, linger: int = 0) -> None:
-        if self._line is None:
+        if self._connection is None:
             return
-        self.wait.watch([self._wake_read])
-        self._line.close(linger)
-        self._line = None
+        self.poller.watch([self._wake_read])
+        self._connection.close(linger)
+        self._connection = None
 
     def _turn(self) -> None:
         self._count_time()
@@ -209,7 +209,11 @@ class Link:
         if self.state.welcome:
             self._away = 0.0
         # of this host an engine is connected to when it is ready: one that then gives no welcome hangs
-        elif self._line is None or not self._line.connected or (self.finder.secret is None and self.state.info):
+        elif (
+            self._connection is None
+            or not self._connection.connected
+            or (self.finder.secret is None and self.state.info)
+        ):
             self._away += passed
 
     def _tell_absence(self) -> None:
@@ -230,7 +234,7 @@ class Link:
         if self._turned_at - self._looked_at < TURN:
             return False
         self._looked_at = self._turned_at
-        self._dead_turns = 0 if self._line is None or self.finder.alive() else self._dead_turns + 1
+        self._dead_turns = 0 if self._connection is None or self.finder.alive() else self._dead_turns + 1
         return self._dead_turns > DEAD_TURNS
 
     def _run_commands(self) -> None:
@@ -239,24 +243,24 @@ class Link:
 
     def _flush(self) -> bool:
         """Whether anything was sent."""
-        return self._line is not None and self._line.send(self.state.outbox)
+        return self._connection is not None and self._connection.send(self.state.outbox)
 
     def _pause(self) -> bool:
-        """Wait for something to do; whether the connection has broken."""
-        searching = self._line is None and (self.keep or self.state.busy)
-        ready = self.wait.wait(self._search.pause if searching else TURN)
+        """Poller for something to do; whether the connection has broken."""
+        searching = self._connection is None and (self.keep or self.state.busy)
+        ready = self.poller.poll(self._search.pause if searching else TURN)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        if self._line is None or not self._line.is_broken(ready):
+        if self._connection is None or not self._connection.is_broken(ready):
             return False
-        self._refusals = 0 if self._line.connected else self._refusals + 1
+        self._refusals = 0 if self._connection.connected else self._refusals + 1
         return True
 
     def _receive(self) -> bool:
         """Take what has come; whether there may be more to do."""
         for _ in range(FRAMES_PER_TURN):
-            frame = None if self._line is None else self._line.receive()
+            frame = None if self._connection is None else self._connection.receive()
             if frame is None:
                 return self._is_left()
             try:
@@ -267,13 +271,13 @@ class Link:
 
     def _is_left(self) -> bool:
         """What the engine had taken it has failed itself; what it never saw is for the next one."""
-        if self._line is None or (self.state.closing is None and not self.state.lost):
+        if self._connection is None or (self.state.closing is None and not self.state.lost):
             return False
         self._lost()
         return True
 
     def _lost(self) -> None:
-        if self._line is None:
+        if self._connection is None:
             return
         self._disconnect()
         self.state.disconnected()
@@ -286,7 +290,7 @@ class Link:
             self.state.moved, self._still = False, 0.0
         if self.state.step_age is not None:
             self.step_age, self.state.step_age = self.state.step_age, None
-        if self._line is None or not (self.state.busy or self.keep or not self.state.welcome):
+        if self._connection is None or not (self.state.busy or self.keep or not self.state.welcome):
             return
         if self._still > self.stall_timeout:
             logger.warning("the engine makes no progress")

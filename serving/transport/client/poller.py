@@ -11,19 +11,19 @@ from collections.abc import Collection
 from typing import Protocol
 
 
-class Wait(Protocol):
+class Poller(Protocol):
     """Waits for the descriptors in ``watch``."""
 
     def watch(self, fds: Collection[int]) -> None:
         """From now on these; none is closed before it is taken back."""
         ...
 
-    def wait(self, seconds: float) -> Collection[int]:
+    def poll(self, seconds: float) -> Collection[int]:
         """Those that can be read, at least one of them; none after ``seconds``."""
         ...
 
 
-class ThreadWait:
+class ThreadPoller:
     """For a loop that has a thread of its own."""
 
     def __init__(self) -> None:
@@ -37,5 +37,5 @@ class ThreadWait:
             self._poll.register(fd, select.POLLIN)
         self._watched = tuple(fds)
 
-    def wait(self, seconds: float) -> Collection[int]:
+    def poll(self, seconds: float) -> Collection[int]:
         return [fd for fd, _ in self._poll.poll(seconds * 1000)]

@@ -14,11 +14,11 @@ from typing import Protocol
 import msgspec
 
 from ...engine.interface import AdapterInfo, EngineInfo, Health
-from ...errors import EndsEngines, EngineDied, ServingError, ShuttingDown, from_kind
+from ...errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
 from ...events import Event
 from ...request import ValidRequest
 from .. import protocol as m
-from .inflight import RunningRequest, Sink
+from .inflight import EventSink, InflightRequest
 
 MAX_RESTARTS = 3
 SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone, so that the next death is its own
@@ -51,8 +51,8 @@ class ClientState:
         self.lost = False  # the engine does not know us
         self.refused = ""  # why this engine is not for us
         self.moved = True  # whether there was progress since somebody last looked
-        self._running: dict[str, RunningRequest] = {}
-        self._alone: RunningRequest | None = None  # the suspect that runs; all others wait for its first event
+        self._running: dict[str, InflightRequest] = {}
+        self._alone: InflightRequest | None = None  # the suspect that runs; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._number = 0
 
@@ -64,7 +64,7 @@ class ClientState:
     def welcome(self) -> bool:
         return bool(self.generation)
 
-    def running(self) -> list[RunningRequest]:
+    def running(self) -> list[InflightRequest]:
         return list(self._running.values())
 
     # towards the engine
@@ -75,10 +75,10 @@ class ClientState:
         self.generation, self.closing, self.lost, self.refused = "", None, False, ""
         self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
 
-    def submit(self, request: ValidRequest, sink: Sink) -> str:
+    def submit(self, request: ValidRequest, sink: EventSink) -> str:
         """The id under which the request runs: its own, made unique."""
         wire_id = self._wire_id(request)
-        running = RunningRequest(request, wire_id, sink)
+        running = InflightRequest(request, wire_id, sink)
         if running.done:
             return wire_id
         if self.welcome and self.health.status == "draining":
@@ -89,7 +89,7 @@ class ClientState:
             self._send(running, msgspec.structs.replace(request, request_id=wire_id))
         return wire_id
 
-    def _send(self, running: RunningRequest, request: ValidRequest) -> None:
+    def _send(self, running: InflightRequest, request: ValidRequest) -> None:
         time_left = None if request.deadline is None else request.deadline - time.monotonic()
         self.outbox.append(m.encode(m.Submit(request, running.sent, time_left)))
         running.sent = running.submitted = True
@@ -97,7 +97,7 @@ class ClientState:
     def _wire_id(self, request: ValidRequest) -> str:
         return f"{request.request_id}@{self.name}.{self._next()}"
 
-    def release(self, wire_id: str) -> RunningRequest | None:
+    def release(self, wire_id: str) -> InflightRequest | None:
         """Let go of a request that goes on elsewhere; None for one that has ended."""
         running = self._running.get(wire_id)
         if running is not None:
@@ -107,7 +107,7 @@ class ClientState:
                 running.move("paused")
         return running
 
-    def adopt(self, running: RunningRequest) -> str:
+    def adopt(self, running: InflightRequest) -> str:
         """Go on with what another client has released; the id under which it runs from now on."""
         running.wire_id = wire_id = self._wire_id(running.request)
         self._running[wire_id] = running
@@ -129,7 +129,7 @@ class ClientState:
             if not running.done:
                 self._start(running)
 
-    def _start(self, running: RunningRequest) -> None:
+    def _start(self, running: InflightRequest) -> None:
         if running.phase == "running":
             self._resubmit(running)
         else:
@@ -151,7 +151,7 @@ class ClientState:
         if running.submitted and running.phase != "paused":
             self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
 
-    def _pause(self, running: RunningRequest) -> None:
+    def _pause(self, running: InflightRequest) -> None:
         """Take a request whose reader does not follow out of the engine: its place there is for those who do."""
         running.move("pausing")
         running.wanted = False
@@ -165,7 +165,7 @@ class ClientState:
             running.wanted = True
             self._go_on(running)
 
-    def _go_on(self, running: RunningRequest) -> None:
+    def _go_on(self, running: InflightRequest) -> None:
         if running.phase == "paused" and running.wanted and self.welcome and self._alone is None:
             running.move("running")
             self._resubmit(running)
@@ -209,7 +209,7 @@ class ClientState:
                 self._welcomed(message)
             case m.Closing(reason):
                 self.closing = reason
-            case m.Stranger(reason):
+            case m.Rejected(reason):
                 self.lost = True
                 self.refused = "" if self.welcome else reason
 
@@ -253,7 +253,7 @@ class ClientState:
         for call, _ in self._calls.values():
             self.outbox.append(m.encode(call))
 
-    def _resubmit(self, running: RunningRequest) -> None:
+    def _resubmit(self, running: InflightRequest) -> None:
         assert self.info is not None, "there was a welcome"
         request = running.continuation(self.info.max_model_len)
         if request is None:
@@ -280,7 +280,7 @@ class ClientState:
             running.restarts += was_there
             if running.restarts > MAX_RESTARTS:
                 told = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
-                running.fail(EndsEngines(told))
+                running.fail(PoisonRequest(told))
                 del self._running[wire_id]
         for number, (call, waiter) in list(self._calls.items()):
             if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from ...errors import ShuttingDown, Unavailable
 from ..auth import check_address, read_key
 from .membership import Membership
-from .state_directory import SOCKET, Sleep, StateDir, check_private
+from .state_directory import SOCKET, Sleep, StateDirectory, check_private
 
 POLL_INTERVAL = 0.03  # seconds
 RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
 GRACE = 2.0  # seconds in which the keeper of an engine that stands still may replace it
 
 
-class Attached:
+class Attacher:
     """Implements ``finder.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
 
     ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
@@ -32,7 +32,7 @@ class Attached:
         self.address, self.timeout, self._sleep = address, timeout, sleep
         self.client_id = self.generation = ""
         self.secret: bytes | None = None
-        self.state: StateDir | None = None
+        self.state: StateDirectory | None = None
         self._membership: Membership | None = None
         self._not_before = 0.0
         if address.startswith("tcp://"):
@@ -40,7 +40,7 @@ class Attached:
             self.secret = read_key(key_file)
         else:
             runtime, key = os.path.split(address)
-            self.state = StateDir(runtime, key)
+            self.state = StateDirectory(runtime, key)
             self.client_id = uuid.uuid4().hex
             self._membership = Membership(self.state, self.client_id, sleep)
 

@@ -23,7 +23,7 @@ from ...errors import EngineDied, PackagingError, ShuttingDown
 from ...file_locks import FileLock, acquire
 from ...settings import EngineSettings
 from ..auth import check_address, read_key
-from ..process_spec import ENGINE_CORE, MODULE, Spec
+from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .membership import Membership
 from .state_directory import (
     KEY_LENGTH,
@@ -31,7 +31,7 @@ from .state_directory import (
     LOG_BYTES,
     SOCKET,
     Sleep,
-    StateDir,
+    StateDirectory,
     Status,
     check_private,
     check_runtime_dir,
@@ -119,7 +119,7 @@ class Launcher:
         runtime = check_runtime_dir(state_dir or default_runtime_dir())
         described = core if listen is None else f"{core} {listen}"
         described += f" #{replica}" if replica else ""
-        self.state = StateDir(runtime, engine_key(bundle, settings, described))
+        self.state = StateDirectory(runtime, engine_key(bundle, settings, described))
         self._membership = Membership(self.state, self.client_id, sleep)
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
@@ -195,7 +195,7 @@ class Launcher:
         generation = uuid.uuid4().hex
         lock = self._engine_lock()
         fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``locks``
-        spec = Spec(
+        spec = ProcessSpec(
             bundle=self.bundle,
             settings=self.settings,
             runtime=self.state.runtime,

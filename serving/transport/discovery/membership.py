@@ -7,7 +7,7 @@ import time
 import psutil
 
 from ...file_locks import FileLock
-from .state_directory import Sleep, StateDir
+from .state_directory import Sleep, StateDirectory
 
 POLL_INTERVAL = 0.03
 END_TIMEOUT = 2.0
@@ -16,7 +16,7 @@ END_TIMEOUT = 2.0
 class Membership:
     """Owned by one thread."""
 
-    def __init__(self, state: StateDir, client_id: str, sleep: Sleep) -> None:
+    def __init__(self, state: StateDirectory, client_id: str, sleep: Sleep) -> None:
         self._state, self._client_id, self._sleep = state, client_id, sleep
         self._lock: FileLock | None = None
 

@@ -98,7 +98,7 @@ def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None
         raise Unavailable(f"{path} is not private to this user; remove it or set XDG_RUNTIME_DIR")
 
 
-class StateDir:
+class StateDirectory:
     """The files of the engine ``key``."""
 
     def __init__(self, runtime: str, key: str) -> None:
@@ -234,4 +234,4 @@ def sweep(runtime: str) -> None:
     except OSError:
         return
     for key in {name.removesuffix(".lock") for name in names if len(name.removesuffix(".lock")) == KEY_LENGTH}:
-        StateDir(runtime, key).remove_if_abandoned()
+        StateDirectory(runtime, key).remove_if_abandoned()

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from pathlib import Path
 
 from ...events import Event, Failed, Tokens, is_terminal
-from ...journal import Entry, Journal
+from ...journal import Journal, JournalEntry
 from ...request import ValidRequest
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class _Metered:
 
     __slots__ = ("entry", "journal", "left")
 
-    def __init__(self, journal: Journal, entry: Entry, left: int) -> None:
+    def __init__(self, journal: Journal, entry: JournalEntry, left: int) -> None:
         self.journal, self.entry, self.left = journal, entry, left
 
 
@@ -46,7 +46,7 @@ class MeteredRequests:
 
     def see(self, told: Iterable[tuple[Hashable, str, Event]]) -> None:
         """Everything that a step gave, before any of it is sent, whether or not somebody still waits for it."""
-        ended: dict[Journal, list[Entry]] = {}
+        ended: dict[Journal, list[JournalEntry]] = {}
         for client, request_id, event in told:
             metered = self._running.get((client, request_id))
             if metered is None:

@@ -1,8 +1,11 @@
-"""An engine process: ``python -m mlflow_llm.serving.transport.engine_process.main SPEC``, SPEC a JSON file of ``Spec``.
+"""An engine process: ``python -m mlflow_llm.serving.transport.engine_process.main SPEC``.
+
+SPEC is a JSON file of ``ProcessSpec``.
 
 The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
 of its own and is nobody's child (it forks once at the start), so it outlives whoever started it and leaves no zombie.
-It ends by itself when its last client is gone. With a ``line_fd`` it is a standby (``standby``) until its engine dies.
+It ends by itself when its last client is gone. With a ``control_fd`` it is a warm standby (``standby``) until its
+engine dies.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from ...file_locks import FileLock
 from ...processors import num_threads
 from ...settings import EngineSettings
 from ...visible import configure
-from ..discovery.state_directory import LOG, SOCKET, StateDir, Status, check_private
-from ..process_spec import MODULE, Spec
-from .standby import StandbyKeeper, Successor, standby_settings
+from ..discovery.state_directory import LOG, SOCKET, StateDirectory, Status, check_private
+from ..process_spec import MODULE, ProcessSpec
+from .standby import Successor, WarmStandby, standby_settings
 
 logger = logging.getLogger("mlflow_llm.engine")
 
@@ -36,19 +39,19 @@ class Terminated(BaseException):
 
 def main(argv: list[str]) -> int:
     with open(argv[0], "rb") as file:
-        spec = msgspec.json.decode(file.read(), type=Spec)
+        spec = msgspec.json.decode(file.read(), type=ProcessSpec)
     if os.fork():
         os._exit(0)
     os.setsid()
     os.umask(0o077)
-    state = StateDir(spec.runtime, spec.key)
+    state = StateDirectory(spec.runtime, spec.key)
     os.set_inheritable(spec.lock_fd, False)
     lock = FileLock(state.engine_lock_path, spec.lock_fd)
     configure(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for ending in (signal.SIGTERM, signal.SIGQUIT):
         signal.signal(ending, _interrupt_load)
-    successor = Successor(spec.line_fd, state, lock, spec.generation) if spec.line_fd >= 0 else None
+    successor = Successor(spec.control_fd, state, lock, spec.generation) if spec.control_fd >= 0 else None
     began = _log_size(state)
     logger.info("loading %s, pid %d", spec.bundle.content_hash, os.getpid())
     try:
@@ -73,14 +76,14 @@ def _interrupt_load(signum: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _log_size(state: StateDir) -> int:
+def _log_size(state: StateDirectory) -> int:
     try:
         return os.stat(state.file(LOG)).st_size
     except OSError:
         return 0
 
 
-def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | None, began: int) -> int:
+def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: Successor | None, began: int) -> int:
     """``began``: how long the log was before."""
     _set_threads(spec.settings)
     import zmq
@@ -96,7 +99,7 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
         state.remove_file(SOCKET)
         socket, remote = _bound(context, spec, state)
     info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
-    keeper = _standby_keeper(spec, state, lock, info.kv_cache_memory)
+    standby = _warm_standby(spec, state, lock, info.kv_cache_memory)
     logger.info("kernels: %s; package: %s", info.kernels_summary, child.package_place())
     server = EngineServer(
         core,
@@ -109,7 +112,7 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
         adapter_dirs=spec.adapter_dirs,
         drain_timeout=spec.drain_timeout,
         in_place=lambda: lock.is_current,
-        standby=keeper,
+        standby=standby,
     )
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
@@ -119,8 +122,8 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
     state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
     try:
         server.run()
-        if keeper is not None:
-            keeper.dismiss()
+        if standby is not None:
+            standby.dismiss()
     finally:
         for one in filter(None, (socket, remote)):
             one.close()
@@ -128,25 +131,25 @@ def _serve(spec: Spec, state: StateDir, lock: FileLock, successor: Successor | N
     return 0
 
 
-def _standby_keeper(spec: Spec, state: StateDir, lock: FileLock, kv_cache_memory: int) -> StandbyKeeper | None:
+def _warm_standby(spec: ProcessSpec, state: StateDirectory, lock: FileLock, kv_cache_memory: int) -> WarmStandby | None:
     if not spec.settings.standby:
         return None
     settings = standby_settings(spec.settings, kv_cache_memory)
 
-    def describe(generation: str, lock_fd: int, line_fd: int) -> Spec:
-        places = {"generation": generation, "lock_fd": lock_fd, "line_fd": line_fd}
+    def describe(generation: str, lock_fd: int, control_fd: int) -> ProcessSpec:
+        places = {"generation": generation, "lock_fd": lock_fd, "control_fd": control_fd}
         return msgspec.structs.replace(spec, settings=settings, **places)
 
-    return StandbyKeeper(MODULE, state, lock, describe, start_timeout=settings.start_timeout)
+    return WarmStandby(MODULE, state, lock, describe, start_timeout=settings.start_timeout)
 
 
-def _bound(context: Any, spec: Spec, state: StateDir) -> tuple[Any, Any]:
+def _bound(context: Any, spec: ProcessSpec, state: StateDirectory) -> tuple[Any, Any]:
     """The sockets for clients of this host and of others, before the model is loaded: a port that is taken costs no
     load, and clients on other hosts see that an engine is on its way."""
     return _local_socket(context, state), _remote_socket(context, spec)
 
 
-def _local_socket(context: Any, state: StateDir) -> Any:
+def _local_socket(context: Any, state: StateDirectory) -> Any:
     """Where clients of this host find it: in a directory that is the user's alone."""
     socket = _router(context)
     socket.bind(f"ipc://{state.file(SOCKET)}")
@@ -154,7 +157,7 @@ def _local_socket(context: Any, state: StateDir) -> Any:
     return socket
 
 
-def _remote_socket(context: Any, spec: Spec) -> Any:
+def _remote_socket(context: Any, spec: ProcessSpec) -> Any:
     """None where it listens to no other host."""
     import zmq
 
@@ -191,7 +194,7 @@ def _set_threads(settings: EngineSettings) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", threads)
 
 
-def _predecessor(state: StateDir) -> dict[str, str]:
+def _predecessor(state: StateDirectory) -> dict[str, str]:
     """What an engine killed in this directory had loaded at run time."""
     try:
         with open(state.file("adapters.json"), "rb") as file:
@@ -200,7 +203,7 @@ def _predecessor(state: StateDir) -> dict[str, str]:
         return {}
 
 
-def _report(state: StateDir, spec: Spec, error: BaseException) -> None:
+def _report(state: StateDirectory, spec: ProcessSpec, error: BaseException) -> None:
     """Leave the reason where those who wait for us find it."""
     logger.error("the engine ends", exc_info=error)
     found = state.read_status()

@@ -22,11 +22,11 @@ from ...events import Event, Failed, is_terminal
 from ...request import ValidRequest
 from ...settings import EngineSettings
 from .. import protocol as m
-from ..discovery.state_directory import StateDir
-from .counters import Counted
+from ..discovery.state_directory import StateDirectory
+from .counters import CounterFiles
 from .drain import Drain
 from .journal import MeteredRequests
-from .standby import StandbyKeeper
+from .standby import WarmStandby
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class EngineServer:
         self,
         core: Core,
         settings: EngineSettings,
-        state: StateDir,
+        state: StateDirectory,
         socket: Any,
         info: EngineInfo,
         generation: str,
@@ -85,7 +85,7 @@ class EngineServer:
         adapter_dirs: Sequence[str] = (),
         drain_timeout: float = 0.0,
         in_place: Callable[[], bool] = lambda: True,
-        standby: StandbyKeeper | None = None,
+        standby: WarmStandby | None = None,
     ) -> None:
         self._sockets: dict[bytes, Any] = {LOCAL: socket} if remote is None else {LOCAL: socket, REMOTE: remote}
         self._poller = zmq.Poller()
@@ -101,7 +101,7 @@ class EngineServer:
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
         self._metered = MeteredRequests(generation)
-        self._counted = Counted(generation)
+        self._counters = CounterFiles(generation)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
@@ -115,7 +115,7 @@ class EngineServer:
             if self.core.has_work():
                 told = self.core.step()
                 health = self.core.health()
-                self._counted.write(health)
+                self._counters.write(health)
                 self._send_events(told, health.steps)
             if time.monotonic() - self._last_tick >= TICK and self._tick():
                 return
@@ -143,7 +143,7 @@ class EngineServer:
                 self._handle(identity, m.decode_for_engine(frame))
             except msgspec.DecodeError as error:
                 logger.warning("a message that cannot be read: %s", error)
-                self._send(identity, m.Stranger("a message cannot be read"))
+                self._send(identity, m.Rejected("a message cannot be read"))
 
     def _handle(self, identity: bytes, message: m.ToEngine) -> None:
         if isinstance(message, m.Hello):
@@ -151,7 +151,7 @@ class EngineServer:
             return
         peer = self._peers.get(identity)
         if peer is None:
-            self._send(identity, m.Stranger("say hello first"))
+            self._send(identity, m.Rejected("say hello first"))
             return
         peer.seen = time.monotonic()
         match message:
@@ -174,7 +174,7 @@ class EngineServer:
 
     def _greet(self, identity: bytes, hello: m.Hello) -> None:
         if hello.protocol != m.PROTOCOL:
-            self._send(identity, m.Stranger(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
+            self._send(identity, m.Rejected(f"protocol {m.PROTOCOL} is spoken here, not {hello.protocol}"))
             return
         is_local = identity.startswith(LOCAL)
         if hello.name:  # back after its connection broke: what it wants now, it submits anew
@@ -182,7 +182,7 @@ class EngineServer:
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
         self._peers[identity] = _Peer(hello, is_local=is_local)
-        self._counted.keep({peer.counts for peer in self._peers.values()}, self.core.health())
+        self._counters.keep({peer.counts for peer in self._peers.values()}, self.core.health())
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
     def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:

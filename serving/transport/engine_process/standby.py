@@ -30,7 +30,7 @@ import msgspec
 
 from ... import child
 from ...file_locks import FileLock
-from ..discovery.state_directory import StateDir, Status
+from ..discovery.state_directory import StateDirectory, Status
 
 logger = logging.getLogger("mlflow_llm.engine")
 
@@ -40,16 +40,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between starts of one that end
 State = Literal["none", "loading", "ready"]
 
 
-class StandbyKeeper:
+class WarmStandby:
     """The engine's side. Owned by the engine's thread; nothing here waits.
 
-    ``describe(generation, lock_fd, line_fd)`` is the spec of a standby that has those descriptors.
+    ``describe(generation, lock_fd, control_fd)`` is the spec of a standby that has those descriptors.
     """
 
     def __init__(
         self,
         module: str,
-        state: StateDir,
+        state: StateDirectory,
         lock: FileLock,
         describe: Callable[[str, int, int], Any],
         *,
@@ -58,7 +58,7 @@ class StandbyKeeper:
         self.state: State = "none"
         self._module, self._place, self._lock, self._describe = module, state, lock, describe
         self._start_timeout = start_timeout
-        self._line: socket.socket | None = None
+        self._control: socket.socket | None = None
         self._starters: list[subprocess.Popen[bytes]] = []  # each forks the standby and ends
         self._pid = 0
         self._pause = 0.0
@@ -72,7 +72,7 @@ class StandbyKeeper:
         """Look at the standby, and start one where there is none."""
         self._starters = [starter for starter in self._starters if starter.poll() is None]
         now = time.monotonic()
-        if self._line is not None:
+        if self._control is not None:
             self._listen(now)
         elif now - self._since >= self._pause:
             self._since = now
@@ -84,11 +84,11 @@ class StandbyKeeper:
 
     def dismiss(self) -> None:
         """We end on purpose: so does the standby."""
-        if self._line is not None:
+        if self._control is not None:
             with contextlib.suppress(OSError):
-                self._line.send(DISMISSED)
-            self._line.close()
-            self._line, self.state = None, "none"
+                self._control.send(DISMISSED)
+            self._control.close()
+            self._control, self.state = None, "none"
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -113,12 +113,12 @@ class StandbyKeeper:
             theirs.close()
         ours.setblocking(False)
         self._starters.append(starter)
-        self._line, self._pid, self.state = ours, 0, "loading"
+        self._control, self._pid, self.state = ours, 0, "loading"
 
     def _listen(self, now: float) -> None:
-        assert self._line is not None
+        assert self._control is not None
         try:
-            told = self._line.recv(64)
+            told = self._control.recv(64)
         except BlockingIOError:
             if self.state == "loading" and now - self._since > self._start_timeout:
                 logger.warning("the standby was not loaded within start_timeout, %g seconds", self._start_timeout)
@@ -144,20 +144,20 @@ class StandbyKeeper:
             if self._pid:
                 with contextlib.suppress(OSError):
                     os.kill(self._pid, signal.SIGKILL)
-        if self._line is not None:
-            self._line.close()
-        self._line, self.state, self._since = None, "none", time.monotonic()
+        if self._control is not None:
+            self._control.close()
+        self._control, self.state, self._since = None, "none", time.monotonic()
 
 
 class Successor:
     """The standby's side. A thread of its own hears of the engine's end, also while the model is loaded."""
 
-    def __init__(self, fd: int, state: StateDir, lock: FileLock, generation: str) -> None:
+    def __init__(self, fd: int, state: StateDirectory, lock: FileLock, generation: str) -> None:
         os.set_inheritable(fd, False)
-        self._line = socket.socket(fileno=fd)
+        self._control = socket.socket(fileno=fd)
         self._state, self._lock, self._generation = state, lock, generation
         self._over = threading.Event()
-        self._line.send(b"%d\n" % os.getpid())
+        self._control.send(b"%d\n" % os.getpid())
         threading.Thread(target=self._hear, name="mlflow-llm-standby", daemon=True).start()
 
     @property
@@ -167,14 +167,14 @@ class Successor:
     def wait(self) -> None:
         """Say that the model is loaded, and return once the engine is dead."""
         with contextlib.suppress(OSError):  # it died just now
-            self._line.send(LOADED + b"\n")
+            self._control.send(LOADED + b"\n")
         self._over.wait()
-        self._line.close()
+        self._control.close()
 
     def _hear(self) -> None:
         told = b""
         with contextlib.suppress(OSError):
-            told = self._line.recv(1)
+            told = self._control.recv(1)
         if told == DISMISSED or not self._lock.is_current:
             os._exit(0)  # its directory is the engine's to remove, or is gone
         logger.warning("the engine died: the standby takes over, pid %d", os.getpid())

@@ -16,7 +16,7 @@ from mlflow_llm.serving.engine.kv_cache import LayerShape, PrefixKey
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.transport.client.inflight import RunningRequest
+from mlflow_llm.serving.transport.client.inflight import InflightRequest
 
 PROMPT = prompt_of(40, 0)
 
@@ -89,7 +89,7 @@ class Sink:
 def test_a_continuation_carries_the_salt(core: EngineCore) -> None:
     """What goes on in another engine, after a crash, a move or a pause, is looked up under the same salt there."""
     request = request_of("r", PROMPT, cache_salt="b", max_tokens=8)
-    running = RunningRequest(request, "wire", Sink())
+    running = InflightRequest(request, "wire", Sink())
     running.deliver(Tokens(0, (5, 6), (), 0))
     continuation = running.continuation(256)
     assert continuation is not None

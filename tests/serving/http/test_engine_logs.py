@@ -13,7 +13,7 @@ from serving_process import Running, running
 
 from mlflow_llm.serving.control.plan import Board
 from mlflow_llm.serving.http.engine_logs import MAX_LINE, cleaned
-from mlflow_llm.serving.transport.discovery.state_directory import StateDir, tail
+from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory, tail
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_load_that_failed_is_remembered(tmp_path: Path) -> None:
 
 def test_a_log_of_any_size_is_read_at_its_end(tmp_path: Path) -> None:
     """So many bytes at most, none from before the load, and none of a file that is not there."""
-    state = StateDir(str(tmp_path), "key")
+    state = StateDirectory(str(tmp_path), "key")
     Path(state.path).mkdir()
     log = Path(state.file("engine.log"))
     log.write_text("before\n" + "x" * 200_000 + "end")

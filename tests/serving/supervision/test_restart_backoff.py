@@ -14,10 +14,9 @@ from processes import gone
 from transport_place import CORE, SETTINGS, eventually
 
 from mlflow_llm.serving.errors import EngineDied, NotFound, Unavailable
-from mlflow_llm.serving.supervision import backoff as patience
-from mlflow_llm.serving.supervision import replica
-from mlflow_llm.serving.supervision.backoff import PatientLauncher
-from mlflow_llm.serving.supervision.supervisor import EngineModel, Supervisor
+from mlflow_llm.serving.supervision import backoff, replica
+from mlflow_llm.serving.supervision.backoff import BackoffLauncher
+from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 
 
@@ -28,7 +27,7 @@ def supervise(place):
 
     def make(bundle, **options):
         made.append(Supervisor(state_dir=place.runtime, **options))
-        made[-1].add("a", EngineModel(bundle=bundle, settings=SETTINGS, core=CORE))
+        made[-1].add("a", EngineSpec(bundle=bundle, settings=SETTINGS, core=CORE))
         made[-1].await_ready("a")
         return made[-1]
 
@@ -70,7 +69,7 @@ def test_a_client_that_ends_is_replaced(make_bundle, supervise):
     """A keeper whose own connection to its engine has ended for good makes another."""
     supervisor = supervise(make_bundle())
     broken = supervisor.engine("a")
-    broken._link.stop()
+    broken._io.stop()
     assert eventually(lambda: broken.health().status == "dead")
     assert eventually(lambda: engine_of(supervisor) not in (None, broken))
 
@@ -122,7 +121,7 @@ def test_pauses_start_over_behind_a_healthy_life(make_bundle, supervise, monkeyp
 
     supervisor = supervise(make_bundle(), prove=prove)
     assert eventually(lambda: one(supervisor).state == "ready")
-    supervisor.engine("a")._link.stop()
+    supervisor.engine("a")._io.stop()
     assert eventually(lambda: len(pauses) == 4)
     assert pauses == [0.25, 0.5, 1.0, 0.25]
 
@@ -138,9 +137,9 @@ def test_a_long_load_that_fails_is_no_healthy_life(place, make_bundle, monkeypat
         pass_by(10.0)
         raise EngineDied("killed while it loaded")
 
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_by))
+    monkeypatch.setattr(backoff, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_by))
     monkeypatch.setattr(Launcher, "find", find)
-    launcher = PatientLauncher(make_bundle(), SETTINGS, state_dir=place.runtime, core=CORE, over=lambda: False)
+    launcher = BackoffLauncher(make_bundle(), SETTINGS, state_dir=place.runtime, core=CORE, over=lambda: False)
     waited = []
     for _ in range(5):
         began = now[0]

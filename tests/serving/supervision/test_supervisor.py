@@ -14,7 +14,7 @@ from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
 from mlflow_llm.serving.errors import Conflict, NotFound, PackagingError
 from mlflow_llm.serving.supervision.backoff import Backoff
-from mlflow_llm.serving.supervision.supervisor import EngineModel, Supervisor
+from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 
@@ -22,7 +22,7 @@ GREENLETS = """
 from gevent import monkey; monkey.patch_all()
 import gevent, os, sys
 from mlflow_llm.serving.transport.client.gevent_client import attach
-address = engine._link.finder.state.path
+address = engine._io.finder.state.path
 green = attach(address, timeout=60)
 def read(i):
     stream = green.submit(request(50, f"r{i}"))
@@ -52,7 +52,7 @@ def supervise(place):
 
 
 def model_of(bundle):
-    return EngineModel(bundle=bundle, settings=SETTINGS, core=CORE)
+    return EngineSpec(bundle=bundle, settings=SETTINGS, core=CORE)
 
 
 def pids(place):
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_load_is_tried_again(place, make_bundle, supervise
     elsewhere = shutil.copytree(bundle.model_dir, place.base + "/elsewhere")
     supervisor.add("a", model_of(msgspec.structs.replace(bundle, model_dir=elsewhere, tokenizer_dir=elsewhere)))
     with pytest.raises(Conflict, match="another model"):
-        supervisor.add("a", EngineModel(bundle=bundle, core=CORE))
+        supervisor.add("a", EngineSpec(bundle=bundle, core=CORE))
 
 
 def test_a_crashing_engine_is_not_started_as_fast_as_it_crashes():
@@ -155,7 +155,7 @@ def test_a_crashing_engine_is_not_started_as_fast_as_it_crashes():
 def test_greenlets(place, make_bundle):
     """Twenty greenlets stream over one connection through the engine's death."""
     code = GREENLETS.replace("from gevent import monkey; monkey.patch_all()\n", "")
-    code = code.replace("green = attach", "engine._link.keep = True\ngreen = attach")
+    code = code.replace("green = attach", "engine._io.keep = True\ngreen = attach")
     child = place.run(code, make_bundle(step_delay=0.01))
     out, err = child.communicate(timeout=240)
     assert out.split() == ["51"], err

@@ -20,9 +20,9 @@ from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.client import reconnect
 from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Search
-from mlflow_llm.serving.transport.discovery import state_directory as rundir
+from mlflow_llm.serving.transport.discovery import state_directory
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
-from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
 PATIENT = msgspec.structs.replace(SETTINGS, idle_timeout=600.0)
 
@@ -48,7 +48,7 @@ def test_a_stream_outlives_a_full_disk(place, make_bundle, full_disk):
 
 def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
     """The last user of a runtime directory may remove it just as the next one has made it."""
-    real, left = rundir.check_private, [1, 2, 3]
+    real, left = state_directory.check_private, [1, 2, 3]
 
     def check_private(path, *kind):
         if left:
@@ -56,8 +56,8 @@ def test_a_runtime_directory_that_goes_while_it_is_made(place, monkeypatch):
             os.rmdir(path)
         real(path, *kind)
 
-    monkeypatch.setattr(rundir, "check_private", check_private)
-    state = StateDir(place.runtime, "k" * 16)
+    monkeypatch.setattr(state_directory, "check_private", check_private)
+    state = StateDirectory(place.runtime, "k" * 16)
     state.lock().release(unlink=True)
     assert not left
     os.rmdir(place.runtime)
@@ -123,7 +123,7 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
     bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
     with place.connect(bundle, PATIENT, keep=True) as keeper:
         pid = keeper.info.pid
-        with attach(keeper._link.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
+        with attach(keeper._io.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
             stream = worker.submit(request)
             first = next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -142,7 +142,7 @@ def test_an_engine_that_goes_on_hanging_is_waited_for_no_longer_than_one_that_is
     bundle = make_bundle(step_delay=0.004)
     with place.connect(bundle, PATIENT, keep=True) as keeper:
         pid = keeper.info.pid
-        with attach(keeper._link.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
+        with attach(keeper._io.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
             stream = worker.submit(completion(max_tokens=10**5))
             next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -166,7 +166,7 @@ def pair(place, make_bundle):
     """Clients of two replicas, and the bundle; nobody keeps the first, whose pid is ``pair[0].info.pid``."""
     bundle = make_bundle(step_delay=0.004)
     keepers = [place.connect(bundle, replica=i) for i in range(2)]
-    one, two = (attach(keeper._link.finder.state.path, timeout=240.0) for keeper in keepers)
+    one, two = (attach(keeper._io.finder.state.path, timeout=240.0) for keeper in keepers)
     keepers[0].close()
     yield one, two, bundle
     for client in (one, two, keepers[1]):
@@ -177,13 +177,13 @@ def pair(place, make_bundle):
 def test_a_stream_is_handed_over_while_its_engine_is_looked_for(pair):
     """A search takes as long as it takes; what ran there goes on with the other replica meanwhile."""
     one, two, bundle = pair
-    request, looking, real = completion(max_tokens=200), threading.Event(), one._link.finder.find
+    request, looking, real = completion(max_tokens=200), threading.Event(), one._io.finder.find
 
     def find(stalled, cancelled):
         looking.set()
         return real(stalled, cancelled)
 
-    one._link.finder.find = find
+    one._io.finder.find = find
     stream = one.submit(request)
     first = next(stream)
     os.kill(one.info.pid, signal.SIGKILL)
@@ -199,11 +199,11 @@ def test_a_stream_is_handed_over_as_the_search_for_its_engine_fails(pair):
     request, waiting = completion(max_tokens=200), completion("w", max_tokens=10**5)
 
     def find(stalled, cancelled):
-        one._link.finder.find = real
+        one._io.finder.find = real
         one.hand_over(stream, two)
         raise Unavailable("the engine is not running")
 
-    real, one._link.finder.find = one._link.finder.find, find
+    real, one._io.finder.find = one._io.finder.find, find
     stream, other = one.submit(request), one.submit(waiting)
     first = next(stream)
     next(other)

@@ -16,7 +16,7 @@ from transport_place import SETTINGS, by_sequence, completion, eventually, timel
 from mlflow_llm.serving.errors import EngineDied, PackagingError, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
-from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
 
 def test_remote_equals_local(place, make_bundle):
@@ -34,7 +34,7 @@ def test_files_are_private(place, make_bundle):
     """Runtime and state directory and the socket are the user's alone, and others are refused."""
     bundle = make_bundle()
     with place.connect(bundle) as engine:
-        state = engine._link.finder.state
+        state = engine._io.finder.state
         for path in (place.runtime, state.path, state.clients_dir, state.socket_path):
             assert stat.S_IMODE(os.stat(path).st_mode) & 0o077 == 0
         os.chmod(place.runtime, 0o755)
@@ -120,7 +120,7 @@ def test_both_killed(place, make_bundle):
     child.wait(240)
     # the lock and not the process list: a dying process has lost its command line before it lets go of its files
     (left,) = [name for name in os.listdir(place.runtime) if "." not in name]
-    assert eventually(lambda: not StateDir(place.runtime, left).engine_alive)
+    assert eventually(lambda: not StateDirectory(place.runtime, left).engine_alive)
     with place.connect(make_bundle(vocab_size=50)):
         assert len([name for name in os.listdir(place.runtime) if "." not in name]) == 1
     place.assert_clean()
@@ -130,7 +130,7 @@ def test_killed_idle_engine(place, make_bundle):
     """A client whose idle engine was killed cleans up behind it."""
     with place.connect(make_bundle()) as engine:
         os.kill(engine.info.pid, signal.SIGKILL)
-        assert eventually(lambda: not engine._link.finder.alive())
+        assert eventually(lambda: not engine._io.finder.alive())
     place.assert_clean()
 
 

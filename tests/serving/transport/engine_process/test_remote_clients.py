@@ -22,7 +22,7 @@ from mlflow_llm.serving.testing.instant_core import InstantCore
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach, protocol
 from mlflow_llm.serving.transport.auth import secure_client
-from mlflow_llm.serving.transport.discovery.state_directory import StateDir
+from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 from mlflow_llm.serving.transport.engine_process import server
 
 
@@ -178,7 +178,7 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
     """What is left of it comes along: another host's monotonic clock says nothing here, and a wall clock decides
     nothing anywhere."""
     core = InstantCore(make_bundle(max_model_len=10**6), SETTINGS)
-    state = StateDir(place.runtime, "k" * 16)
+    state = StateDirectory(place.runtime, "k" * 16)
     state.lock().release()
     state.prepare()
     taken = {}
@@ -206,7 +206,7 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind("inproc://engine")
-    state = StateDir(place.runtime, "k" * 16)
+    state = StateDirectory(place.runtime, "k" * 16)
     state.lock().release()
     state.prepare()
     engine = server.EngineServer(core, SETTINGS, state, router, core.info, "generation")
