@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from msgspec import Struct
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # or inputs of one request
@@ -59,12 +60,38 @@ class Raw(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
+class TextPart(Struct, frozen=True):
+    """A stretch of a message's text, as the caller parted it."""
+
+    text: str
+
+
+Part: TypeAlias = TextPart  # or one of the kinds beside it: an image, a sound
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """A turn of a chat, as the caller parted it: nothing is joined before the template (``tasks.conversation``)."""
+
+    role: Role
+    content: str | tuple[Part, ...] = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
 class RawChat(Raw, frozen=True, kw_only=True):
-    """``messages`` are checked for shape by the dialect and kept as plain dicts for the template."""
+    """``messages`` are checked for shape by the dialect."""
 
     task: ClassVar[Task] = "chat"
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None

@@ -1,25 +1,85 @@
-"""Chat messages: their shape on the wire, read into the plain dicts that a chat template takes."""
+"""Chat messages: their shape on the wire and its JSON schema, read into ``request.Message``. Parts stay apart."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidField
 from ..readers import obj, reader, string
-from ..request import MAX_MESSAGES
+from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
 from .fields import unknown_field
-from .message_schema import messages_schema
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# OpenAI's "developer" is its newer word for "system"; templates know only the latter.
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 # Keys that clients copy back from our own replies; only null (or an empty list) says nothing.
 EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
 
+_TEXT = {"type": "string"}
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_NOTHING: dict[str, Any] = {"enum": [None, []]}
+_NO_ID = {"enum": [None, ""]}
 
-@reader(**messages_schema(EMPTY_ONLY))
-def read_messages(value: Any, path: str) -> tuple[dict[str, Any], ...]:
-    """A non-empty list of messages. Text parts of one content are joined as they stand: nothing is put between."""
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "additionalProperties": False,
+}
+_CONTENT = {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1}]}
+
+_FUNCTION = {
+    "type": "object",
+    "required": ["name", "arguments"],
+    "properties": {
+        "name": _TEXT,
+        "arguments": {"anyOf": [{"type": "string", "contentMediaType": "application/json"}, {"type": "object"}]},
+    },
+    "additionalProperties": False,
+}
+_CALL = {
+    "type": "object",
+    "required": ["id", "function"],
+    "properties": {"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION, "index": {}},
+    "additionalProperties": False,
+}
+_CALLS = {"type": "array", "items": _CALL}
+
+
+def _messages_schema() -> dict[str, Any]:
+    """``content`` may be missing only beside tool calls."""
+    common = {"name": _TEXT_OR_NULL, "reasoning_content": _TEXT_OR_NULL} | dict.fromkeys(EMPTY_ONLY, _NOTHING)
+    plain = common | {"content": _CONTENT, "tool_calls": _NOTHING, "tool_call_id": _NO_ID}
+    calling = common | {"content": {"anyOf": [_CONTENT, {"type": "null"}]}, "tool_call_id": _NO_ID}
+    kinds = [
+        _message_schema(("system", "developer", "user"), plain, "content"),
+        _message_schema(("assistant",), plain | {"tool_calls": {"anyOf": [_CALLS, {"type": "null"}]}}, "content"),
+        _message_schema(("assistant",), calling | {"tool_calls": _CALLS | {"minItems": 1}}, "tool_calls"),
+        _message_schema(("tool",), plain | {"tool_call_id": _TEXT | {"minLength": 1}}, "content", "tool_call_id"),
+    ]
+    return {"type": "array", "items": {"anyOf": kinds}, "minItems": 1, "maxItems": MAX_MESSAGES}
+
+
+def _message_schema(roles: tuple[str, ...], properties: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["role", *required],
+        "properties": {"role": {"enum": list(roles)}, **properties},
+        "additionalProperties": False,
+    }
+
+
+@reader(**_messages_schema())
+def read_messages(value: Any, path: str) -> tuple[Message, ...]:
+    """A non-empty list of messages. What the schema cannot say: that arguments in a string are JSON."""
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
@@ -27,7 +87,7 @@ def read_messages(value: Any, path: str) -> tuple[dict[str, Any], ...]:
     return tuple(_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
 
-def _message(value: Any, path: str) -> dict[str, Any]:
+def _message(value: Any, path: str) -> Message:
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     for key in value:
@@ -39,66 +99,77 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     for key in EMPTY_ONLY:
         if value.get(key) not in (None, [], ()):
             raise InvalidField(f"{path}.{key}", value[key], "null")
-    # OpenAI's "developer" is its newer word for "system"; templates know only the latter
-    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = _tool_calls(value.get("tool_calls"), role, path)
+    content: str | tuple[Part, ...] = ""
     if value.get("content") is not None:
-        message["content"] = _content(value["content"], f"{path}.content")
+        content = _content(value["content"], f"{path}.content")
     elif not calls:
         raise InvalidField(f"{path}.content", None, "a string or a list of text parts")
-    else:
-        message["content"] = ""
-    for key in ("name", "reasoning_content"):
-        if value.get(key) is not None:
-            message[key] = string(value[key], f"{path}.{key}")
-    if calls:
-        message["tool_calls"] = calls
-    _tool_call_id(value, role, path, message)
-    return message
+    return Message(
+        role=ROLES[role],
+        content=content,
+        name=_text_or_none(value, "name", path),
+        reasoning_content=_text_or_none(value, "reasoning_content", path),
+        tool_calls=calls,
+        tool_call_id=_tool_call_id(value.get("tool_call_id"), role, path),
+    )
 
 
-def _content(value: Any, path: str) -> str:
+def _text_or_none(value: dict[str, Any], key: str, path: str) -> str | None:
+    return None if value.get(key) is None else string(value[key], f"{path}.{key}")
+
+
+def _content(value: Any, path: str) -> str | tuple[Part, ...]:
     if isinstance(value, str):
         return string(value, path)
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a string or a non-empty list of text parts")
-    return "".join(_part(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    return tuple(_part(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
 
-def _part(value: Any, path: str) -> str:
+def _part(value: Any, path: str) -> Part:
     if not isinstance(value, dict):
         raise InvalidField(path, value, 'a part such as {"type": "text", "text": "..."}')
     kind = value.get("type")
-    if kind != "text":
+    read = PARTS.get(kind) if isinstance(kind, str) else None
+    if read is None:
         raise InvalidField(f"{path}.type", kind, '"text": this model reads text only')
+    return read(value, path)
+
+
+def _text_part(value: dict[str, Any], path: str) -> TextPart:
     for key in value:
         if key not in ("type", "text"):
             raise unknown_field(key, value[key], ("type", "text"), f"{path}.")
-    return string(value.get("text"), f"{path}.text")
+    return TextPart(string(value.get("text"), f"{path}.text"))
 
 
-def _tool_call_id(value: dict[str, Any], role: str, path: str, message: dict[str, Any]) -> None:
-    call_id = value.get("tool_call_id")
+# By "type". A kind that is not here is refused by the part's path; a new one has its schema in ``_CONTENT``.
+PARTS: Mapping[str, Callable[[dict[str, Any], str], Part]] = {"text": _text_part}
+
+
+def _tool_call_id(value: Any, role: str, path: str) -> str | None:
     if role == "tool":
-        if not isinstance(call_id, str) or not call_id:
-            raise InvalidField(f"{path}.tool_call_id", call_id, "the id of the tool call that this message answers")
-        message["tool_call_id"] = string(call_id, f"{path}.tool_call_id")
-    elif call_id not in (None, ""):
-        raise InvalidField(f"{path}.tool_call_id", call_id, "null: only a message of role tool has one")
+        if not isinstance(value, str) or not value:
+            raise InvalidField(f"{path}.tool_call_id", value, "the id of the tool call that this message answers")
+        return string(value, f"{path}.tool_call_id")
+    if value not in (None, ""):
+        raise InvalidField(f"{path}.tool_call_id", value, "null: only a message of role tool has one")
+    return None
 
 
-def _tool_calls(value: Any, role: str, path: str) -> list[dict[str, Any]]:
+def _tool_calls(value: Any, role: str, path: str) -> tuple[ToolCall, ...]:
     where = f"{path}.tool_calls"
     if value is None or value == []:
-        return []
+        return ()
     if role != "assistant":
         raise InvalidField(where, value, "null: only a message of role assistant has tool calls")
     if not isinstance(value, list | tuple):
         raise InvalidField(where, value, "a list of tool calls")
-    return [_tool_call(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    return tuple(_tool_call(entry, f"{where}[{i}]") for i, entry in enumerate(value))
 
 
-def _tool_call(value: Any, path: str) -> dict[str, Any]:
+def _tool_call(value: Any, path: str) -> ToolCall:
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with id, type and function")
     for key in value:
@@ -112,14 +183,11 @@ def _tool_call(value: Any, path: str) -> dict[str, Any]:
     for key in function:
         if key not in ("name", "arguments"):
             raise unknown_field(key, function[key], ("name", "arguments"), f"{path}.function.")
-    return {
-        "id": string(value.get("id"), f"{path}.id"),
-        "type": "function",
-        "function": {
-            "name": string(function.get("name"), f"{path}.function.name"),
-            "arguments": _arguments(function.get("arguments"), f"{path}.function.arguments"),
-        },
-    }
+    return ToolCall(
+        id=string(value.get("id"), f"{path}.id"),
+        name=string(function.get("name"), f"{path}.function.name"),
+        arguments=_arguments(function.get("arguments"), f"{path}.function.arguments"),
+    )
 
 
 def _arguments(value: Any, path: str) -> Any:

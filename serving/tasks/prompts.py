@@ -1,4 +1,4 @@
-"""From what a caller wrote to the token ids of each prompt: template, turns, context length, truncation.
+"""From what a caller wrote to the token ids of each prompt: template, context length, truncation.
 
 With ``error_behavior: truncate`` an over-long prompt loses its oldest tokens (a leading BOS stays) until
 ``max_tokens`` fits behind it, or a quarter of the context where the caller set none; ``max_tokens`` itself is held to
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import ContextTooLong, InvalidField
-from ..request import RawChat, RawCompletion, RawEmbedding, RawSampling
+from ..request import Message, RawChat, RawCompletion, RawEmbedding, RawSampling
+from .conversation import check_tool_calls, check_turns, template_messages, template_variables, with_system
 from .endpoint import EndpointView
-from .template_reads import TemplateReads
 
 BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
 
@@ -41,17 +41,10 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
     if profile.strict_turns:
         check_turns(raw.messages)
     reads = endpoint.text.reads(raw.chat_template)
-    _check_tool_calls(raw.messages, reads)
-    messages = _with_system(raw.messages, endpoint)
-    variables = _template_variables(raw.chat_template_kwargs, reads)
+    check_tool_calls(raw.messages, reads)
+    messages = with_system(raw.messages, profile.default_system_prompt)
+    variables = template_variables(raw.chat_template_kwargs, reads)
     return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables)
-
-
-def _with_system(messages: tuple[dict[str, Any], ...], endpoint: EndpointView) -> tuple[dict[str, Any], ...]:
-    system = endpoint.profile.default_system_prompt
-    if not system or messages[0]["role"] == "system":
-        return messages
-    return ({"role": "system", "content": system}, *messages)
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
@@ -79,86 +72,13 @@ def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
     return prompts
 
 
-def check_turns(messages: tuple[dict[str, Any], ...]) -> None:
-    """One system message at most and first; then user and assistant in turn, ending in user.
-
-    An assistant message with tool calls is followed by the tool messages that answer them, and by the assistant again.
-    """
-    turns = messages[1:] if messages[0]["role"] == "system" else messages
-    start = len(messages) - len(turns)
-    expected: tuple[str, ...] = ("user",)
-    open_calls: set[str] = set()
-    for i, message in enumerate(turns, start):
-        role = message["role"]
-        if role not in expected:
-            raise InvalidField(f"messages[{i}].role", role, " or ".join(expected) + " at this place")
-        if role == "tool":
-            if message["tool_call_id"] not in open_calls:
-                raise InvalidField(
-                    f"messages[{i}].tool_call_id", message["tool_call_id"], "the id of an open tool call"
-                )
-            open_calls.discard(message["tool_call_id"])
-            expected = ("tool",) if open_calls else ("assistant", "user")
-        elif message.get("tool_calls"):
-            open_calls = {call["id"] for call in message["tool_calls"]}
-            expected = ("tool",)
-        else:
-            expected = ("user",) if role == "assistant" else ("assistant",)
-    if not turns or turns[-1]["role"] not in ("user", "tool") or open_calls:
-        last = messages[-1]["role"]
-        raise InvalidField(f"messages[{len(messages) - 1}].role", last, "user: the last message is the user's")
-
-
-# What belongs to rendering itself and not to a template; a template's own variables have other names.
-RESERVED = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "self",
-    )
-)
-
-
-def _template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> dict[str, Any]:
-    for name, value in (given or {}).items():
-        if not name.isidentifier() or name in RESERVED:
-            raise InvalidField(f"chat_template_kwargs.{name[:64]}", value, "variables of the template, by their names")
-        if reads.variables is not None and name not in reads.variables:
-            names = ", ".join(sorted(reads.variables - RESERVED)) or "none"
-            raise InvalidField(
-                f"chat_template_kwargs.{name[:64]}", value, f"variables that this template reads: {names}"
-            )
-    return given or {}
-
-
-def _check_tool_calls(messages: tuple[dict[str, Any], ...], reads: TemplateReads) -> None:
-    for i, message in enumerate(messages):
-        if message.get("tool_calls") and not reads.tool_calls:
-            allowed = "none: the chat template of this model leaves tool calls out"
-            raise InvalidField(f"messages[{i}].tool_calls", message["tool_calls"], allowed)
-
-
 def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoint: EndpointView, path: str) -> Prompt:
     if not isinstance(entry, str):
         _check_token_ids(entry, endpoint, path)
         cut, truncated = _fit(entry, endpoint, raw.sampling, path)
         return Prompt(cut, endpoint.text.decode(entry, skip_special_tokens=False) if raw.echo else "", truncated)
     if not is_raw(raw, endpoint):
-        messages = _with_system(({"role": "user", "content": entry},), endpoint)
+        messages = with_system((Message(role="user", content=entry),), endpoint.profile.default_system_prompt)
         return _templated(messages, endpoint, raw.sampling, None, {}, path)._replace(text=entry)
     truncate = raw.sampling.error_behavior == "truncate"
     over = endpoint.text.surely_over(entry, endpoint.context)
@@ -173,7 +93,7 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
 
 
 def _templated(
-    messages: tuple[dict[str, Any], ...],
+    messages: tuple[Message, ...],
     endpoint: EndpointView,
     sampling: RawSampling,
     template: str | None,
@@ -182,8 +102,9 @@ def _templated(
 ) -> Prompt:
     truncate = sampling.error_behavior == "truncate"
     context = endpoint.context
+    given = template_messages(messages)
     ids = endpoint.text.chat(
-        messages, template=template, variables=variables, limit=None if truncate else context, context=context
+        given, template=template, variables=variables, limit=None if truncate else context, context=context
     )
     if isinstance(ids, int):
         raise too_long(path, f"more than {context}", endpoint)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..confined import MAX_TEMPLATE, POOL, Ended, Exceeded, NoProcess, Share, render_limits
 from ..errors import Overloaded, PackagingError, RequestError
-from .template_reads import TemplateReads
 
 
 class Renderer:
@@ -58,6 +57,19 @@ class Renderer:
             "render", limits, source=source, share=self._share, messages=given, variables=named, output=limits.output
         )
         return text
+
+
+class TemplateReads:
+    """What a chat template reads of a request: whether ``tool_calls``, and ``variables``, the names that ``source``
+    takes from outside; None where they cannot be told.
+
+    Raises what ``confined.Pool.run`` does.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.tool_calls = "tool_calls" in source
+        found = POOL.run("reads", render_limits(len(source), None), source=source)
+        self.variables: frozenset[str] | None = None if found is None else frozenset(found)
 
 
 def read_template(name: str, source: str) -> TemplateReads:

@@ -20,8 +20,7 @@ from ..confined import Refused
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
-from .rendering import Renderer, read_template
-from .template_reads import TemplateReads
+from .rendering import Renderer, TemplateReads, read_template
 from .tokenizer_check import check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS, REFUSED_FIELDS
 from mlflow_llm.serving.dialects.tables import DATABRICKS, MLFLOW, OPENAI
 from mlflow_llm.serving.errors import InvalidField, ServingError
-from mlflow_llm.serving.request import RawChat, RawCompletion, RawEmbedding
+from mlflow_llm.serving.request import Message, RawChat, RawCompletion, RawEmbedding, TextPart, ToolCall
 
 HI = [{"role": "user", "content": "hi"}]
 ALL = sorted(DIALECTS)
@@ -252,8 +252,8 @@ def test_bad_messages(messages, where):
     assert _refused({"messages": messages}).param == where
 
 
-def test_messages_are_read_for_templates():
-    """Text parts are joined, developer is system, a reply's empty keys are dropped, arguments become an object."""
+def test_messages_are_read_as_they_were_parted():
+    """Text parts stay apart, developer is system, a reply's empty keys are dropped, arguments become an object."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     raw = DIALECTS["openai"].read(
         {
@@ -269,10 +269,21 @@ def test_messages_are_read_for_templates():
             ]
         }
     )
-    assert raw.messages[0] == {"role": "system", "content": "be kind"}
-    assert raw.messages[1] == {"role": "user", "content": "ab", "name": "Jo"}
-    assert raw.messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-    assert raw.messages[3]["tool_call_id"] == "c1"
+    assert raw.messages == (
+        Message(role="system", content="be kind"),
+        Message(role="user", content=(TextPart("a"), TextPart("b")), name="Jo"),
+        Message(role="assistant", tool_calls=(ToolCall(id="c1", name="f", arguments={"a": 1}),)),
+        Message(role="tool", content="1", tool_call_id="c1"),
+    )
+
+
+def test_a_part_of_another_kind_is_refused_by_its_place():
+    """An image is named by the path of its part, not taken for a text or left out."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    content = [{"type": "text", "text": "what is this"}, image]
+    with pytest.raises(InvalidField, match='expected "text": this model reads text only') as caught:
+        DIALECTS["openai"].read({"messages": [{"role": "user", "content": content}]})
+    assert caught.value.param == "messages[0].content[1].type"
 
 
 def test_field_names_are_complete():

@@ -8,8 +8,10 @@ import pytest
 from mlflow_llm.serving.dialects import DIALECTS, FIELDS
 from mlflow_llm.serving.dialects.defaults import defaults_of
 from mlflow_llm.serving.errors import ContextTooLong, InvalidField, NotFound, RequestError
+from mlflow_llm.serving.request import Message, TextPart, ToolCall
+from mlflow_llm.serving.tasks.conversation import check_turns, template_messages
 from mlflow_llm.serving.tasks.prepare import NO_LIMITS, Limits, prepare
-from mlflow_llm.serving.tasks.template_reads import TemplateReads
+from mlflow_llm.serving.tasks.rendering import TemplateReads
 
 HI = [{"role": "user", "content": "hello world"}]
 
@@ -206,15 +208,29 @@ def test_strict_turns(endpoint_of, messages, where):
         _valid(endpoint_of(strict_turns=True), messages=messages)
 
 
+def test_parts_of_a_message(endpoint):
+    """Text parts come to the template joined as they stand, and are one prompt with the same text in one string."""
+    parts = [{"type": "text", "text": part} for part in ("hello", " wor", "ld")]
+    parted = _valid(endpoint, messages=[{"role": "user", "content": parts}], seed=1)
+    assert parted.sequences == _valid(endpoint, messages=HI, seed=1).sequences
+    call = ToolCall(id="c", name="f", arguments={"a": 1})
+    message = Message(role="assistant", content=(TextPart("a"), TextPart("b")), name="Jo", tool_calls=(call,))
+    assert list(template_messages([message])[0].items()) == [
+        ("role", "assistant"),
+        ("content", "ab"),
+        ("name", "Jo"),
+        ("tool_calls", [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]),
+    ]
+
+
 def test_strict_turns_with_tools(endpoint_of):
     """Tool messages follow the assistant's calls with the ids of those calls, each answered once."""
-    from mlflow_llm.serving.tasks.prompts import check_turns
-
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}, {"id": "b"}]}
-    answers = [{"role": "tool", "content": "1", "tool_call_id": i} for i in "ab"]
-    check_turns((*HI, call, *answers))
-    check_turns((*HI, call, *answers, {"role": "assistant", "content": "x"}, *HI))
-    for wrong in ((*HI, call), (*HI, call, answers[0]), (*HI, call, answers[0], answers[0])):
+    hi = Message(role="user", content="hello world")
+    call = Message(role="assistant", tool_calls=tuple(ToolCall(id=i, name="f", arguments={}) for i in "ab"))
+    answers = [Message(role="tool", content="1", tool_call_id=i) for i in "ab"]
+    check_turns((hi, call, *answers))
+    check_turns((hi, call, *answers, Message(role="assistant", content="x"), hi))
+    for wrong in ((hi, call), (hi, call, answers[0]), (hi, call, answers[0], answers[0])):
         with pytest.raises(InvalidField):
             check_turns(wrong)
 

@@ -1,0 +1,120 @@
+"""A chat between decoding and its template: which turns are taken, and the form that templates read.
+
+What a template does not read would be ignored, and is refused instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InvalidField
+from ..request import Message, Part, ToolCall
+from .rendering import TemplateReads
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates read them (transformers' form). Text parts are joined with nothing between them."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        found["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+def _text(content: str | tuple[Part, ...]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def with_system(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
+    """``messages`` behind the endpoint's own system prompt, where they bring none."""
+    if not prompt or messages[0].role == "system":
+        return messages
+    return (Message(role="system", content=prompt), *messages)
+
+
+def check_turns(messages: tuple[Message, ...]) -> None:
+    """One system message at most and first; then user and assistant in turn, ending in user.
+
+    An assistant message with tool calls is followed by the tool messages that answer them, and by the assistant again.
+    """
+    turns = messages[1:] if messages[0].role == "system" else messages
+    start = len(messages) - len(turns)
+    expected: tuple[str, ...] = ("user",)
+    open_calls: set[str] = set()
+    for i, message in enumerate(turns, start):
+        role = message.role
+        if role not in expected:
+            raise InvalidField(f"messages[{i}].role", role, " or ".join(expected) + " at this place")
+        if role == "tool":
+            if message.tool_call_id not in open_calls:
+                raise InvalidField(f"messages[{i}].tool_call_id", message.tool_call_id, "the id of an open tool call")
+            open_calls.discard(message.tool_call_id)
+            expected = ("tool",) if open_calls else ("assistant", "user")
+        elif message.tool_calls:
+            open_calls = {call.id for call in message.tool_calls}
+            expected = ("tool",)
+        else:
+            expected = ("user",) if role == "assistant" else ("assistant",)
+    if not turns or turns[-1].role not in ("user", "tool") or open_calls:
+        last = messages[-1].role
+        raise InvalidField(f"messages[{len(messages) - 1}].role", last, "user: the last message is the user's")
+
+
+def check_tool_calls(messages: tuple[Message, ...], reads: TemplateReads) -> None:
+    """Raises ``InvalidField`` for calls that the template would leave out: the model would see an empty turn."""
+    for i, message in enumerate(messages):
+        if message.tool_calls and not reads.tool_calls:
+            allowed = "none: the chat template of this model leaves tool calls out"
+            calls = [_template_call(call) for call in message.tool_calls]
+            raise InvalidField(f"messages[{i}].tool_calls", calls, allowed)
+
+
+# What belongs to rendering itself and not to a template; a template's own variables have other names.
+RESERVED = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "self",
+    )
+)
+
+
+def template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> dict[str, Any]:
+    """``chat_template_kwargs``. Raises ``InvalidField`` for what is no variable of the template."""
+    for name, value in (given or {}).items():
+        if not name.isidentifier() or name in RESERVED:
+            raise InvalidField(f"chat_template_kwargs.{name[:64]}", value, "variables of the template, by their names")
+        if reads.variables is not None and name not in reads.variables:
+            names = ", ".join(sorted(reads.variables - RESERVED)) or "none"
+            raise InvalidField(
+                f"chat_template_kwargs.{name[:64]}", value, f"variables that this template reads: {names}"
+            )
+    return given or {}
