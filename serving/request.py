@@ -176,6 +176,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
     for embeddings. ``index_by_prompt`` is the endpoint's profile's.
+    ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
     """
 
     request_id: str

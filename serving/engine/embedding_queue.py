@@ -52,14 +52,14 @@ class EmbeddingQueue:
         outcomes: list[tuple[str, Outcome]] = []
         try:
             vectors = self._embed(batch)
-            outcomes = [(r.request_id, self._told(r, i, v)) for (r, i), v in zip(batch, vectors, strict=True)]
+            outcomes = [(r.request_id, _embedded(i, v)) for (r, i), v in zip(batch, vectors, strict=True)]
         except Exception as error:
             if len(batch) == 1:
                 return [(batch[0][0].request_id, error)]
             for request, index in batch:
                 try:
                     vector = self._embed([(request, index)])[0]
-                    outcomes.append((request.request_id, self._told(request, index, vector)))
+                    outcomes.append((request.request_id, _embedded(index, vector)))
                 except Exception as own:
                     outcomes.append((request.request_id, own))
         for request_id, outcome in outcomes:
@@ -92,9 +92,7 @@ class EmbeddingQueue:
     def _embed(self, batch: list[tuple[ValidRequest, int]]) -> Any:
         return self._embedder.embed([request.sequences[i].prompt_token_ids for request, i in batch])
 
-    def _told(self, request: ValidRequest, index: int, vector: Any) -> Embedded:
-        vector = np.asarray(vector, dtype="<f4")
-        if request.dimensions is not None and request.dimensions < len(vector):
-            vector = vector[: request.dimensions]
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-        return Embedded(index, vector.astype("<f4").tobytes())
+
+def _embedded(index: int, vector: Any) -> Embedded:
+    """The whole vector; ``tasks.embed`` cuts it to a request's ``dimensions``."""
+    return Embedded(index, np.asarray(vector, dtype="<f4").tobytes())

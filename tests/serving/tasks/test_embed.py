@@ -28,10 +28,21 @@ def test_vectors_in_input_order(endpoint):
 
 def test_dimensions_cut_and_renormalise(endpoint):
     """dimensions keeps the first values at length one."""
-    vector = np.full(16, 0.25, dtype="<f4")
-    request = _ask(endpoint, input="dog", dimensions=4)
-    reply = gather(embed.run(ScriptedEngine([Embedded(0, vector.tobytes())]), request))
-    assert np.frombuffer(reply.vectors[0], "<f4").tolist() == pytest.approx([0.5] * 4)
+    vector = np.random.default_rng(0).normal(size=16).astype("<f4")
+    for dimensions in (1, 4, 16):
+        request = _ask(endpoint, input="dog", dimensions=dimensions)
+        reply = gather(embed.run(ScriptedEngine([Embedded(0, vector.tobytes())]), request))
+        kept = vector[:dimensions].astype(np.float64)
+        assert reply.vectors[0] == (kept / np.linalg.norm(kept)).astype("<f4").tobytes()
+
+
+def test_vectors_without_dimensions(endpoint):
+    """Are the engine's own, bit for bit; one of zeros stays one when it is cut."""
+    vector = np.arange(16, dtype="<f4").tobytes()
+    whole = gather(embed.run(ScriptedEngine([Embedded(0, vector)]), _ask(endpoint, input="dog")))
+    assert whole.vectors == (vector,)
+    cut = gather(embed.run(ScriptedEngine([Embedded(0, bytes(64))]), _ask(endpoint, input="dog", dimensions=3)))
+    assert cut.vectors == (bytes(12),)
 
 
 def test_instruction_is_prefixed(endpoint, text):
