@@ -15,6 +15,7 @@ from ..control.settings import DATABASE_VARIABLE
 from ..http.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from ..metering.accounts import Accounts
 from ..metering.audit import here
+from ..metering.store import Store
 from .connecting import tls_options
 from .http import URL_VARIABLE, Client
 from .secret import key_options
@@ -93,28 +94,32 @@ def _with(path: str, query: Query) -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
 
+def place_options(command: Any) -> Any:
+    """``--database``, or ``--url`` with a key, ``--ca`` and ``--cert``; the command gets the first two and ``key``."""
+    stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [this or --url]")
+    served = click.option("--url", envvar=URL_VARIABLE, help=f"A server, in place of its database ({URL_VARIABLE}).")
+    return stored(served(key_options(tls_options(command))))
+
+
 def books(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--database``, or ``--url`` with a key, ``--ca`` and ``--cert``: the command gets ``books``. ``make``: a
-    database that is not there is made. What the command line says wins over the environment, where a database wins over
-    a server."""
+    """``place_options``: the command gets ``books``. ``make``: a database that is not there is made."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def with_books(*arguments: Any, database: str | None, url: str | None, key: str | None, **options: Any) -> Any:
-            with _opened(database, url, key, make=make) as found:
-                return command(*arguments, books=found, **options)
+            with place(database, url, key, make=make) as found:
+                books = Accounts(found, by=here("command")) if isinstance(found, Store) else RemoteAccounts(found)
+                return command(*arguments, books=books, **options)
 
-        stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [this or --url]")
-        served = click.option(
-            "--url", envvar=URL_VARIABLE, help=f"A server, in place of its database ({URL_VARIABLE})."
-        )
-        return stored(served(key_options(tls_options(with_books))))
+        return place_options(with_books)
 
     return decorate
 
 
 @contextlib.contextmanager
-def _opened(database: str | None, url: str | None, key: str | None, *, make: bool) -> Iterator[Books]:
+def place(database: str | None, url: str | None, key: str | None, *, make: bool = False) -> Iterator[Store | Client]:
+    """The store, or the server. What the command line says wins over the environment, where a database wins over a
+    server. Raises ``UsageError``."""
     context = click.get_current_context()
     said = {n for n in ("database", "url") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
     if len(said) > 1:
@@ -123,12 +128,12 @@ def _opened(database: str | None, url: str | None, key: str | None, *, make: boo
         client = Client(url, key, timeout=30)
         try:
             with client.understood():
-                yield RemoteAccounts(client)
+                yield client
         finally:
             client.close()
     elif database is not None:
         with opened(database, make=make) as store:
-            yield Accounts(store, by=here("command"))
+            yield store
     else:
         raise click.UsageError("name a store with --database, or a server with --url")
 

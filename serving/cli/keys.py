@@ -9,7 +9,7 @@ import click
 
 from ..metering.keys import OVERLAP, SCOPES
 from ..metering.time_formats import format_utc
-from .accounts import Books, books
+from .accounts import Books, books, note
 from .limits import LIMIT, limits_of
 from .store import table
 
@@ -46,6 +46,7 @@ def create(books: Books, limits: tuple[str, ...], **fields: Any) -> None:
     """
     told = books.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
     _show_secret(told)
+    note(told)
 
 
 @keys.command("list")
@@ -77,6 +78,7 @@ def update(books: Books, key_id: str, **fields: Any) -> None:
         raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint")
     told = books.update_key(key_id, given)
     click.echo(table(HEADS, [_row(told["key"])], right=0))
+    note(told)
 
 
 @keys.command()

@@ -6,21 +6,24 @@ import json
 
 import click
 
-from ..control.settings import DATABASE_VARIABLE, ServerSettings, ledger_dir
+from ..control.settings import ServerSettings, ledger_dir
 from ..metering.money import money, units
 from ..metering.offline_settlement import WATCH_SECONDS, settle_ended
 from ..metering.retention import fold
-from ..metering.usage import Usage, UsageFilter, UsageSum
+from ..metering.store import Store
+from ..metering.usage import Usage, UsageFilter, UsageSource, UsageSum
 from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
-from .store import DATABASE, database, opened, table
+from .accounts import place, place_options
+from .remote_usage import RemoteUsage
+from .store import database, opened, table
 
 COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 TITLES = ("requests", "prompt", "cached", "completion", "cost")
 
 
 @click.group(invoke_without_command=True)
-@click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [required]")
+@place_options
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--tenant", help="Only this tenant's.")
@@ -32,19 +35,27 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 @click.option("--parquet", type=click.Path(dir_okay=False), help="Write every request to this file.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Write a picture by day, tenant and model to this file.")
 @click.pass_context
-def usage(context: click.Context, /, database: str | None, by: str, as_json: bool, **asked: str | None) -> None:
+def usage(
+    context: click.Context,
+    /,
+    database: str | None,
+    url: str | None,
+    key: str | None,
+    by: str,
+    as_json: bool,
+    **asked: str | None,
+) -> None:
     """Print the bill.
 
-    Requests, tokens and cost by day, tenant and model, or by what --by says.
+    Requests, tokens and cost by day, tenant and model, or by what --by says. Of a store (--database), or by a server
+    (--url) what the key may see: all with the scope "manage", its tenant's with "usage", else its own.
     """
     if context.invoked_subcommand is not None:
         context.default_map = {name: {"database": database} for name in ("fold", "settle")} if database else None
         return
-    if database is None:  # required here alone: "usage fold --help" needs none
-        raise click.UsageError("Missing option '--database'.")
     what, groups = filter_of(asked), groups_of(by)
-    with opened(database) as store:
-        source = Usage(store)
+    with place(database, url, key) as found:
+        source: UsageSource = Usage(found) if isinstance(found, Store) else RemoteUsage(found)
         _write_files(source, what, asked)
         sums, reserved = source.sums(what, groups), source.provisioned_cost(what)
         currency = source.currency()
@@ -67,7 +78,7 @@ def bill(groups: tuple[str, ...], sums: tuple[UsageSum, ...], currency: str = ""
     return table((*groups, *titles), [*rows, (*named, *totals, units(sum(total.cost for total in sums)))], right=5)
 
 
-def _write_files(source: Usage, what: UsageFilter, asked: dict[str, str | None]) -> None:
+def _write_files(source: UsageSource, what: UsageFilter, asked: dict[str, str | None]) -> None:
     csv_file, parquet, plot = asked["csv_file"], asked["parquet"], asked["plot"]
     try:
         if csv_file is not None:

@@ -54,6 +54,7 @@ class Accounts:
 
     def create_key(self, body: Body) -> dict[str, Any]:
         given = NEW_KEY(body, "")
+        notes = self._check_endpoints(given)  # before: a store that fails now loses no secret
         secret, key = self._keys.create(
             given["tenant"],
             name=given.get("name", ""),
@@ -63,7 +64,7 @@ class Accounts:
             limits=[(kind, _value(kind, value)) for kind, value in given.get("limits", {}).items()],
             by=self._by,
         )
-        return {"secret": secret, "key": self._key(key)}
+        return {"secret": secret, "key": self._key(key), "notes": notes}
 
     def list_keys(self, query: Query) -> dict[str, Any]:
         asked = _known(query, KEYS_QUERY)
@@ -73,7 +74,9 @@ class Accounts:
         return {"key": self._key(self._keys.get(key))}
 
     def update_key(self, key: str, body: Body) -> dict[str, Any]:
-        return {"key": self._key(self._keys.update(key, **KEY_CHANGES(body, ""), by=self._by))}
+        given = KEY_CHANGES(body, "")
+        notes = self._check_endpoints(given)
+        return {"key": self._key(self._keys.update(key, **given, by=self._by)), "notes": notes}
 
     def rotate_key(self, key: str, body: Body) -> dict[str, Any]:
         given = ROTATION(body, "")
@@ -84,6 +87,18 @@ class Accounts:
 
     def revoke_key(self, key: str) -> dict[str, Any]:
         return {"key": self._key(self._keys.revoke(key, by=self._by))}
+
+    def _check_endpoints(self, given: Mapping[str, Any]) -> list[str]:
+        """A typing error would be a key that may use nothing. See ``set_limits``."""
+        asked = dict.fromkeys(entry.partition(":")[0] for entry in _endpoints(given) or ())
+        names = sa.select(endpoints.c.name).order_by(endpoints.c.name)
+        there = self._store.read(lambda connection: connection.execute(names).scalars().all()) if asked else ()
+        listed = ", ".join(there) or "nothing"
+        return [
+            f"there is no endpoint {name!r} yet; the key may use it once there is; served is {listed}"
+            for name in asked
+            if name not in there
+        ]
 
     def _key(self, key: ApiKey) -> dict[str, Any]:
         told: dict[str, Any] = msgspec.to_builtins(key)

@@ -6,7 +6,7 @@ import base64
 import binascii
 import datetime
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import sqlalchemy as sa
@@ -95,6 +95,18 @@ class UsageSum(Struct, frozen=True, kw_only=True):
         """Its group by name, its counts, and its cost as decimal text."""
         told: dict[str, Any] = msgspec.structs.asdict(self)
         return dict(zip(by, told.pop("group"), strict=True)) | told | {"cost": units(self.cost)}
+
+
+class UsageSource(Protocol):
+    """What bills, files and plots are made from: a ledger, or a server that has one."""
+
+    def currency(self) -> str: ...
+
+    def rows(self, what: UsageFilter) -> Iterator[UsageRow]: ...
+
+    def sums(self, what: UsageFilter, by: tuple[GroupBy, ...]) -> tuple[UsageSum, ...]: ...
+
+    def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]: ...
 
 
 _Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]

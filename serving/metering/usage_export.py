@@ -9,14 +9,14 @@ from decimal import Decimal
 from typing import IO
 
 from .money import units
-from .usage import MONEY, Usage, UsageFilter, UsageRow
+from .usage import MONEY, UsageFilter, UsageRow, UsageSource
 
 FIELDS = (*UsageRow.__struct_fields__, "currency")
 _BATCH = 2000
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def csv_lines(usage: Usage, what: UsageFilter) -> Iterator[str]:
+def csv_lines(usage: UsageSource, what: UsageFilter) -> Iterator[str]:
     """A header and a line a request. A text that a spreadsheet would run as a formula gets a leading apostrophe."""
     line = _Line()
     writer = csv.writer(line)
@@ -42,7 +42,7 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-def write_parquet(usage: Usage, what: UsageFilter, target: str | IO[bytes]) -> int:
+def write_parquet(usage: UsageSource, what: UsageFilter, target: str | IO[bytes]) -> int:
     """Rows written. Token counts are int64, money exact decimals, ``started_ms`` and ``ended_ms`` UTC timestamps."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .money import MILLION
-from .usage import GroupBy, Usage, UsageFilter, UsageSum
+from .usage import GroupBy, UsageFilter, UsageSource, UsageSum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ MOST_SHOWN = 9  # groups with a colour of their own; the rest are one
 OTHERS = "others"
 
 
-def plot_usage(usage: Usage, what: UsageFilter, path: str) -> None:
+def plot_usage(usage: UsageSource, what: UsageFilter, path: str) -> None:
     """Write tokens a day by kind, cost a day by tenant and by model, to ``path`` (its ending chooses PNG, SVG or PDF).
 
     Raises ``ModuleNotFoundError`` naming the extra where matplotlib is missing.
@@ -53,7 +53,7 @@ def _stacked(axes: Axes, days: Sequence[str], stacks: Stacks, unit: int = 1) -> 
     axes.tick_params(axis="x", rotation=45)
 
 
-def tokens_by_kind(usage: Usage, what: UsageFilter) -> tuple[list[str], dict[str, list[int]]]:
+def tokens_by_kind(usage: UsageSource, what: UsageFilter) -> tuple[list[str], dict[str, list[int]]]:
     """(days in order, tokens of each day by kind): prompt tokens that were computed, those that were cached,
     completion. Their sum is what was used: ``prompt_tokens`` of the ledger has the cached ones in it."""
     sums = sorted(usage.sums(what, by=("day",)), key=lambda total: total.group)
@@ -65,7 +65,7 @@ def tokens_by_kind(usage: Usage, what: UsageFilter) -> tuple[list[str], dict[str
     return [total.group[0] for total in sums], kinds
 
 
-def cost_by_day(usage: Usage, what: UsageFilter, by: GroupBy) -> tuple[list[str], dict[str, list[int]]]:
+def cost_by_day(usage: UsageSource, what: UsageFilter, by: GroupBy) -> tuple[list[str], dict[str, list[int]]]:
     """(days in order, micro-units of each day by group), the most expensive first and small ones as one."""
     sums = usage.sums(what, by=("day", by))
     days = sorted({total.group[0] for total in sums})

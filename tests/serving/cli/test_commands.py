@@ -420,7 +420,7 @@ def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
     without = CliRunner(env={"MLFLOW_LLM_DATABASE": None})
     assert without.invoke(cli, ["usage", "fold", "--help"]).exit_code == 0
     assert "Missing option '--database'" in without.invoke(cli, ["usage", "fold", "40"]).stderr
-    assert "Missing option '--database'" in without.invoke(cli, ["usage"]).stderr
+    assert "name a store with --database, or a server with --url" in without.invoke(cli, ["usage"]).stderr
 
 
 def test_the_commands_of_a_conversation(command: Command, observed: Running) -> None:
