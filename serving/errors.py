@@ -10,11 +10,16 @@
     │   ├── PermissionDenied     403
     │   ├── NotFound             404  endpoint, model, adapter or route
     │   ├── MethodNotAllowed     405
+    │   ├── RequestTimeout       408  head or body arrives too slowly (Slowloris)
     │   ├── AlreadyExists        409
     │   ├── Conflict             409  legal in another state (an update while one runs)
     │   ├── PayloadTooLarge      413
+    │   ├── UriTooLong           414
+    │   ├── UnsupportedMediaType 415  a Content-Type that the route does not take
+    │   ├── ExpectationFailed    417
     │   ├── PoisonRequest        422  one engine after the other died on it
-    │   └── LimitExceeded        429  a rate, token or money limit; says which and until when
+    │   ├── LimitExceeded        429  a rate, token or money limit; says which and until when
+    │   └── HeadersTooLarge      431
     ├── Unavailable              503  try again after ``retry_after`` seconds
     │   ├── Overloaded           503  the queue is full
     │   ├── ShuttingDown         503  draining
@@ -25,8 +30,9 @@
     PackagingError               raised when a model is logged, saved or loaded (never over the wire)
     └── ModelNotFound            nothing is there under that name; says where it was looked for, and what is near
 
-A class carries its ``kind`` and HTTP ``status``; dialects render them (``dialects/base.py``) and a test
-walks this tree and fails where a dialect has no rendering. Messages are short and never repeat a prompt.
+A class carries its ``kind`` and HTTP ``status``, which no other code names; dialects render them (``dialects/base.py``)
+and tests walk this tree: it is the one above, and each dialect has a rendering. Those that HTTP alone tells apart (408,
+414, 415, 417, 431) are of the kind ``bad_request``. Messages are short and never repeat a prompt.
 """
 
 from __future__ import annotations
@@ -157,6 +163,10 @@ class MethodNotAllowed(RequestError):
     status = 405
 
 
+class RequestTimeout(RequestError):
+    status = 408
+
+
 class AlreadyExists(RequestError):
     kind = "already_exists"
     status = 409
@@ -170,6 +180,18 @@ class Conflict(RequestError):
 class PayloadTooLarge(RequestError):
     kind = "payload_too_large"
     status = 413
+
+
+class UriTooLong(RequestError):
+    status = 414
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+
+
+class ExpectationFailed(RequestError):
+    status = 417
 
 
 class PoisonRequest(RequestError):
@@ -198,6 +220,10 @@ class LimitExceeded(RequestError):
         self.limit = limit
         self.allowed = allowed
         self.remaining = remaining
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
 
 
 class Unavailable(ServingError):

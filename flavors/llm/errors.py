@@ -73,6 +73,10 @@ class MethodNotAllowed(errors.MethodNotAllowed, RequestError):
     pass
 
 
+class RequestTimeout(errors.RequestTimeout, RequestError):
+    pass
+
+
 class AlreadyExists(errors.AlreadyExists, RequestError):
     pass
 
@@ -85,11 +89,27 @@ class PayloadTooLarge(errors.PayloadTooLarge, RequestError):
     pass
 
 
+class UriTooLong(errors.UriTooLong, RequestError):
+    pass
+
+
+class UnsupportedMediaType(errors.UnsupportedMediaType, RequestError):
+    pass
+
+
+class ExpectationFailed(errors.ExpectationFailed, RequestError):
+    pass
+
+
 class PoisonRequest(errors.PoisonRequest, RequestError):
     pass
 
 
 class LimitExceeded(errors.LimitExceeded, RequestError):
+    pass
+
+
+class HeadersTooLarge(errors.HeadersTooLarge, RequestError):
     pass
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from flask import Flask, Response, request
+from werkzeug import exceptions as werkzeug
 from werkzeug.exceptions import HTTPException
 
 from .. import logs
@@ -36,9 +37,9 @@ from .answer import Answer, error_answer
 from .bodies import is_large, read_body
 from .csrf import check_content_type, check_site
 from .engine_logs import ANSWERS as ENGINE_LOGS
-from .gunicorn.keep_alive import address_in, came_to_probes, settle
 from .in_flight import ClientGone, RunningRequests
 from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
+from .keep_alive import address_in, came_to_probes, settle
 from .management import ANSWERS as MANAGEMENT
 from .management import Asked
 from .memory_budget import Intake
@@ -47,7 +48,6 @@ from .pages import PAGES
 from .refusal_limit import RefusalLimit
 from .routes import ROUTES, Route, one_slash
 
-REFUSALS = frozenset(range(400, 499))  # of these a caller has so many a minute; 499 is one that went away
 TELLS_MORE = ("health", "ready", "metrics")  # of what is open: to who shows a key
 PROBES = ("ping", "health", "ready", "metrics")
 ANSWERS = {**MANAGEMENT, **ACCOUNTS, **ENGINE_LOGS, "usage": usage.answer}
@@ -140,7 +140,11 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
             return _managed(server, route, exchange, caller, name, parts)
         return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
     except ServingError as error:
-        if blamed and error.status in REFUSALS and not (isinstance(error, LimitExceeded) and error.limit == "refusals"):
+        if (
+            blamed
+            and isinstance(error, RequestError)
+            and not (isinstance(error, LimitExceeded) and error.limit == "refusals")
+        ):
             server.refusals.refused(exchange.key or _address())
         exchange.finish(error.status, error.logged)
         return error_answer(dialect, error)
@@ -271,13 +275,13 @@ def _unrouted(error: HTTPException) -> Response:
 
 
 def _refusal(error: HTTPException) -> ServingError:
-    if error.code == 404:
+    if isinstance(error, werkzeug.NotFound):
         return NotFound(f"no route {request.path[:100]}; /openapi.json lists them")
-    if error.code == 405:
+    if isinstance(error, werkzeug.MethodNotAllowed):
         return MethodNotAllowed(f"{request.method[:20]} is not allowed on {request.path[:100]}")
-    if error.code == 413:
+    if isinstance(error, werkzeug.RequestEntityTooLarge):
         return PayloadTooLarge("the body is larger than this server takes")
-    if error.code is not None and error.code < 500:
+    if error.code is not None and error.code < InternalError.status:
         return RequestError(f"{error.name}: the request could not be read")
     return InternalError("internal error")
 

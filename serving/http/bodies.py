@@ -11,12 +11,15 @@ from typing import Any
 import gevent
 from gunicorn.http.errors import ParseException
 
-from ..errors import PayloadTooLarge, RequestError
-from .gunicorn.request_smuggling import AmbiguousRequest
-from .gunicorn.slowloris import TooSlow
+from ..errors import PayloadTooLarge, RequestError, RequestTimeout
 from .memory_budget import Held
+from .request_smuggling import AmbiguousRequest
 
 PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
+
+
+class TooSlow(ParseException):
+    """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on behind one."""
 
 
 def is_large(environ: Mapping[str, Any], size: int) -> bool:
@@ -29,7 +32,7 @@ def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) 
     """The body of the request of ``environ``, of ``limit`` bytes at most; ``held`` counts them as they come.
 
     Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
-    or broken, or (status 408) arrives too slowly.
+    or broken, ``RequestTimeout`` for one that arrives too slowly.
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in ("", "identity"):
@@ -42,17 +45,11 @@ def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) 
             return _exactly(environ["wsgi.input"], length, held)
         return _all(environ["wsgi.input"], limit, held) if environ.get("wsgi.input_terminated") else b""
     except TooSlow as error:
-        raise _timed_out(str(error)) from None
+        raise RequestTimeout(str(error)) from None
     except AmbiguousRequest as error:
         raise RequestError(f"the body cannot be read: {error}") from None
     except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
-
-
-def _timed_out(message: str) -> RequestError:
-    error = RequestError(message)
-    error.status = 408  # type: ignore[misc]  # HTTP's own; a kind of its own would say no more in any dialect
-    return error
 
 
 def _length(environ: Mapping[str, Any], limit: int) -> int | None:

@@ -16,7 +16,7 @@ from werkzeug.http import parse_options_header
 
 from ..control.listen_settings import is_loopback
 from ..dialects.base import JSON
-from ..errors import PermissionDenied, RequestError
+from ..errors import PermissionDenied, UnsupportedMediaType
 
 ORIGIN = re.compile(r"https?://([^/?#@\s\\]+)", re.IGNORECASE)
 OWN_SITE = ("same-origin", "none")  # none: typed, or chosen by the user
@@ -64,7 +64,7 @@ def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
 
 
 def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSON,)) -> None:
-    """Raises ``RequestError`` (415) for a body that is not said to be of a type in ``taken``; JSON is in UTF-8.
+    """Raises ``UnsupportedMediaType`` for a body that is not said to be of a type in ``taken``; JSON is in UTF-8.
 
     No browser posts any of them to another site without asking that site first (CORS), so this is a guard against CSRF:
     the types that it does post so, text/plain and those of forms, belong in no ``taken``."""
@@ -77,20 +77,14 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
         charset = options.get("charset", "utf-8")
         if charset.lower() in ("utf-8", "utf8"):
             return
-        raise _unsupported(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
+        raise UnsupportedMediaType(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
     if kind in taken:
         return
     told = f"{given[:80]!r} is not taken" if given else "is missing"
-    raise _unsupported(f"Content-Type: {told}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')")
+    raise UnsupportedMediaType(f"Content-Type: {told}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')")
 
 
 def is_json(kind: str) -> bool:
     """Whether a media type in lower case is JSON's or one that is written in JSON."""
     subtype = kind.removeprefix("application/")
     return subtype != kind and (subtype == "json" or subtype.endswith("+json"))
-
-
-def _unsupported(message: str) -> RequestError:
-    error = RequestError(message)
-    error.status = 415  # type: ignore[misc]  # HTTP's own; a kind of its own would say no more in any dialect
-    return error

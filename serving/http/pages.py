@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from ..engine.interface import EngineInfo, Health
-from ..errors import NotFound, ShuttingDown, Unauthenticated
+from ..errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
 from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability import metrics
 from ..routing.endpoints import Endpoint
@@ -92,7 +92,7 @@ def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
     well = all(state["status"] == "ready" for state in told.values())
     seen = {name: _shown(state, caller) for name, state in told.items() if caller.may_see(name)}
     body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
-    return json_answer(body, status=200 if well else 503)
+    return json_answer(body, status=200 if well else Unavailable.status)
 
 
 def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:

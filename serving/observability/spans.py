@@ -9,6 +9,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from ..errors import RequestError
 from .tracing import SpanRecord
 
 SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING"}
@@ -31,7 +32,7 @@ def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any 
         attributes=attributes,
         events=first,
         kind=SpanKind.SERVER,
-        status=Status(StatusCode.OK) if record.status < 400 else Status(StatusCode.ERROR, record.error),
+        status=Status(StatusCode.OK) if record.status < RequestError.status else Status(StatusCode.ERROR, record.error),
         start_time=record.start_ns,
         end_time=record.end_ns,
     )
@@ -129,7 +130,7 @@ def trace_info(record: SpanRecord, experiment_id: str) -> Any:
         trace_location=TraceLocation.from_experiment_id(experiment_id),
         request_time=record.start_ns // 1_000_000,
         execution_duration=(record.end_ns - record.start_ns) // 1_000_000,
-        state=TraceState.OK if record.status < 400 else TraceState.ERROR,
+        state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
         client_request_id=record.request_id,
         request_preview=None if record.body is None else record.body.decode(errors="replace")[:1000],
         response_preview=None if record.replies is None else "\n".join(t for t, _ in record.replies)[:1000],

@@ -12,9 +12,10 @@ from gevent.pool import Group
 from gevent.server import StreamServer
 
 from ... import logs
+from ...errors import LimitExceeded
 from .accept_balancing import WorkerSlot
 from .connection_limits import ConnectionLimits, address_of
-from .keep_alive import linger
+from .lingering_close import linger
 from .slowloris import TimedConnection
 from .write_backpressure import limit_unsent
 
@@ -22,10 +23,12 @@ TURN = 0.002  # seconds until a worker looks again whether it is its turn
 FULL = 0.02  # seconds until it looks again for a place
 FAILED = 0.1  # seconds until it tries again to accept
 REFUSING = 64  # connections over the limits that are answered at the same time; others are closed
+REFUSAL = "too many connections from this address"
 REFUSED = (
-    b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\nContent-Type: text/plain\r\n"
-    b"X-Content-Type-Options: nosniff\r\nContent-Length: 38\r\n\r\ntoo many connections from this address"
-)
+    f"HTTP/1.1 {LimitExceeded.status} Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
+    "Content-Type: text/plain\r\nX-Content-Type-Options: nosniff\r\n"
+    f"Content-Length: {len(REFUSAL)}\r\n\r\n{REFUSAL}"
+).encode()
 
 
 class Acceptor(StreamServer):
@@ -88,7 +91,7 @@ class Acceptor(StreamServer):
             connection.close()
 
     def _refuse(self, client: Any, address: str) -> None:
-        logs.event("refused", level=30, address=address, status=429, error="too many connections from this address")
+        logs.event("refused", level=30, address=address, status=LimitExceeded.status, error=REFUSAL)
         if self._secure or len(self._refusing) >= REFUSING:
             client.close()
         else:

@@ -1,64 +1,69 @@
-"""Requests that are refused before there is a request: what the HTTP parser cannot read or will not take."""
+"""Answers to what is no request: what the HTTP parser cannot read, will not take, or gets too slowly."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 from typing import Any
 
-from gunicorn.http import Request
+from gunicorn.http import Request, RequestParser
 from gunicorn.http import errors as http
 
 from ... import logs
 from ...dialects import dialect_of
-from ...errors import RequestError
+from ...errors import ExpectationFailed, HeadersTooLarge, RequestError, RequestTimeout, UriTooLong
 from ...observability.access_record import REQUEST_ID, request_id_from
+from ..bodies import TooSlow
 from ..routes import one_slash
-from .slowloris import TooSlow
 
-REFUSED: tuple[tuple[type[Exception], int, str], ...] = (
-    (TooSlow, 408, "Request Timeout"),
-    (http.LimitRequestHeaders, 431, "Request Header Fields Too Large"),
-    (http.LimitRequestLine, 414, "URI Too Long"),
-    (http.ExpectationFailed, 417, "Expectation Failed"),
-    (http.ForbiddenProxyRequest, 403, "Forbidden"),
-    (http.ParseException, 400, "Bad Request"),
+REFUSED: tuple[tuple[type[Exception], type[RequestError], str], ...] = (
+    (TooSlow, RequestTimeout, "Request Timeout"),
+    (http.LimitRequestHeaders, HeadersTooLarge, "Request Header Fields Too Large"),
+    (http.LimitRequestLine, UriTooLong, "URI Too Long"),
+    (http.ExpectationFailed, ExpectationFailed, "Expectation Failed"),
+    (http.ParseException, RequestError, "Bad Request"),
 )
 
 
-def refuse(client: Any, error: BaseException, address: str = "") -> bool:
+class NotedRequest(Request):
+    """gunicorn's parser of a head, which its connection knows from the first byte: ``connection.request`` has what was
+    parsed when parsing fails."""
+
+    def __init__(self, cfg: Any, unreader: Any, peer_addr: Any, req_number: int = 1) -> None:
+        unreader.sock.request = self
+        super().__init__(cfg, unreader, peer_addr, req_number)
+
+
+def install() -> None:
+    """Parse by ``NotedRequest`` in this process; gunicorn has no setting for it."""
+    RequestParser.mesg_class = NotedRequest
+
+
+def refuse(client: Any, error: BaseException, address: str = "", request: Request | None = None) -> bool:
     """Answer on the socket ``client`` where ``error`` is the request's fault; whether it is.
 
-    In the dialect of the path and under the caller's id, as far as the parser came to know them.
+    In the dialect of the path and under the caller's id, as far as the parser came to know them: ``request``.
     """
-    for kind, status, reason in REFUSED:
-        if isinstance(error, kind):
-            path, request_id = _read(error)
-            told = RequestError(f"{reason}: {str(error)[:200]}")
-            answer = dialect_of(one_slash(path)).error(told)
-            head = f"HTTP/1.1 {status} {reason}\r\nConnection: close\r\nContent-Type: {answer.content_type}\r\n"
-            head += "X-Content-Type-Options: nosniff\r\n"
-            head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(answer.body)}\r\n\r\n"
-            with contextlib.suppress(OSError):
-                client.sendall(head.encode("ascii") + answer.body)
-            logs.event(
-                "refused",
-                level=logging.WARNING,
-                request_id=request_id,
-                address=address,
-                path=path or None,
-                status=status,
-                error=told.message,
-            )
-            return True
-    return False
-
-
-def _read(error: BaseException) -> tuple[str, str]:
-    """Path and id of the request that ``error`` ended. Only the frames that it went through still have that."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for found in (frame.f_locals.get("self"), frame.f_locals.get("request")):
-            if isinstance(found, Request):
-                return found.path or "", request_id_from(dict(found.headers).get(REQUEST_ID.upper()))
-    return "", request_id_from(None)
+    found = next(((cls, reason) for kind, cls, reason in REFUSED if isinstance(error, kind)), None)
+    if found is None:
+        return False
+    cls, reason = found
+    path = (request.path or "") if request is not None else ""
+    request_id = request_id_from(dict(request.headers).get(REQUEST_ID.upper()) if request is not None else None)
+    told = cls(f"{reason}: {str(error)[:200]}")
+    answer = dialect_of(one_slash(path)).error(told)
+    head = f"HTTP/1.1 {told.status} {reason}\r\nConnection: close\r\nContent-Type: {answer.content_type}\r\n"
+    head += "X-Content-Type-Options: nosniff\r\n"
+    head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(answer.body)}\r\n\r\n"
+    with contextlib.suppress(OSError):
+        client.sendall(head.encode("ascii") + answer.body)
+    logs.event(
+        "refused",
+        level=logging.WARNING,
+        request_id=request_id,
+        address=address,
+        path=path or None,
+        status=told.status,
+        error=told.message,
+    )
+    return True

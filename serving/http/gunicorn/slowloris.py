@@ -16,14 +16,12 @@ from typing import Any, Literal
 import gevent
 from gunicorn.http.errors import ParseException
 
+from ..bodies import TooSlow
+
 RATE = 2**10  # bytes that pay for a second: the slowest of honest uploads and downloads are faster
 STALLED = 1.0  # seconds behind ``RATE`` after which who takes an answer counts as waited for
 HANDSHAKE = b"\x16"  # TLS' content type, the first byte of its first record
 MOMENT = 0.001  # seconds: what is there already is taken, however late
-
-
-class TooSlow(ParseException):
-    """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on behind one."""
 
 
 class PlainHttp(ParseException):
@@ -58,6 +56,7 @@ class TimedConnection:
         self.plain = plain
         self.peer, self.address, self.probes = peer, address, probes
         self.is_secure = False
+        self.request: Any = None  # the one whose head came last, as far as it is parsed
         self._limit = io_timeout
         self._left = min(io_timeout, first_timeout or io_timeout)
         self._part: Literal["", "head", "body"] = ""

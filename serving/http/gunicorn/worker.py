@@ -19,9 +19,10 @@ from gunicorn.workers.ggevent import GeventWorker
 from ... import logs
 from ...errors import ShuttingDown
 from ...routing.load_shedding import DRAIN_RETRY_AFTER
-from . import request_smuggling
+from .. import request_smuggling
 from .accept_balancing import WorkerSlot
 from .connection_limits import ConnectionLimits
+from .lingering_close import linger
 from .slowloris import PlainHttp, TimedConnection
 from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
@@ -54,6 +55,9 @@ class DrainingWorker(GeventWorker):
         for ending in ENDINGS:
             signal.signal(ending, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+        from .parse_errors import install
+
+        install()
         super().init_process()
 
     def init_signals(self) -> None:
@@ -102,7 +106,7 @@ class DrainingWorker(GeventWorker):
         AsyncWorker.handle(self, listener, connection, connection.peer)
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
-        from .keep_alive import RequestBody, asks_to_close, linger
+        from ..keep_alive import RequestBody, asks_to_close
 
         request_smuggling.check(req)
         request_smuggling.strict(req)
@@ -123,10 +127,9 @@ class DrainingWorker(GeventWorker):
             self.answering -= 1
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
-        from .keep_alive import linger
         from .parse_errors import refuse
 
-        if refuse(client.plain, exc, addr[0] if addr else ""):
+        if refuse(client.plain, exc, addr[0] if addr else "", client.request):
             with client.leaving():
                 linger(client.plain)
         else:

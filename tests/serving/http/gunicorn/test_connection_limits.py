@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from mlflow_llm.serving.http.gunicorn.connection_limits import ConnectionLimits, address_of
-from mlflow_llm.serving.http.gunicorn.keep_alive import RequestBody, address_in
 from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
+from mlflow_llm.serving.http.keep_alive import RequestBody, address_in
 
 
 class Limited:

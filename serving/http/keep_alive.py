@@ -1,22 +1,28 @@
-"""Whether a connection takes another request: only where it is known where the last one ended.
+"""Keep-alive: a connection takes another request only where it is known where the last one ended.
 
-What follows a body that broke off, or was left unread, would be taken for a request: behind a proxy, another client's.
+What follows a body that broke off, or was left unread, would be taken for a request (request smuggling): after a proxy,
+another client's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-import gevent
 from gunicorn.http.body import ChunkedReader
 
-from .slowloris import TimedConnection
-
 CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and dropped rather than the connection
-LINGER = 5.0  # seconds
+
+
+class Connection(Protocol):
+    """What a request came over: ``address`` is whom it counts for, ``probes`` says that its listener is for probes."""
+
+    address: str
+    probes: bool
+
+    def expect_head(self) -> None: ...
+
+    def expect_body(self) -> None: ...
 
 
 class RequestBody:
@@ -25,7 +31,7 @@ class RequestBody:
     What arrives after its end is the next head's, whose deadline ``connection`` then keeps.
     """
 
-    def __init__(self, request: Any, connection: TimedConnection) -> None:
+    def __init__(self, request: Any, connection: Connection) -> None:
         self._request = request
         self.connection = connection
         self._stream = request.body
@@ -91,14 +97,3 @@ def address_in(environ: Mapping[str, Any]) -> str:
     """Whom the request of ``environ`` counts for where it shows no key: whom its connection does."""
     body = environ.get("wsgi.input")
     return body.connection.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""
-
-
-def linger(client: socket.socket) -> None:
-    """End the sending side and take what the client still sends, for a while.
-
-    Closing on unread bytes would reset the connection, and the client might never see its answer.
-    """
-    with contextlib.suppress(OSError), gevent.Timeout(LINGER, False):
-        client.shutdown(socket.SHUT_WR)
-        while client.recv(65536):
-            pass
