@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 
 POLL_INTERVAL = 0.02
+LOCK = "lock"  # in a directory whose creator holds it
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -70,10 +71,15 @@ def _same_file(fd: int, path: str) -> bool:
     return (ours.st_dev, ours.st_ino) == (theirs.st_dev, theirs.st_ino)
 
 
-def try_acquire(path: str) -> FileLock | None:
-    """The lock on ``path``, created if missing; None while another holds it. Raises OSError (no such directory)."""
+def try_acquire(path: str, *, create: bool = True) -> FileLock | None:
+    """The lock on ``path``; None while another holds it.
+
+    The file is created where it is missing, unless ``create`` is False. Raises ``OSError``: there is no such directory,
+    or no such file.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(path, flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -110,6 +116,39 @@ def acquire(
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(f"{path} is locked by another process")
         sleep(POLL_INTERVAL)
+
+
+def create_locked(path: str) -> FileLock:
+    """The lock on a new file, which gets its name only when it is locked: whoever finds it finds its holder alive.
+
+    Raises ``FileExistsError`` where another process is creating it, ``OSError``.
+    """
+    hidden = _hidden(path)
+    lock = try_acquire(hidden)
+    if lock is None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(hidden, path)
+    lock.path = path
+    return lock
+
+
+def create_locked_directory(path: str) -> FileLock:
+    """The lock on ``lock`` in a new directory, which gets its name only when that is locked: as ``create_locked``.
+
+    Missing parents are created; directories are their owner's alone (0700). Raises ``OSError``.
+    """
+    hidden = _hidden(path)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    # waited for: another process that asks whether it is held takes it for a moment
+    lock = acquire(os.path.join(hidden, LOCK), make_parent=lambda: os.mkdir(hidden, 0o700))
+    os.rename(hidden, path)
+    lock.path = os.path.join(path, LOCK)
+    return lock
+
+
+def _hidden(path: str) -> str:
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}")
 
 
 def is_held(path: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 CACHE_VARIABLE = "MLFLOW_LLM_CACHE"
 STATE_VARIABLE = "MLFLOW_LLM_STATE"
@@ -27,17 +29,42 @@ def xdg_dir(variable: str) -> Path | None:
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """``path`` has ``data``, for its owner alone: whole or not at all, for readers in other processes and whenever its
-    writer is killed. Not for two threads at once. Raises ``OSError``, with the old file as it was."""
-    draft = f"{os.fspath(path)}.{os.getpid()}.new"
+    """Write ``data`` to ``path``, readable by its owner alone: ``replacing`` in one call."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, suffix: str = "", mode: int = 0o600) -> Iterator[BinaryIO]:
+    """A file to write that becomes ``path`` at the end of the block, whole or not at all (write, then rename).
+
+    Readers in other processes see the old file or the new one, also where this process is killed. ``suffix`` names the
+    draft; the default has the process's id, so that several processes may write at once, but not two threads of one. A
+    draft that a killed process left is overwritten. Where the block raises, the old file stays and the draft goes.
+    Raises ``OSError``.
+    """
+    draft = f"{os.fspath(path)}{suffix or f'.{os.getpid()}.new'}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(draft)
     try:
-        with open(draft, "wb", opener=_private) as file:
-            file.write(data)
+        with open(draft, "xb", opener=_private) as file:
+            if mode != 0o600:
+                os.fchmod(file.fileno(), mode)
+            yield file
         os.replace(draft, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make renames in the directory ``path`` last through a power cut. Raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _private(path: str, flags: int) -> int:

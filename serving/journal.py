@@ -13,13 +13,13 @@ The engine writes before it sends: its count is never below what any client has.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
 
 from msgspec import Struct
 
+from .file_locks import LOCK, create_locked_directory, is_held
 from .progress import ProgressFile, read_progress
 
 FILE_BYTES = 1 << 20
@@ -47,11 +47,8 @@ class Journal:
     """The engine's side; one thread. Every method may raise ``OSError`` (a full disk)."""
 
     def __init__(self, root: Path, name: str) -> None:
-        hidden, self.directory = root / f".{name}", root / name
-        hidden.mkdir(parents=True, mode=0o700)
-        self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        hidden.rename(self.directory)  # whoever finds it finds it locked
+        self.directory = root / name
+        self._lock = create_locked_directory(str(self.directory))
         self._running = ProgressFile(self.directory / "running")
         self._serial = self._position = self._size = 0
         self._ended = self._next_file()
@@ -93,7 +90,7 @@ class Journal:
         """What still runs stays in its slots, as after a kill."""
         self._running.close()
         os.close(self._ended)
-        os.close(self._lock)
+        self._lock.release()
 
 
 class WrittenJournal:
@@ -104,17 +101,7 @@ class WrittenJournal:
 
     def is_final(self) -> bool:
         """The engine has ended: nothing will be written any more."""
-        try:
-            fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+        return not is_held(str(self.directory / LOCK))
 
     def ended(self, position: int, limit: int) -> tuple[list[Generated], int]:
         """At most ``limit`` requests behind ``position``, and the position behind them."""

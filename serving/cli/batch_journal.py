@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import RequestError
+from ..files import replacing, sync_directory
 
 
 class Written(NamedTuple):
@@ -41,7 +42,7 @@ class Journal:
         self._descriptor = _open(file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _sync_folder(file)
+            sync_directory(file.absolute().parent)
             self._size = self._read(frozenset(keys))
             os.ftruncate(self._descriptor, self._size)
         except BlockingIOError:
@@ -111,16 +112,13 @@ class Journal:
         entries = [self.done[key] for key in keys]
         if [entry.place for entry in entries] == _starts(entries) and sum(e.size for e in entries) == self._size:
             return
-        ordered = self._file.with_name(self._file.name + ".ordered")
-        ordered.unlink(missing_ok=True)
-        with open(_open(ordered, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as target:
-            os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(self._descriptor).st_mode))
+        mode = stat.S_IMODE(os.fstat(self._descriptor).st_mode)
+        with replacing(self._file, suffix=".ordered", mode=mode) as target:
             for entry in entries:
                 target.write(os.pread(self._descriptor, entry.size, entry.place))
             target.flush()
             os.fsync(target.fileno())
-        os.replace(ordered, self._file)
-        _sync_folder(self._file)
+        sync_directory(self._file.absolute().parent)
 
     @property
     def failed(self) -> int:
@@ -152,12 +150,3 @@ def _starts(entries: list[Written]) -> list[int]:
         starts.append(place)
         place += entry.size
     return starts
-
-
-def _sync_folder(file: Path) -> None:
-    """So that the file's name is on the disk."""
-    folder = os.open(file.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

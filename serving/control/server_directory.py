@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..file_locks import is_held, try_acquire
+from ..file_locks import create_locked, is_held
 from .plan import Board
 
 PREFIX = "mlflow-llm-server-"
@@ -25,10 +25,7 @@ def server_directory() -> Iterator[Path]:
     """A new one, removed at the end."""
     sweep()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-    hidden = str(directory / f".{LOCK}")
-    lock = try_acquire(hidden)
-    assert lock is not None, "nobody else knows of it yet"
-    os.rename(hidden, directory / LOCK)  # under its name only when it is held: a sweep never sees it free
+    lock = create_locked(str(directory / LOCK))  # a sweep never sees it free
     try:
         yield directory
     finally:

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ..progress import read_progress
 from .lease import Lease
-from .lease_owner import STALE_SECONDS, DeadOwner, dead_owners, is_local
+from .lease_owner import STALE_SECONDS, DeadOwner, is_local, remove_unfinished, take_over_dead
 from .settlement import Settlement, settle_in
 from .spool import drain_file, spooled
 from .staleness import StalenessDetector
@@ -69,7 +69,8 @@ class Recovery:
 
 def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector) -> int:
     """Settle what ended processes of this host left; rows settled."""
-    found = dead_owners(state_dir, unfinished)
+    remove_unfinished(state_dir, unfinished)
+    found = take_over_dead(state_dir)
     try:
         return sum(_recover_owner(store, owner, now_ms) for owner in found)
     finally:

@@ -6,13 +6,12 @@ this host comes first and however often one of them is killed.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections import Counter
 from pathlib import Path
 
 import sqlalchemy as sa
 
+from ..file_locks import try_acquire
 from ..journal import Generated, WrittenJournal
 from ..journal import journals as written_journals
 from .store import Store
@@ -39,16 +38,17 @@ def collect(store: Store, state_dir: Path) -> int:
 
 def _collect(store: Store, journal: WrittenJournal) -> int:
     try:
-        reader = os.open(journal.directory / "reader", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        reader = try_acquire(str(journal.directory / "reader"))
     except FileNotFoundError:
         return 0
+    if reader is None:  # another process reads it
+        return 0
     try:
-        fcntl.flock(reader, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _read(store, journal)
-    except (BlockingIOError, FileNotFoundError):  # another process reads it, or has just removed it
+    except FileNotFoundError:  # another process has just removed it
         return 0
     finally:
-        os.close(reader)
+        reader.release()
 
 
 def _read(store: Store, journal: WrittenJournal) -> int:

@@ -27,7 +27,7 @@ from .prices import Prices
 from .settlement import Settlement, settle_in
 from .staleness import StalenessDetector
 from .store import Store
-from .store_directory import ENGINES, state_of
+from .store_directory import ENGINES, open_directory
 from .tables import ledger
 from .windows import Amounts
 
@@ -69,7 +69,7 @@ class Ledger:
     ) -> None:
         self.store = store
         self.prices = Prices(store, clock=clock)
-        self.state_dir = state_of(store, Path(state_dir))
+        self.state_dir = open_directory(store, Path(state_dir))
         self._clock, self.monotonic = clock, monotonic
         self._steady = MonotonicClock(clock, monotonic)
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic)

@@ -13,7 +13,7 @@ from . import crash_recovery, engine_journals
 from .lease_owner import living_owners
 from .staleness import StalenessDetector
 from .store import Store
-from .store_directory import former, state_of
+from .store_directory import former, open_directory
 from .store_identity import identify
 
 WATCH_SECONDS = 10.0
@@ -40,7 +40,7 @@ def settle_ended(
     ``moved``: what is left of the store that this one was a copy of is this one's. Raises ``AlreadyExists`` where a
     process of that store lives. ``watching`` is told how many processes of other hosts are watched for a while.
     """
-    directory, count = state_of(store, root), 0
+    directory, count = open_directory(store, root), 0
     if moved and (left := former(root, identify(store))) is not None:
         if living_owners(left):
             raise AlreadyExists("the database that this one was copied from is in use: it was not moved")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..files import sync_directory
 from .settlement import Settlement
 
 _encode = msgspec.json.Encoder().encode
@@ -35,7 +36,7 @@ class Spool:
         with self._lock:
             if self._fd is None:
                 self._fd = os.open(self._path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-                _sync(self._directory)
+                sync_directory(self._directory)
             written = os.write(self._fd, line)
             if written != len(line):  # a disk that filled up inside the line: end the file, the rest is ignored
                 self._close()
@@ -96,11 +97,3 @@ def _read(path: Path) -> list[Settlement]:
 
 def _number(path: Path) -> int:
     return int(path.stem.removeprefix("spool-"))
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

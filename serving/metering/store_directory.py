@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from ..journal import WrittenJournal, journals
 from ..progress import read_progress
-from .lease_owner import DeadOwner, dead
+from .lease_owner import OWNERS, DeadOwner, take_over
 from .spool import spooled_ids
 from .store import Store
 from .store_identity import Identity, identify
@@ -27,12 +27,14 @@ from .tables import ledger, owners
 
 log = logging.getLogger(__name__)
 
-OWNERS = "owners"
 ENGINES = "engines"
 
 
-def state_of(store: Store, root: Path) -> Path:
-    """The directory of ``store`` under ``root``, with what an earlier release left of it in ``root`` itself."""
+def open_directory(store: Store, root: Path) -> Path:
+    """The directory of ``store`` under ``root``, created if missing.
+
+    It takes over the files that an earlier release left in ``root`` itself.
+    """
     found = identify(store)
     directory = root / found.store_id
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,7 +60,7 @@ def former(root: Path, found: Identity) -> Path | None:
 def _take_unnamed(store: Store, root: Path, directory: Path) -> None:
     """Earlier releases kept the files of all stores together: those that have ended and that this store knows."""
     for found in sorted((root / OWNERS).iterdir()) if (root / OWNERS).is_dir() else ():
-        owner = None if found.name.startswith(".") else dead(found)
+        owner = None if found.name.startswith(".") else take_over(found)
         if owner is not None:
             if _knows_owner(store, owner):
                 _move(found, directory / OWNERS)

@@ -10,7 +10,7 @@ import pytest
 
 from mlflow_llm.flavors.llm import model_cache
 from mlflow_llm.serving.engine import packed_cache_file
-from mlflow_llm.serving.files import cache_dir, replace_file
+from mlflow_llm.serving.files import cache_dir, replace_file, replacing
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,24 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         replace_file(tmp_path / "a", b"x")
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    """Whatever the block raises, and whatever draft a killed writer had left."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    (tmp_path / "a.draft").symlink_to(tmp_path / "elsewhere")
+
+    def interrupted() -> None:
+        with replacing(path, suffix=".draft") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (os.listdir(tmp_path), path.read_bytes()) == (["a"], b"old")
+    with replacing(path, suffix=".draft", mode=0o640) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert (os.listdir(tmp_path), path.read_bytes()) == (["a"], b"new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

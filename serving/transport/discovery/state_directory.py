@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Struct
 
 from ...errors import PackagingError, Unavailable
-from ...file_locks import FileLock, acquire, is_held, try_acquire
+from ...file_locks import FileLock, acquire, create_locked, is_held, try_acquire
 from ...files import replace_file, xdg_dir
 
 KEY_LENGTH = 16
@@ -139,14 +139,8 @@ class StateDirectory:
         return is_held(self.engine_lock_path)
 
     def register_client(self, client_id: str) -> FileLock:
-        """A held lock file for a client; it appears under its name only when it is locked already."""
-        hidden = os.path.join(self.clients_dir, f".{client_id}")
-        lock = try_acquire(hidden)
-        if lock is None:
-            raise RuntimeError(f"client id {client_id} is taken")
-        lock.path = os.path.join(self.clients_dir, client_id)
-        os.rename(hidden, lock.path)
-        return lock
+        """A held lock file for a client."""
+        return create_locked(os.path.join(self.clients_dir, client_id))
 
     def live_clients(self) -> set[str]:
         """Ids of the clients that live; files of dead ones are removed."""

@@ -16,4 +16,4 @@ def die(ledger: Ledger) -> None:
     assert ledger._owner is not None
     ledger._owner.spool.close()
     ledger._owner.progress.close()
-    ledger._owner.forget()
+    ledger._owner._lock.give_away()
