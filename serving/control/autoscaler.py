@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..endpoints.config import ServedEntity
+from ..endpoints.config import EntityConfig
 from ..engine.interface import Engine
 from ..errors import InvalidField
 from ..metering.monotonic_clock import MonotonicClock
@@ -18,7 +18,7 @@ from ..modes.billing import ReservedTime
 from ..modes.calibration import Capacity, calibrate
 from ..modes.provisioned import Measured, check_throughput, reserved_units
 from ..processors import processors
-from ..supervision.supervisor import EntityStatus
+from ..supervision.supervisor import EngineStatus
 from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings
 
@@ -29,12 +29,12 @@ SMOOTH_SECONDS = 5.0  # over which demand is averaged: engines tell their counte
 _Place = tuple[str, int, str]
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class DeployedEntity(Struct, frozen=True, kw_only=True):
     """A served entity in its place. ``key`` is its engine's name in the supervisor; endpoints may share an engine."""
 
     endpoint: str
     version: int
-    entity: ServedEntity
+    entity: EntityConfig
     key: str
 
 
@@ -46,7 +46,7 @@ class _Counters(Struct, frozen=True):
     reserved_prompt: int
 
     @classmethod
-    def of(cls, status: EntityStatus) -> _Counters:
+    def of(cls, status: EngineStatus) -> _Counters:
         health = [replica.health for replica in status.replicas]
         return cls(
             sum(h.steps for h in health),
@@ -64,7 +64,7 @@ class _Seen(Struct):
     rate: float = 0.0
 
 
-class Scaler:
+class Autoscaler:
     """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to;
     on engines of other hosts it has as many as there are.
 
@@ -73,7 +73,7 @@ class Scaler:
     """
 
     @classmethod
-    def of(cls, settings: ServerSettings, store: Store) -> Scaler:
+    def of(cls, settings: ServerSettings, store: Store) -> Autoscaler:
         """That of a server; without a database of its own it keeps no ledger."""
         reserved_time = ReservedTime(store, now=MonotonicClock().now) if settings.database is not None else None
         return cls(reserved_time, idle_seconds=settings.scale_to_zero_after)
@@ -88,7 +88,7 @@ class Scaler:
         self._seen: dict[_Place, _Seen] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, served: Served, engine: Engine) -> dict[str, Any]:
+    def prepare(self, served: DeployedEntity, engine: Engine) -> dict[str, Any]:
         """Once a config's entity is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse it.
 
         Runs on a thread of its own, one entity at a time, and takes some seconds the first time for an engine.
@@ -112,7 +112,7 @@ class Scaler:
         return facts
 
     def replicas(
-        self, served: Served, facts: dict[str, Any], status: EntityStatus, wanted_at: float | None, now: float
+        self, served: DeployedEntity, facts: dict[str, Any], status: EngineStatus, wanted_at: float | None, now: float
     ) -> int:
         """How many there should be; asked about every second. ``wanted_at``: when a request last found none.
 
@@ -121,7 +121,7 @@ class Scaler:
         measured = msgspec.convert(facts, Measured) if facts else None
         policy = self._policy(served.entity, measured)
         if policy is None:
-            return max(1, len(served.entity.source.addresses if served.entity.source is not None else ()))
+            return max(1, len(served.entity.model.addresses))
         place = _place(served)
         if (seen := self._seen.get(place)) is None:
             state = ScaleState(replicas=max(status.wanted, 1))
@@ -134,7 +134,7 @@ class Scaler:
         seen.state = decide(policy, seen.state, load, now)
         return seen.state.replicas
 
-    def forget(self, served: Served) -> None:
+    def forget(self, served: DeployedEntity) -> None:
         """The entity is served no more."""
         self._seen.pop(_place(served), None)
         with self._lock:
@@ -142,7 +142,7 @@ class Scaler:
         if self._reserved_time is not None:
             self._reserved_time.forget(served.endpoint, served.entity.name)
 
-    def _reserve(self, served: Served, capacity: Capacity, most: int) -> None:
+    def _reserve(self, served: DeployedEntity, capacity: Capacity, most: int) -> None:
         """Note the part of the machine that the minimum takes. Raises ``InvalidField`` where that is more than is left.
 
         Another version of the same endpoint takes the place of this one, so it does not count.
@@ -163,7 +163,7 @@ class Scaler:
                 raise InvalidField("min_provisioned_throughput", minimum, allowed)
             self._shares[_place(served)] = (share, time.monotonic())
 
-    def _policy(self, entity: ServedEntity, measured: Measured | None) -> ScalePolicy | None:
+    def _policy(self, entity: EntityConfig, measured: Measured | None) -> ScalePolicy | None:
         """None where there is nothing to decide."""
         if measured is None and not entity.scale_to_zero_enabled:
             return None
@@ -177,16 +177,16 @@ class Scaler:
             idle_seconds=self._idle_seconds,
         )
 
-    def _bill(self, served: Served, policy: ScalePolicy, status: EntityStatus) -> None:
+    def _bill(self, served: DeployedEntity, policy: ScalePolicy, status: EngineStatus) -> None:
         if self._reserved_time is not None:
             running = min(len(status.ready), policy.max_replicas)  # another endpoint may keep more of this engine
             units = reserved_units(policy.per_replica, policy.max_throughput, running)
             self._reserved_time.hold(served.endpoint, served.entity.name, units)
 
 
-def replicas_on_this_machine(entity: ServedEntity) -> int:
+def replicas_on_this_machine(entity: EntityConfig) -> int:
     """As many as have processors of their own: an engine that uses all of them leaves none for another."""
-    threads = entity.source.engine.threads if entity.source is not None else None
+    threads = entity.model.engine.threads
     if not threads:
         return 1
     found = processors()
@@ -194,11 +194,11 @@ def replicas_on_this_machine(entity: ServedEntity) -> int:
     return max(1, int(there // threads))
 
 
-def _place(served: Served) -> _Place:
+def _place(served: DeployedEntity) -> _Place:
     return (served.endpoint, served.version, served.entity.name)
 
 
-def _load(seen: _Seen, measured: Measured | None, status: EntityStatus, wanted_at: float | None, now: float) -> Load:
+def _load(seen: _Seen, measured: Measured | None, status: EngineStatus, wanted_at: float | None, now: float) -> Load:
     """Demand is what is used of the reserve; a request of any kind keeps an entity from being idle."""
     counters, before, seconds = _Counters.of(status), seen.counters, max(now - seen.at, 0.05)
     used = 0.0

@@ -19,7 +19,7 @@ HostName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._~:-]{1,253}$")]
 HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' names or addresses, without ports")]
 
 
-class Perimeter(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``host`` is loopback unless told otherwise. ``allowed_hosts`` are names (``Host``) under which a server without
     keys is reached, beside this machine's own; on loopback it takes no others (``sites``).
 

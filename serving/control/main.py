@@ -22,19 +22,18 @@ from pathlib import Path
 import msgspec
 
 from .. import logs
-from ..endpoints.config import ServedEntity
-from ..endpoints.source import Source
-from ..endpoints.store import Endpoints
+from ..endpoints.config import EntityConfig, ModelSource
+from ..endpoints.store import EndpointStore
 from ..errors import PackagingError, ServingError
 from ..metering.store import Store
 from ..metering.store_checks import NoStore
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
-from .autoscaler import Scaler
+from .autoscaler import Autoscaler
 from .model_sources import config_of, with_files
-from .plan import Board
-from .reconciler import TICK, Controller
-from .resolver_pool import Resolvers
+from .plan import PlanDirectory
+from .reconciler import TICK, Reconciler
+from .resolver_pool import ResolverPool
 from .spec import ServeSpec, store_url
 
 SPEC = "spec.json"
@@ -59,28 +58,30 @@ def main(argv: list[str]) -> int:
     except (NoStore, ServingError) as error:
         say("failed", message=str(error))
         return 1
-    board = Board(directory)
-    supervisor = Supervisor(state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=board.in_use)
-    endpoints = Endpoints(store, locate=_locate_nothing)
-    resolvers = Resolvers(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
+    plan_directory = PlanDirectory(directory)
+    supervisor = Supervisor(
+        state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=plan_directory.in_use
+    )
+    endpoints = EndpointStore(store, locate=_locate_nothing)
+    resolvers = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
     found = functools.partial(with_files, find=resolvers)
-    scaler = Scaler.of(spec.settings, store)
-    controller = Controller(endpoints, supervisor, board, scaler, find=found, say=say, over=over)
+    autoscaler = Autoscaler.of(spec.settings, store)
+    reconciler = Reconciler(endpoints, supervisor, plan_directory, autoscaler, find=found, say=say, over=over)
     try:
-        controller.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
+        reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")
         while not over.is_set():
-            controller.tick()
+            reconciler.tick()
             changed.wait(TICK)
             changed.clear()
     except (ServingError, PackagingError) as error:
         say("failed", message=str(error))
         return 1
     finally:
-        controller.close()
+        reconciler.close()
         supervisor.close()
         if os.getppid() != server:
-            _clear(board, directory)
+            _clear(plan_directory, directory)
     return 0
 
 
@@ -91,15 +92,15 @@ def _await_end(over: threading.Event, changed: threading.Event) -> None:
     changed.set()
 
 
-def _clear(board: Board, directory: Path) -> None:
+def _clear(plan_directory: PlanDirectory, directory: Path) -> None:
     """Remove what the server can remove no more, once its workers have finished."""
     until = time.monotonic() + ORPHANED_SECONDS
-    while board.held() and time.monotonic() < until:
+    while plan_directory.workers() and time.monotonic() < until:
         time.sleep(0.1)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _locate_nothing(entities: tuple[ServedEntity, ...]) -> tuple[Source, ...]:
+def _locate_nothing(entities: tuple[EntityConfig, ...]) -> tuple[ModelSource, ...]:
     raise AssertionError("configs are made by workers and the command line")
 
 

@@ -26,7 +26,7 @@ from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
 from ..settings import EngineSettings
 
 
-class Resolved(Struct, frozen=True, kw_only=True):
+class ResolvedModel(Struct, frozen=True, kw_only=True):
     """``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a version, never an alias."""
 
     bundle: Bundle
@@ -63,7 +63,7 @@ TEXTS = "--texts"
 
 def resolve(
     uris: tuple[str, ...], texts: tuple[str, ...] = (), *, timeout: float | None = None
-) -> tuple[Resolved, ...]:
+) -> tuple[ResolvedModel, ...]:
     """The bundles of model URIs or local directories, then those of ``texts``, without weights, within ``timeout``
     seconds. Raises ``PackagingError``, or ``NotFound`` for no such model."""
     output, status = _run(child.python_command("serving.control.mlflow_resolver", *uris, TEXTS, *texts), timeout)
@@ -76,7 +76,7 @@ def resolve(
         raise NotFound(answer["error"])
     if "error" in answer:
         raise PackagingError(answer["error"])
-    return msgspec.convert(answer["models"], tuple[Resolved, ...])
+    return msgspec.convert(answer["models"], tuple[ResolvedModel, ...])
 
 
 def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
@@ -132,7 +132,7 @@ def main(words: list[str]) -> int:
             root, fixed = _root(word, weights=weights)
             bundle, config = configured(root, weights=weights)
             _check_defaults(config.request_defaults, bundle)
-            found.append(Resolved(bundle=bundle, config=config.to_dict(), uri=fixed))
+            found.append(ResolvedModel(bundle=bundle, config=config.to_dict(), uri=fixed))
     except (MlflowException, PackagingError, OSError) as error:
         missing = isinstance(error, ModelNotFound) or getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
         print(json.dumps({"error": str(error)[:500], "missing": missing}))

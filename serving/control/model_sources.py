@@ -9,25 +9,24 @@ from typing import Any
 import msgspec
 
 from ..dialects.defaults import check_defaults, request_defaults
-from ..endpoints.config import EndpointConfig, Route, ServedEntity
-from ..endpoints.source import Source
+from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from ..errors import InvalidField, PackagingError
 from ..model_uri import parse
-from .mlflow_resolver import Resolved, resolve
+from .mlflow_resolver import ResolvedModel, resolve
 from .spec import EndpointSpec
 
 
 def locate(
-    entities: tuple[ServedEntity, ...],
+    entities: tuple[EntityConfig, ...],
     overrides: dict[str, Any],
     *,
     metered: bool = True,
-    find: Callable[..., tuple[Resolved, ...]] | None = None,
-) -> tuple[Source, ...]:
+    find: Callable[..., tuple[ResolvedModel, ...]] | None = None,
+) -> tuple[ModelSource, ...]:
     """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
 
     ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is ``entry.resolve``, or
-    ``Resolvers``, which bounds it. Raises ``NotFound`` for a model that
+    ``ResolverPool``, which bounds it. Raises ``NotFound`` for a model that
     the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
     """
     for place, entity in enumerate(entities):
@@ -45,7 +44,7 @@ def locate(
             "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
         ) from None
     return tuple(
-        Source(
+        ModelSource(
             uri=model.uri,
             bundle=model.bundle,
             engine=engine,
@@ -55,13 +54,12 @@ def locate(
     )
 
 
-def with_files(entity: ServedEntity, *, find: Callable[..., tuple[Resolved, ...]] | None = None) -> ServedEntity:
+def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel, ...]] | None = None) -> EntityConfig:
     """``entity`` with its model's files on this machine, fetched again where they are gone; ``find`` as of ``locate``.
 
     Raises ``PackagingError``, ``NotFound``.
     """
-    source = entity.source
-    assert source is not None, "stored configs have their sources"
+    source = entity.model
     if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
         return entity
     uris = (source.uri,)
@@ -77,7 +75,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
     if spec.addresses and (spec.scale_to_zero_enabled or spec.max_provisioned_throughput is not None):
         raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
     name, version = _named(spec.entity)
-    source = Source(
+    source = ModelSource(
         uri=spec.entity,
         bundle=spec.bundle,
         engine=spec.engine,
@@ -86,7 +84,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         addresses=spec.addresses,
         key_file=spec.key_file,
     )
-    entity = ServedEntity(
+    entity = EntityConfig(
         name=spec.entity,
         entity_name=name,
         entity_version=version,

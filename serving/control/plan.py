@@ -1,14 +1,14 @@
-"""Where the keeper tells the workers what to serve, and they tell what they hold: files in the server's own directory.
+"""The plan: what a server's workers are to serve, and the files by which controller process and workers agree on it.
 
 ::
 
     plan.json            what is served, replaced as a whole; ``generation`` grows with every change
     workers/<id>         held (flock) by a worker as long as it lives
-    workers/<id>.json    ``Held``: the generation it has adopted, and the engines it may still have requests on
+    workers/<id>.json    its ``WorkerState``: the generation it has adopted, the engines it may still have requests on
     logs/<hash>          what an engine wrote whose load failed, by endpoint and served entity
     wanted/<key>         touched by a worker that has a request and no replica to run it
 
-The endpoints' store is the truth; the plan is what the keeper has made of it on this machine.
+The endpoints' store is the truth; the plan is what the controller process has made of it on this machine.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ..endpoints.config import Route, ServedEntity
+from ..endpoints.config import EntityConfig, Route
 from ..engine.interface import EngineInfo
-from ..file_locks import FileLock, acquire, is_held
+from ..file_locks import FileLock, acquire, is_held, try_acquire
 from ..files import replace_file
 from ..settings import PrefixSharing
 
 
 class PlannedEntity(Struct, frozen=True, kw_only=True):
-    """A served entity: ``key`` names its engine, ``addresses`` the replicas that requests may go to, ``facts`` what was
-    measured of it (see ``scaler``)."""
+    """A served entity whose engines run. ``key`` names its engine, ``addresses`` are the replicas that requests may go
+    to, ``facts`` what was measured of it (``Autoscaler.prepare``)."""
 
-    served: ServedEntity
+    served: EntityConfig
     key: str
     info: EngineInfo
     addresses: tuple[str, ...]
@@ -43,7 +43,8 @@ class PlannedEntity(Struct, frozen=True, kw_only=True):
 
 
 class PlannedEndpoint(Struct, frozen=True, kw_only=True):
-    """``created`` is Unix seconds; ``id`` tells it from an earlier one of the same name."""
+    """An endpoint as workers are to serve it. ``created`` is Unix seconds; ``id`` tells it from an earlier one of the
+    same name."""
 
     name: str
     id: str
@@ -57,24 +58,27 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
+    """All that a server's workers serve; ``generation`` 0 before the first."""
+
     generation: int = 0
     endpoints: tuple[PlannedEndpoint, ...] = ()
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class WorkerState(Struct, frozen=True, kw_only=True):
+    """What a worker has adopted, and the addresses of engines that it may still have requests on."""
+
     generation: int = -1
     addresses: tuple[str, ...] = ()
 
 
-class Board:
-    """``directory`` is the server's. The keeper publishes, workers follow; each through a ``Board`` of its own."""
+class PlanDirectory:
+    """The plan's files in the server's ``directory``. Controller process and workers have an object each."""
 
     def __init__(self, directory: str | Path) -> None:
         self._plan = Path(directory, "plan.json")
         self._workers = Path(directory, "workers")
         self._wanted = Path(directory, "wanted")
-        for folder in (self._workers, self._wanted):
-            folder.mkdir(exist_ok=True)
+        self._logs = Path(directory, "logs")
 
     def publish(self, plan: Plan) -> None:
         replace_file(self._plan, msgspec.json.encode(plan))
@@ -94,33 +98,41 @@ class Board:
             return (0, 0)
         return (found.st_ino, found.st_mtime_ns)
 
-    def held(self) -> tuple[Held, ...]:
-        """What the living workers hold. Files of dead ones are removed."""
+    def add_worker(self) -> WorkerFile:
+        """A new worker's file. Those of workers that were killed are removed."""
+        self._workers.mkdir(exist_ok=True)
+        for path in self._locks():
+            lock = try_acquire(str(path))
+            if lock is not None:
+                path.with_suffix(".json").unlink(missing_ok=True)
+                lock.release(unlink=True)
+        return WorkerFile(self._workers)
+
+    def workers(self) -> tuple[WorkerState, ...]:
+        """What the living workers have written."""
         found = []
-        for lock in self._workers.iterdir():
-            if lock.suffix == ".json" or lock.suffix == ".new":
-                continue
+        for lock in self._locks():
             if is_held(str(lock)):
                 with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-                    found.append(msgspec.json.decode(lock.with_suffix(".json").read_bytes(), type=Held))
-                continue
-            for path in (lock.with_suffix(".json"), lock):
-                path.unlink(missing_ok=True)
+                    found.append(msgspec.json.decode(lock.with_suffix(".json").read_bytes(), type=WorkerState))
         return tuple(found)
 
-    def adopted(self, generation: int) -> bool:
+    def _locks(self) -> list[Path]:
+        try:
+            return [path for path in self._workers.iterdir() if path.suffix not in (".json", ".new")]
+        except FileNotFoundError:
+            return []
+
+    def is_adopted(self, generation: int) -> bool:
         """Whether every living worker serves plan ``generation`` or a later one."""
-        return all(held.generation >= generation for held in self.held())
+        return all(worker.generation >= generation for worker in self.workers())
 
     def in_use(self, address: str) -> bool:
-        return any(address in held.addresses for held in self.held())
+        """Whether a living worker may still have requests on the engine at ``address``."""
+        return any(address in worker.addresses for worker in self.workers())
 
-    def join(self) -> Post:
-        """A worker's place on the board."""
-        return Post(self._workers)
-
-    def keep_log(self, endpoint_id: str, entity: str, text: str) -> None:
-        """What an engine wrote that failed to load; no ``text``: it loads again."""
+    def save_failed_log(self, endpoint_id: str, entity: str, text: str) -> None:
+        """Keep what an engine wrote that failed to load; no ``text``: it loads again."""
         path = self._log_of(endpoint_id, entity)
         if not text:
             path.unlink(missing_ok=True)
@@ -128,41 +140,44 @@ class Board:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, text.encode(errors="replace"))
 
-    def kept_log(self, endpoint_id: str, entity: str) -> str:
+    def failed_log(self, endpoint_id: str, entity: str) -> str:
+        """What an engine of ``entity`` wrote whose load failed; empty where none has."""
         try:
             return self._log_of(endpoint_id, entity).read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
 
     def _log_of(self, endpoint_id: str, entity: str) -> Path:
-        name = hashlib.sha256(f"{endpoint_id}\n{entity}".encode()).hexdigest()
-        return self._plan.parent / "logs" / name
+        return self._logs / hashlib.sha256(f"{endpoint_id}\n{entity}".encode()).hexdigest()
 
-    def want(self, key: str) -> None:
-        """A worker has a request for the engine ``key`` and no replica."""
+    def request_replica(self, key: str) -> None:
+        """A worker has a request for the engine ``key`` and no replica. Raises ``OSError`` after the server's end."""
+        self._wanted.mkdir(exist_ok=True)
         (self._wanted / key).touch()
         os.utime(self._wanted / key, (now := time.monotonic(), now))
 
-    def wanted_at(self, key: str) -> float | None:
-        """When ``want`` was last called, by ``time.monotonic``, which all processes of a host share; None for never."""
+    def replica_requested_at(self, key: str) -> float | None:
+        """When ``request_replica`` was last called, by ``time.monotonic``, which all processes of a host share; None
+        for never."""
         try:
             return os.stat(self._wanted / key).st_mtime
         except FileNotFoundError:
             return None
 
 
-class Post:
-    """Written before the lock is taken, so that a living worker is never without a word."""
+class WorkerFile:
+    """A living worker's state, for the controller process to read."""
 
     def __init__(self, workers: Path) -> None:
         name = uuid.uuid4().hex
         self._path = workers / f"{name}.json"
-        self.tell(Held())
+        self.write(WorkerState())  # before the lock: a living worker always has one
         self._lock: FileLock = acquire(str(workers / name), make_parent=lambda: workers.mkdir(exist_ok=True))
+        self.write(WorkerState())  # again: until it was locked, another worker took us for one that was killed
 
-    def tell(self, held: Held) -> None:
-        replace_file(self._path, msgspec.json.encode(held))
+    def write(self, state: WorkerState) -> None:
+        replace_file(self._path, msgspec.json.encode(state))
 
-    def leave(self) -> None:
+    def remove(self) -> None:
         self._path.unlink(missing_ok=True)
         self._lock.release(unlink=True)

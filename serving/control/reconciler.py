@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ..endpoints.config import EndpointConfig, ServedEntity
-from ..endpoints.store import EndpointRow, Endpoints
+from ..endpoints.config import EndpointConfig, EntityConfig
+from ..endpoints.store import EndpointState, EndpointStore
 from ..errors import NotFound, PackagingError, ServingError
 from ..metering.audit import Actor
-from ..supervision.supervisor import EntityStatus, Supervisor
-from .autoscaler import Scaler
-from .plan import Board, Plan, PlannedEndpoint, PlannedEntity
-from .rollout import Deployed, Rollout
+from ..supervision.supervisor import EngineStatus, Supervisor
+from .autoscaler import Autoscaler
+from .plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
+from .rollout import DeployedEndpoint, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +33,30 @@ Say = Callable[..., None]
 COMMAND_LINE = Actor(name="command line", via="command")
 
 
-class Controller:
+class Reconciler:
     """``say(stage, endpoint=…, **fields)`` is told the steps of the start, which ``over`` ends."""
 
     def __init__(
         self,
-        endpoints: Endpoints,
+        endpoints: EndpointStore,
         supervisor: Supervisor,
-        board: Board,
-        scaler: Scaler,
+        plan_directory: PlanDirectory,
+        autoscaler: Autoscaler,
         *,
-        find: Callable[[ServedEntity], ServedEntity],
+        find: Callable[[EntityConfig], EntityConfig],
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
-        self._endpoints, self._supervisor, self._board, self._scaler = endpoints, supervisor, board, scaler
+        self._endpoints, self._supervisor, self._plan_directory, self._autoscaler = (
+            endpoints,
+            supervisor,
+            plan_directory,
+            autoscaler,
+        )
         self._find, self._say = find, say
         self._over = over or threading.Event()
-        self._plan = board.read()  # of a keeper that was killed: it holds until we know better
-        self._deployed: dict[str, Deployed] = {}
+        self._plan = plan_directory.read()  # of a keeper that was killed: it holds until we know better
+        self._deployed: dict[str, DeployedEndpoint] = {}
         self._rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
         self._unready: dict[str, float] = {}
@@ -123,7 +128,7 @@ class Controller:
 
     # what is wanted
 
-    def _reconcile(self, rows: dict[str, EndpointRow]) -> None:
+    def _reconcile(self, rows: dict[str, EndpointState]) -> None:
         wanted: set[tuple[str, int]] = set()
         for row in rows.values():
             now = self._deployed.get(row.id)
@@ -141,7 +146,7 @@ class Controller:
         for gone_id in self._deployed.keys() - rows.keys():
             self._forget(self._deployed.pop(gone_id))
 
-    def _begin(self, row: EndpointRow, version: int) -> None:
+    def _begin(self, row: EndpointState, version: int) -> None:
         try:
             config = self._endpoints.config(row.name, version)
         except NotFound:
@@ -152,7 +157,7 @@ class Controller:
             version,
             config,
             supervisor=self._supervisor,
-            scaler=self._scaler,
+            autoscaler=self._autoscaler,
             find=self._find,
             finders=self._finders,
             preparers=self._preparers,
@@ -161,7 +166,7 @@ class Controller:
 
     # what is under way
 
-    def _advance(self, rows: dict[str, EndpointRow]) -> None:
+    def _advance(self, rows: dict[str, EndpointState]) -> None:
         for rollout in list(self._rollouts.values()):
             before = rollout.stage
             if rollout.generation is not None:
@@ -173,7 +178,7 @@ class Controller:
             row = rows[rollout.row.id]
             if stage == "ready":
                 for served in rollout.served:
-                    self._board.keep_log(row.id, served.entity.name, "")
+                    self._plan_directory.save_failed_log(row.id, served.entity.name, "")
                 old = self._deployed.get(row.id)
                 self._deployed[row.id] = rollout.deployed()
                 rollout.generation = -1  # published with the next plan
@@ -183,7 +188,7 @@ class Controller:
                 if before != "failed":
                     logger.warning("endpoint %s, config %d: %s", row.name, rollout.version, rollout.message)
                     for entity, text in rollout.failed_logs.items():
-                        self._board.keep_log(row.id, entity, text or rollout.message)
+                        self._plan_directory.save_failed_log(row.id, entity, text or rollout.message)
                 if row.pending_version == rollout.version:  # until the store has taken it
                     with contextlib.suppress(NotFound):
                         self._endpoints.mark_failed(row.name, rollout.version, rollout.message)
@@ -195,7 +200,7 @@ class Controller:
                 continue
             rollout.generation = max(rollout.generation, self._plan.generation if rollout.generation < 0 else -1)
             since = self._published.setdefault(place, time.monotonic())
-            if self._board.adopted(rollout.generation) or time.monotonic() - since > ADOPTION_SECONDS:
+            if self._plan_directory.is_adopted(rollout.generation) or time.monotonic() - since > ADOPTION_SECONDS:
                 with contextlib.suppress(NotFound):
                     self._endpoints.mark_ready(rollout.row.name, rollout.version)
                 del self._rollouts[place]
@@ -210,8 +215,8 @@ class Controller:
             for served in deployed.served:
                 status = self._supervisor.status(served.key)
                 facts = deployed.facts.get(served.entity.name, {})
-                found = self._board.wanted_at(served.key)
-                number = self._scaler.replicas(served, facts, status, found, time.monotonic())
+                found = self._plan_directory.replica_requested_at(served.key)
+                number = self._autoscaler.replicas(served, facts, status, found, time.monotonic())
                 wanted[served.key] = max(number, wanted.get(served.key, 0))
         warming = {key for rollout in self._rollouts.values() for key in rollout.needs()}
         for key, number in wanted.items():
@@ -221,7 +226,7 @@ class Controller:
 
     # what is told
 
-    def _publish(self, rows: dict[str, EndpointRow]) -> None:
+    def _publish(self, rows: dict[str, EndpointState]) -> None:
         planned = []
         for row in rows.values():
             if (deployed := self._deployed.get(row.id)) is not None:
@@ -230,10 +235,10 @@ class Controller:
                 planned.append(before)
         if tuple(planned) != self._plan.endpoints or not self._plan.generation:
             plan = Plan(generation=self._plan.generation + 1, endpoints=tuple(planned))
-            self._board.publish(plan)
+            self._plan_directory.publish(plan)
             self._plan = plan
 
-    def _planned(self, deployed: Deployed) -> PlannedEndpoint:
+    def _planned(self, deployed: DeployedEndpoint) -> PlannedEndpoint:
         entities = []
         for served in deployed.served:
             status = self._supervisor.status(served.key)
@@ -243,7 +248,7 @@ class Controller:
                     served=served.entity,
                     key=served.key,
                     info=status.info,
-                    addresses=_addresses(status, elsewhere=_is_elsewhere(served.entity)),
+                    addresses=_addresses(status, elsewhere=bool(served.entity.model.addresses)),
                     facts=deployed.facts.get(served.entity.name, {}),
                 )
             )
@@ -260,7 +265,7 @@ class Controller:
             prefix_sharing=config.prefix_sharing,
         )
 
-    def _tell_readiness(self, rows: dict[str, EndpointRow]) -> None:
+    def _tell_readiness(self, rows: dict[str, EndpointState]) -> None:
         for row in rows.values():
             deployed = self._deployed.get(row.id)
             if deployed is None or row.active_version != deployed.version:
@@ -279,9 +284,9 @@ class Controller:
 
     # what is over
 
-    def _forget(self, deployed: Deployed) -> None:
+    def _forget(self, deployed: DeployedEndpoint) -> None:
         for served in deployed.served:
-            self._scaler.forget(served)
+            self._autoscaler.forget(served)
 
     def _clean(self) -> None:
         """Drain the engines that neither the plan nor a rollout needs."""
@@ -293,11 +298,7 @@ class Controller:
                 self._supervisor.remove(key)
 
 
-def _is_elsewhere(entity: ServedEntity) -> bool:
-    return entity.source is not None and bool(entity.source.addresses)
-
-
-def _addresses(status: EntityStatus, *, elsewhere: bool) -> tuple[str, ...]:
+def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Replicas that have been ready; one that is being started again keeps its requests. One that cannot be is left out
     while there is another, as is one ``elsewhere``, of which nobody knows whether it is being started."""
     proven = [r for r in status.replicas if r.proven and r.index < status.wanted]

@@ -25,7 +25,7 @@ from msgspec import Struct
 from ..errors import NotFound, Overloaded, PackagingError, ShuttingDown
 from ..file_locks import FileLock, try_acquire
 from ..files import replace_file
-from .mlflow_resolver import Resolved, resolve
+from .mlflow_resolver import ResolvedModel, resolve
 
 POLL_INTERVAL = 0.05
 MAX_WAITING = 64  # lookups of a process, those under way among them
@@ -40,11 +40,11 @@ class _Answer(Struct, frozen=True, kw_only=True):
     """What lookup ``number`` gave: models, or one of the ``SHARED`` errors."""
 
     number: str
-    found: tuple[Resolved, ...] = ()
+    found: tuple[ResolvedModel, ...] = ()
     error: str | None = None
     message: str = ""
 
-    def given(self) -> tuple[Resolved, ...]:
+    def given(self) -> tuple[ResolvedModel, ...]:
         """Raises the error."""
         if self.error is None:
             return self.found
@@ -95,11 +95,11 @@ class _Lookup:
 
     def __init__(self) -> None:
         self.over = threading.Event()
-        self.found: tuple[Resolved, ...] | None = None
+        self.found: tuple[ResolvedModel, ...] | None = None
         self.error: Exception | None = None
 
 
-class Resolvers:
+class ResolverPool:
     """Called as ``entry.resolve`` is. ``directory`` is the server's, ``timeout`` (seconds) each lookup's, and that of
     the wait for a place. Thread-safe, and for greenlets where gevent has patched the process."""
 
@@ -109,7 +109,7 @@ class Resolvers:
         *,
         limit: int,
         timeout: float,
-        find: Callable[..., tuple[Resolved, ...]] = resolve,
+        find: Callable[..., tuple[ResolvedModel, ...]] = resolve,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -118,7 +118,7 @@ class Resolvers:
         self._lookups: dict[tuple[Uris, Uris], _Lookup] = {}
         self._lock, self._turn = threading.Lock(), threading.Lock()
 
-    def __call__(self, uris: Uris, texts: Uris = ()) -> tuple[Resolved, ...]:
+    def __call__(self, uris: Uris, texts: Uris = ()) -> tuple[ResolvedModel, ...]:
         """Raises as ``entry.resolve`` does, and ``Overloaded``, ``ShuttingDown``."""
         key = (uris, texts)
         while True:
@@ -140,7 +140,7 @@ class Resolvers:
             self._lookups[key] = _Lookup()
             return self._lookups[key], True
 
-    def _look_up(self, key: tuple[Uris, Uris], lookup: _Lookup) -> tuple[Resolved, ...]:
+    def _look_up(self, key: tuple[Uris, Uris], lookup: _Lookup) -> tuple[ResolvedModel, ...]:
         try:
             lookup.found = self._ask_once(key)
             return lookup.found
@@ -152,7 +152,7 @@ class Resolvers:
                 del self._lookups[key]
             lookup.over.set()
 
-    def _ask_once(self, key: tuple[Uris, Uris]) -> tuple[Resolved, ...]:
+    def _ask_once(self, key: tuple[Uris, Uris]) -> tuple[ResolvedModel, ...]:
         """Ask, or take the answer of the process that does: one that was given after we came."""
         answers = _Answers(self._directory, key)
         before = answers.last()
@@ -172,7 +172,7 @@ class Resolvers:
                 raise Overloaded("another process takes too long to look this model up", retry_after=RETRY_AFTER)
             self._sleep(POLL_INTERVAL)
 
-    def _ask(self, key: tuple[Uris, Uris], answers: _Answers) -> tuple[Resolved, ...]:
+    def _ask(self, key: tuple[Uris, Uris], answers: _Answers) -> tuple[ResolvedModel, ...]:
         uris, texts = key
         number = uuid.uuid4().hex
         try:

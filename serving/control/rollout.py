@@ -4,7 +4,7 @@
 
     finding ──► warming ──► preparing ──► ready          finding: are the model's files (still) there
         └──────────┴────────────┴───────► failed         warming: each entity's first replica gives a token
-                                                         preparing: ``Scaler.prepare`` measures each entity
+                                                         preparing: ``Autoscaler.prepare`` measures each entity
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..endpoints.config import EndpointConfig, ServedEntity
-from ..endpoints.store import EndpointRow
+from ..endpoints.config import EndpointConfig, EntityConfig
+from ..endpoints.store import EndpointState
 from ..errors import NotFound, PackagingError, ServingError
 from ..supervision.supervisor import EngineSpec, Supervisor
 from ..transport.process_spec import ENGINE_CORE
-from .autoscaler import Scaler, Served
+from .autoscaler import Autoscaler, DeployedEntity
 
 Stage = Literal["finding", "warming", "preparing", "ready", "failed"]
 AGAIN_SECONDS = 10.0
-Find = Callable[[ServedEntity], ServedEntity]
+Find = Callable[[EntityConfig], EntityConfig]
 
 
 @dataclass(kw_only=True, slots=True)
-class Deployed:
+class DeployedEndpoint:
     """A config whose engines run. ``facts`` are by the served entity's name."""
 
     name: str
@@ -36,7 +36,7 @@ class Deployed:
     created: int
     version: int
     config: EndpointConfig
-    served: tuple[Served, ...]
+    served: tuple[DeployedEntity, ...]
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -45,12 +45,12 @@ class Rollout:
 
     def __init__(
         self,
-        row: EndpointRow,
+        row: EndpointState,
         version: int,
         config: EndpointConfig,
         *,
         supervisor: Supervisor,
-        scaler: Scaler,
+        autoscaler: Autoscaler,
         find: Find,
         finders: Executor,
         preparers: Executor,
@@ -60,10 +60,10 @@ class Rollout:
         self.stage: Stage = "finding"
         self.message = ""
         self.failed_logs: dict[str, str] = {}  # of engines that did not load, by served entity
-        self.served: tuple[Served, ...] = ()
+        self.served: tuple[DeployedEntity, ...] = ()
         self.facts = dict(known or {})
         self.generation: int | None = None  # of the plan that has it
-        self._supervisor, self._scaler, self._preparers = supervisor, scaler, preparers
+        self._supervisor, self._autoscaler, self._preparers = supervisor, autoscaler, preparers
         self._failed_at = 0.0
         self._work: Future[Any] = finders.submit(self._found, find)
 
@@ -91,8 +91,8 @@ class Rollout:
             self._fail(str(error))
         return self.stage
 
-    def deployed(self) -> Deployed:
-        return Deployed(
+    def deployed(self) -> DeployedEndpoint:
+        return DeployedEndpoint(
             name=self.row.name,
             id=self.row.id,
             created=self.row.created_ms // 1000,
@@ -102,12 +102,11 @@ class Rollout:
             facts=self.facts,
         )
 
-    def _found(self, find: Find) -> list[tuple[Served, EngineSpec]]:
+    def _found(self, find: Find) -> list[tuple[DeployedEntity, EngineSpec]]:
         found = []
         for entity in self.config.served_entities:
             entity = find(entity)
-            assert entity.source is not None
-            source = entity.source
+            source = entity.model
             model = EngineSpec(
                 bundle=source.bundle,
                 settings=source.engine,
@@ -115,11 +114,11 @@ class Rollout:
                 addresses=source.addresses,
                 key_file=source.key_file,
             )
-            served = Served(endpoint=self.row.name, version=self.version, entity=entity, key=model.key())
+            served = DeployedEntity(endpoint=self.row.name, version=self.version, entity=entity, key=model.key())
             found.append((served, model))
         return found
 
-    def _warm(self, found: list[tuple[Served, EngineSpec]]) -> None:
+    def _warm(self, found: list[tuple[DeployedEntity, EngineSpec]]) -> None:
         kept = self._supervisor.entities()
         for served, model in found:
             running = self._supervisor.status(served.key).wanted if served.key in kept else 0
@@ -146,12 +145,12 @@ class Rollout:
             facts[served.entity.name] = self._prepare(served) if known is None else known
         return facts
 
-    def _prepare(self, served: Served) -> dict[str, Any]:
+    def _prepare(self, served: DeployedEntity) -> dict[str, Any]:
         try:
             ready = self._supervisor.status(served.key).ready
             if not ready:
                 raise NotFound(f"{served.entity.name}: its engine ended")
-            return self._scaler.prepare(served, self._supervisor.engine(served.key, ready[0].index))
+            return self._autoscaler.prepare(served, self._supervisor.engine(served.key, ready[0].index))
         except NotFound as error:
             raise ServingError(f"{served.entity.name}: {error}") from None
 

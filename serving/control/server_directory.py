@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..file_locks import create_locked, is_held
-from .plan import Board
+from .plan import PlanDirectory
 
 PREFIX = "mlflow-llm-server-"
 LOCK = "server.lock"  # held by the server as long as it lives
@@ -45,4 +45,4 @@ def sweep() -> None:
 
 def _is_left(directory: Path) -> bool:
     lock = directory / LOCK
-    return lock.exists() and not is_held(str(lock)) and not Board(directory).held()
+    return lock.exists() and not is_held(str(lock)) and not PlanDirectory(directory).workers()

@@ -14,7 +14,7 @@ from ..errors import InvalidField, PackagingError
 from ..files import STATE_VARIABLE, xdg_dir
 from ..settings import Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..tasks.reply_size import MAX_REPLY_BYTES
-from .listen_settings import Perimeter, is_loopback
+from .listen_settings import ListenSettings, is_loopback
 
 # asymmetric ones alone: the public keys of a set are no secrets to sign with
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
@@ -22,8 +22,8 @@ Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name 
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
-class ServerSettings(Perimeter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one server, its workers included; where it listens is in ``Perimeter``.
+class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one server, its workers included; where it listens is in ``ListenSettings``.
 
     ``max_body_bytes`` bounds a request's body (413 above it),
     ``max_reply_bytes`` what a reply may have beside generated text (``tasks.reply_size``; a 400 before it runs).

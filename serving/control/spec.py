@@ -15,10 +15,10 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True):
-    """``entity`` names the served model (its URI's last part by default).
+    """An endpoint of the command line. ``entity`` names the served model (its URI's last part by default).
 
-    ``core``, ``defaults``, ``addresses`` and ``key_file``: see ``endpoints.source.Source``. The last three are as in
-    the management API: tokens/s reserved, and whether an idle engine may end; engines of other hosts have neither.
+    ``core``, ``defaults``, ``addresses`` and ``key_file``: see ``endpoints.config.ModelSource``. The last three are as
+    in the management API: tokens/s reserved, and whether an idle engine may end; engines of other hosts have neither.
     """
 
     name: str

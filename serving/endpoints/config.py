@@ -7,13 +7,33 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from ..bundle import Bundle
 from ..model_uri import by_version
-from ..settings import PrefixSharing
-from .source import Source
+from ..settings import EngineSettings, PrefixSharing
 
 
-class ServedEntity(Struct, frozen=True, kw_only=True):
-    """A registry model and version (or ``@alias``), or a URI or directory, which has no version.
+class ModelSource(Struct, frozen=True, kw_only=True):
+    """The model behind a served entity, as it was found when the endpoint's configuration was accepted.
+
+    ``uri`` names a version even where an alias was asked for, so that a configuration never changes by itself.
+
+    ``defaults`` are request fields for requests that lack them. ``core`` replaces the engine's own class.
+    ``addresses`` (``tcp://host:port``) are engines that other hosts keep, with the key in ``key_file``: a replica
+    each, and none is started here.
+    """
+
+    uri: str
+    bundle: Bundle
+    engine: EngineSettings = EngineSettings()
+    defaults: dict[str, Any] = {}
+    core: str | None = None
+    addresses: tuple[str, ...] = ()
+    key_file: str | None = None
+
+
+class EntityConfig(Struct, frozen=True, kw_only=True):
+    """A served entity as it was asked for: a registry model and version (or ``@alias``), or a URI or directory, which
+    has no version.
 
     With ``max_provisioned_throughput`` it is provisioned, tokens/s. ``engine_settings`` replace those saved with the
     model, ``defaults`` (request fields) stand over its own. ``source`` is the model that was found; it is stored, and
@@ -28,7 +48,13 @@ class ServedEntity(Struct, frozen=True, kw_only=True):
     scale_to_zero_enabled: bool = False
     engine_settings: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
-    source: Source | None = None
+    source: ModelSource | None = None
+
+    @property
+    def model(self) -> ModelSource:
+        """``source``, which a stored configuration always has."""
+        assert self.source is not None
+        return self.source
 
     @property
     def uri(self) -> str:
@@ -59,7 +85,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     defaults and limits of its requests, ``prefix_sharing`` says who reuses whose prompt prefixes; None is the server's.
     """
 
-    served_entities: tuple[ServedEntity, ...]
+    served_entities: tuple[EntityConfig, ...]
     routes: tuple[Route, ...]
     sticky: bool = False
     profile: str | None = None

@@ -14,7 +14,7 @@ from ..errors import InvalidField
 from ..modes.provisioned import check_throughput
 from ..readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..settings import NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
-from .config import EndpointConfig, Route, ServedEntity
+from .config import EndpointConfig, EntityConfig, Route
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
@@ -159,7 +159,7 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
     )
 
 
-def _entity(item: dict[str, Any], field: str) -> ServedEntity:
+def _entity(item: dict[str, Any], field: str) -> EntityConfig:
     entity_name, version = item["entity_name"], item.get("entity_version", "")
     uri = URI.fullmatch(entity_name) is not None
     if uri and version:
@@ -167,7 +167,7 @@ def _entity(item: dict[str, Any], field: str) -> ServedEntity:
     if not uri and not version:
         raise InvalidField(f"{field}.entity_version", item.get("entity_version"), _VERSION_ALLOWED)
     minimum, maximum = _throughput(item, field)
-    return ServedEntity(
+    return EntityConfig(
         name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
         entity_name=entity_name,
         entity_version=version,

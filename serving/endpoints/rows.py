@@ -1,4 +1,4 @@
-"""Reading and writing the endpoint tables inside a transaction of ``Endpoints``."""
+"""Reading and writing the endpoint tables inside a transaction of ``EndpointStore``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..metering.audit import Actor
 from ..metering.store import Store
 from ..metering.tables import endpoint_configs, endpoint_tags, endpoints, limits, windows
 from ..request import Task
-from .config import EndpointConfig, ServedEntity
+from .config import EndpointConfig, EntityConfig
 
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:
@@ -31,10 +31,9 @@ def must_be_new(connection: sa.Connection, name: str) -> None:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
 
 
-def tasks_of(entity: ServedEntity) -> tuple[Task, ...]:
+def tasks_of(entity: EntityConfig) -> tuple[Task, ...]:
     """The tasks of a served entity whose model was found."""
-    assert entity.source is not None, "stored configs have their sources"
-    return tuple(sorted(entity.source.bundle.tasks))
+    return tuple(sorted(entity.model.bundle.tasks))
 
 
 def insert_endpoint(

@@ -28,7 +28,7 @@ from ..metering.authorization import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
 from ..request import Task
-from .config import EndpointConfig, ServedEntity, config_to_wire
+from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire
 from .config_body import as_written, config_body
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from .rows import (
@@ -44,11 +44,10 @@ from .rows import (
     stored_config,
     tasks_of,
 )
-from .source import Source
 from .views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 
 
-class EndpointRow(Struct, frozen=True, kw_only=True):
+class EndpointState(Struct, frozen=True, kw_only=True):
     """Where an endpoint stands, without its configs. ``id`` tells it from an earlier endpoint of the same name."""
 
     name: str
@@ -69,7 +68,7 @@ class Active(Struct, frozen=True, kw_only=True):
     ready: bool
 
 
-class Endpoints:
+class EndpointStore:
     """``locate(entities)`` finds the models of served entities, and raises ``NotFound``, ``InvalidField``.
 
     It may take seconds and is called outside transactions. Methods that take a ``name`` raise ``NotFound`` for an
@@ -80,7 +79,7 @@ class Endpoints:
         self,
         store: Store,
         *,
-        locate: Callable[[tuple[ServedEntity, ...]], tuple[Source, ...]],
+        locate: Callable[[tuple[EntityConfig, ...]], tuple[ModelSource, ...]],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -202,12 +201,12 @@ class Endpoints:
 
         return self._store.write(work)
 
-    def rows(self) -> tuple[EndpointRow, ...]:
+    def rows(self) -> tuple[EndpointState, ...]:
         """Every endpoint, by name: what to look at again and again."""
-        fields = [field for field in EndpointRow.__struct_fields__ if field != "ready"]
+        fields = [field for field in EndpointState.__struct_fields__ if field != "ready"]
         query = sa.select(*(endpoints.c[field] for field in fields), endpoints.c.ready).order_by(endpoints.c.name)
         found = self._store.read(lambda connection: connection.execute(query).mappings().all())
-        return tuple(EndpointRow(**{**row, "ready": row["ready"] == "READY"}) for row in found)
+        return tuple(EndpointState(**{**row, "ready": row["ready"] == "READY"}) for row in found)
 
     def config(self, name: str, version: int) -> EndpointConfig:
         """A stored config, which never changes."""
@@ -304,7 +303,7 @@ def _must_be_idle(row: sa.Row) -> None:
         raise Conflict(f"an update of {row.name!r} is in progress; try again when it has ended")
 
 
-def _same_tasks(entities: tuple[ServedEntity, ...]) -> None:
+def _same_tasks(entities: tuple[EntityConfig, ...]) -> None:
     first = tasks_of(entities[0])
     for place, entity in enumerate(entities):
         if tasks_of(entity) != first:

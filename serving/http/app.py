@@ -28,8 +28,8 @@ from ..errors import (
 from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability.access_record import REQUEST_ID, Exchange, request_id_from
 from ..observability.tracing import OFF, Tracer
-from ..routing.endpoints import Endpoints
-from ..routing.load_shedding import Gate
+from ..routing.load_shedding import LoadShedder
+from ..routing.served_endpoints import ServedEndpoints
 from ..tasks.cache_salt import CacheSalts
 from . import usage
 from .accounts import ANSWERS as ACCOUNTS
@@ -54,7 +54,7 @@ ANSWERS = {**MANAGEMENT, **ACCOUNTS, **ENGINE_LOGS, "usage": usage.answer}
 
 
 def make_server(
-    endpoints: Endpoints,
+    endpoints: ServedEndpoints,
     settings: ServerSettings | None = None,
     *,
     keys: Any = None,
@@ -67,7 +67,9 @@ def make_server(
     return Server(
         settings=settings,
         endpoints=endpoints,
-        gate=Gate(max_queued=settings.max_queued, retry_after=settings.retry_after, workers=settings.workers),
+        load_shedder=LoadShedder(
+            max_queued=settings.max_queued, retry_after=settings.retry_after, workers=settings.workers
+        ),
         running=RunningRequests(),
         offload=Offload(settings.offload_bytes),
         salts=CacheSalts(cache_secret),

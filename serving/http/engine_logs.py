@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..endpoints.config import ServedEntity
-from ..endpoints.store import EndpointRow
+from ..endpoints.config import EntityConfig
+from ..endpoints.store import EndpointState
 from ..errors import NotFound, without_password
 from ..supervision.engine_spec import EngineSpec
 from ..supervision.supervisor import MAX_REPLICAS
@@ -55,7 +55,7 @@ def _answer(server: Server, asked: Asked, read: Callable[[str], str], *, failed:
     row = next((row for row in server.management.rows() if row.name == asked.name), None)
     if row is None:
         raise NotFound(f"there is no endpoint {asked.name!r}")
-    kept = server.follower.kept_log(row.id, served) if server.follower is not None else ""
+    kept = server.follower.failed_log(row.id, served) if server.follower is not None else ""
     if kept and failed:
         return json_answer({"logs": cleaned(kept)})
     found = _entities(server, row)
@@ -66,9 +66,9 @@ def _answer(server: Server, asked: Asked, read: Callable[[str], str], *, failed:
     return json_answer({"logs": "\n".join(parts) or cleaned(kept)})
 
 
-def _entities(server: Server, row: EndpointRow) -> dict[str, tuple[ServedEntity, ...]]:
+def _entities(server: Server, row: EndpointState) -> dict[str, tuple[EntityConfig, ...]]:
     """Those of the active config and of the one on its way, by name."""
-    found: dict[str, tuple[ServedEntity, ...]] = {}
+    found: dict[str, tuple[EntityConfig, ...]] = {}
     for version in (row.active_version, row.pending_version):
         if version is not None:
             for entity in server.management.config(row.name, version).served_entities:
@@ -76,11 +76,11 @@ def _entities(server: Server, row: EndpointRow) -> dict[str, tuple[ServedEntity,
     return found
 
 
-def _read(server: Server, entities: tuple[ServedEntity, ...], read: Callable[[str], str]) -> list[str]:
+def _read(server: Server, entities: tuple[EntityConfig, ...], read: Callable[[str], str]) -> list[str]:
     return list(dict.fromkeys(part for entity in entities for part in _parts(server, entity, read)))
 
 
-def _parts(server: Server, entity: ServedEntity, read: Callable[[str], str]) -> Iterator[str]:
+def _parts(server: Server, entity: EntityConfig, read: Callable[[str], str]) -> Iterator[str]:
     """A text for each replica that has an engine on this machine."""
     source: Any = entity.source
     if source.addresses:

@@ -23,8 +23,8 @@ from ..observability.access_record import Exchange
 from ..observability.tracing import Tracer
 from ..reply import Done, Piece, Reply
 from ..request import RawRequest, ValidRequest
-from ..routing.endpoints import Endpoint, Endpoints
-from ..routing.load_shedding import Gate
+from ..routing.load_shedding import LoadShedder
+from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from ..tasks import embed, generate
 from ..tasks.cache_salt import CacheSalts
 from ..tasks.prepare import Limits, prepare
@@ -49,8 +49,8 @@ class Server:
     """What the requests of one worker share."""
 
     settings: ServerSettings
-    endpoints: Endpoints
-    gate: Gate
+    endpoints: ServedEndpoints
+    load_shedder: LoadShedder
     running: RunningRequests
     offload: Offload
     salts: CacheSalts
@@ -96,7 +96,7 @@ class Incoming:
 
 def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
     """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
-    server.gate.check_open()
+    server.load_shedder.check_open()
     known = _meant(server.endpoints.seen_by(incoming.caller), incoming)
     _check_limits(server, incoming, known)
     with server.intake.holding(incoming.payer(server)) as counted:
@@ -113,7 +113,7 @@ def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
 
 def _accept(
     server: Server, incoming: Incoming, exchange: Exchange, held: ExitStack, *, is_known: bool
-) -> tuple[Endpoint, ValidRequest]:
+) -> tuple[ServedEntity, ValidRequest]:
     """Receive, decode, address and prepare; nothing of the body is kept. ``is_known``: the endpoint's limits have been
     looked at before."""
     with server.intake.holding(incoming.payer(server)) as counted:
@@ -131,20 +131,20 @@ def _accept(
             _check_limits(server, incoming, [endpoint])
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
         sharer = incoming.caller if server.asks_who else None
-        server.gate.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
-        held.callback(server.gate.leave, endpoint.engine, reserves=reserves, caller=sharer)
+        server.load_shedder.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
+        held.callback(server.load_shedder.leave, endpoint.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, endpoint.view, limits)
         exchange.accept(valid, body)
     return endpoint, valid
 
 
-def _meant(endpoints: Endpoints, incoming: Incoming) -> list[Endpoint]:
+def _meant(endpoints: ServedEndpoints, incoming: Incoming) -> list[ServedEntity]:
     """The served entities that a request may be for, as far as that is known before its body is read."""
     served = list(endpoints.entities())
     return [one for one in served if one.name == incoming.name] or served
 
 
-def _check_limits(server: Server, incoming: Incoming, meant: list[Endpoint]) -> None:
+def _check_limits(server: Server, incoming: Incoming, meant: list[ServedEntity]) -> None:
     """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
     if server.ledger is None or not incoming.is_large or not meant or any(one.mode is None for one in meant):
         return
@@ -160,7 +160,7 @@ def _check_limits(server: Server, incoming: Incoming, meant: list[Endpoint]) -> 
     )
 
 
-def _limits(server: Server, endpoint: Endpoint, incoming: Incoming) -> Limits:
+def _limits(server: Server, endpoint: ServedEntity, incoming: Incoming) -> Limits:
     """The shorter of the server's and the header's time, and with whom prefixes are shared."""
     header, timeout = incoming.timeout, server.settings.timeout
     sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
@@ -180,7 +180,7 @@ def _decode(incoming: Incoming, body: bytes) -> RawRequest:
     return incoming.dialect.decode(incoming.head, body)
 
 
-def _address(endpoints: Endpoints, incoming: Incoming, raw: RawRequest) -> tuple[Endpoint, RawRequest]:
+def _address(endpoints: ServedEndpoints, incoming: Incoming, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
     endpoint, adapter = endpoints.find(
         incoming.name or raw.model,
@@ -210,7 +210,7 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: Server, endpoint: Endpoint, valid: ValidRequest, incoming: Incoming, exchange: Exchange, held: ExitStack
+    server: Server, endpoint: ServedEntity, valid: ValidRequest, incoming: Incoming, exchange: Exchange, held: ExitStack
 ) -> Iterator[Piece]:
     """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
     admission = None
@@ -227,7 +227,7 @@ def _start(
     return _counted(pull, admission, exchange)
 
 
-def _run(endpoint: Endpoint, valid: ValidRequest, admission: Any) -> generate.Pieces:
+def _run(endpoint: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
     if valid.task == "embeddings":
         return embed.run(endpoint.engine, valid)
     on_tokens = None if admission is None else lambda _, count: admission.count(count)

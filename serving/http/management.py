@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..dialects.json_body import read_object
-from ..endpoints.store import Endpoints
+from ..endpoints.store import EndpointStore
 from ..errors import Conflict, InvalidField, NotFound
 from ..metering.audit import Actor
 from ..metering.authorization import Caller
@@ -50,10 +50,10 @@ class Asked:
         return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.request_id)
 
 
-def _endpoints(server: Server) -> Endpoints:
+def _endpoints(server: Server) -> EndpointStore:
     if server.management is None:
         raise NotFound("this server has no store of endpoints")
-    found: Endpoints = server.management
+    found: EndpointStore = server.management
     return found
 
 

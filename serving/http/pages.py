@@ -12,8 +12,8 @@ from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
 from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
 from ..observability import metrics
-from ..routing.endpoints import Endpoint
 from ..routing.replica_set import BEST_FIRST
+from ..routing.served_endpoints import ServedEntity
 from . import openapi
 from .answer import Answer, json_answer
 from .docs_page import POLICY, page
@@ -23,7 +23,7 @@ NO_FIGURES = ("status", "kernels", "kernels_reason")  # of an endpoint's health
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
 
-def _model(endpoint: Endpoint, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+def _model(endpoint: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
     name = endpoint.name if adapter is None else f"{endpoint.name}:{adapter}"
     card = {"id": name, "object": "model", "created": endpoint.created, "owned_by": "mlflow-llm"}
     parent = {} if adapter is None else {"parent": endpoint.name}
@@ -44,7 +44,7 @@ def get_model(server: Server, caller: Caller, *, name: str) -> Answer:
     return json_answer(_model(endpoint, caller, adapter))
 
 
-def _entry(endpoint: Endpoint, caller: Caller) -> dict[str, Any]:
+def _entry(endpoint: ServedEntity, caller: Caller) -> dict[str, Any]:
     """One endpoint as MLflow's deployments server describes it; ``limit`` must be there, null is fine."""
     return {
         "name": endpoint.name,
@@ -85,7 +85,7 @@ def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
     Who shows no key to a server that asks for one sees the status alone. Who does not manage sees no figures: steps and
     requests are every tenant's, to the token where one of them is alone.
     """
-    found: dict[str, dict[str, Endpoint]] = {}
+    found: dict[str, dict[str, ServedEntity]] = {}
     for endpoint in server.endpoints.entities():
         found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
     told = {name: _progress_of_all(entities) for name, entities in found.items()}
@@ -103,7 +103,7 @@ def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
     return shown | ({"entities": entities} if entities else {})
 
 
-def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
+def _progress_of_all(entities: dict[str, ServedEntity]) -> dict[str, Any]:
     """An endpoint's: the state of the entity that is worst, the others' work added; each by itself where there are
     several, else what it runs on."""
     healths = {name: entity.engine.health() for name, entity in entities.items()}
@@ -115,7 +115,7 @@ def _progress_of_all(entities: dict[str, Endpoint]) -> dict[str, Any]:
     return _progress(structs.replace(worst, **sums)) | more
 
 
-def _facts(entity: Endpoint) -> dict[str, Any]:
+def _facts(entity: ServedEntity) -> dict[str, Any]:
     return _kernels(entity.engine.info) | _standbys(entity)
 
 
@@ -124,7 +124,7 @@ def _kernels(info: EngineInfo) -> dict[str, Any]:
     return {"kernels": info.kernels, **reason}
 
 
-def _standbys(entity: Endpoint) -> dict[str, Any]:
+def _standbys(entity: ServedEntity) -> dict[str, Any]:
     """Those that are ready, where any are to be."""
     health = entity.engine.health()
     return {"standbys": health.num_standbys} if entity.engine.info.num_standbys or health.num_standbys else {}
@@ -143,7 +143,7 @@ def _progress(health: Health) -> dict[str, Any]:
 
 def ready(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
     """A worker takes requests only after each of its engines has generated a token, so being asked is proof of that."""
-    if server.gate.draining:
+    if server.load_shedder.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
     return health(server, caller)
 

@@ -42,7 +42,7 @@ def figures_of(engine: Engine, name: str = "engine") -> Mapping[str, Health]:
     return figures() if figures is not None else {name: engine.health()}
 
 
-class Kept:
+class CounterFiles:
     """The files of one server's engines below ``directory``."""
 
     def __init__(self, directory: Path) -> None:
@@ -71,7 +71,7 @@ def _name(place: Place) -> str:
     return hashlib.sha256("\n".join(place).encode()).hexdigest()
 
 
-class Tally:
+class EngineCounters:
     """Of all workers that have the same ``directory``, or for None of this object alone."""
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -83,7 +83,7 @@ class Tally:
 
         Raises ``FileNotFoundError`` where the directory is gone.
         """
-        kept = Kept(self._directory).counts if self._directory is not None else lambda _: {}
+        kept = CounterFiles(self._directory).counts if self._directory is not None else lambda _: {}
         found = [(place, figures, kept(place)) for place, figures in told]
         others = [(place, {n: f for n, f in figures.items() if n not in own}) for place, figures, own in found]
         if self._directory is None:

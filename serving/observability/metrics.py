@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from ..engine.interface import Engine
 from ..errors import ShuttingDown
 from ..metering.ledger import Ledger
-from .engine_counters import Tally, figures_of
+from .engine_counters import EngineCounters, figures_of
 from .worker_counters import locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -80,7 +80,7 @@ class Entity(Protocol):
 
 
 class Entities(Protocol):
-    """What a worker serves (``routing.endpoints.Endpoints``)."""
+    """What a worker serves (``routing.served_endpoints.ServedEndpoints``)."""
 
     def entities(self) -> Iterable[Entity]: ...
 
@@ -106,7 +106,7 @@ class EngineCollector(Collector):
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
     )
 
-    def __init__(self, endpoints: Entities, tally: Tally) -> None:
+    def __init__(self, endpoints: Entities, tally: EngineCounters) -> None:
         self.endpoints, self.tally = endpoints, tally
 
     def collect(self) -> Iterator[Metric]:
@@ -156,25 +156,25 @@ class LedgerCollector(Collector):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
 
 
-_ALONE: WeakKeyDictionary[Entities, Tally] = WeakKeyDictionary()  # of processes that share no directory
+_ALONE: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # of processes that share no directory
 
 
 def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
     """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
     if DIRECTORY not in os.environ:
-        return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, Tally()), ledger)
+        return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, EngineCounters()), ledger)
     directory = Path(os.environ[DIRECTORY])
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
     try:
         with locked(directory, alone=False):
             counted = generate_latest(workers)
-        return counted + _read(endpoints, Tally(directory), ledger)
+        return counted + _read(endpoints, EngineCounters(directory), ledger)
     except FileNotFoundError:
         raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
 
 
-def _read(endpoints: Entities, tally: Tally, ledger: Ledger | None) -> bytes:
+def _read(endpoints: Entities, tally: EngineCounters, ledger: Ledger | None) -> bytes:
     registry = CollectorRegistry()
     registry.register(EngineCollector(endpoints, tally))
     if ledger is not None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from ..endpoints.config import ServedEntity
+from ..endpoints.config import EntityConfig
 from ..modes import Mode, PayPerToken, Provisioned
 from ..modes.provisioned import Measured, reserved_units
 
 
-def mode_of(entity: ServedEntity, facts: dict[str, Any], ledger: Any, replicas: int = 1) -> Mode | None:
-    """``facts`` are those of ``Scaler.prepare``. None without a ledger: everything is admitted and nothing counted.
+def mode_of(entity: EntityConfig, facts: dict[str, Any], ledger: Any, replicas: int = 1) -> Mode | None:
+    """``facts`` are those of ``Autoscaler.prepare``. None without a ledger: everything is admitted and nothing counted.
 
     A provisioned entity's reserve is what its ``replicas`` give; while it has none and a request makes it start, one.
     """

@@ -11,7 +11,7 @@ DRAIN_RETRY_AFTER = 5.0
 FLOOR = 16  # a tenant may always have this part of the queue
 
 
-class Gate:
+class LoadShedder:
     """One a worker, of ``workers``. The engine's own queue bound is exact; this one answers before any work is done.
 
     The number of waiting requests comes with the engine's heartbeat, so it lags by at most one step or beat; what has

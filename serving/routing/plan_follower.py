@@ -9,19 +9,19 @@ from typing import Any
 import gevent
 
 from .. import logs
-from ..control.plan import Board, Held, Plan, PlannedEndpoint, PlannedEntity
+from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, WorkerState
 from ..dialects.defaults import defaults_of
-from ..endpoints.source import Source
+from ..endpoints.config import ModelSource
 from ..engine.interface import AdapterInfo, Engine
-from ..observability.engine_counters import Kept
+from ..observability.engine_counters import CounterFiles
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
-from .adapter_names import AdapterNames
+from .adapter_poller import AdapterPoller
 from .admission_mode import mode_of
-from .endpoints import Endpoint, Endpoints, Routed
-from .load_shedding import Gate
+from .load_shedding import LoadShedder
 from .profiles import PROFILES, profile_in
-from .replica_set import Replicas
+from .replica_set import ReplicaSet
+from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
 TURN = 0.05  # seconds between looks at the plan
@@ -30,7 +30,7 @@ FIRST_SECONDS = 5.0  # for an engine of another host, which the keeper has just 
 RETRY = 20  # turns after which a replica that did not answer is tried again
 
 
-class Follower:
+class PlanFollower:
     """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
     that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
     ``kept``: where engines keep their counts.
@@ -40,34 +40,34 @@ class Follower:
 
     def __init__(
         self,
-        board: Board,
-        endpoints: Endpoints,
-        gate: Gate,
+        plan_directory: PlanDirectory,
+        endpoints: ServedEndpoints,
+        load_shedder: LoadShedder,
         *,
         open: Any,
         ledger: Any,
         profile: str = "open",
         profiles: Mapping[str, Profile] = PROFILES,
         engine_timeout: float | None = None,
-        kept: Kept | None = None,
+        kept: CounterFiles | None = None,
     ) -> None:
-        self._board, self._endpoints, self._gate = board, endpoints, gate
+        self._plan_directory, self._endpoints, self._load_shedder = plan_directory, endpoints, load_shedder
         self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
         self._engine_timeout, self._kept = engine_timeout, kept
-        self._engines: dict[str, Replicas] = {}
-        self._retiring: dict[str, Replicas] = {}
-        self._adapters: dict[str, AdapterNames] = {}  # of those in both
+        self._engines: dict[str, ReplicaSet] = {}
+        self._retiring: dict[str, ReplicaSet] = {}
+        self._adapters: dict[str, AdapterPoller] = {}  # of those in both
         self._texts: dict[tuple[Any, ...], TextModel] = {}
         self._splits: dict[tuple[str, int], TrafficSplit] = {}
-        self._post = board.join()
-        self._held = Held()
+        self._worker_file = plan_directory.add_worker()
+        self._held = WorkerState()
         self._stamp: tuple[int, int] | None = None
         self._complete = True
         self.generation = -1
 
-    def kept_log(self, endpoint_id: str, entity: str) -> str:
+    def failed_log(self, endpoint_id: str, entity: str) -> str:
         """What an engine of ``entity`` wrote whose load failed; empty where none has."""
-        return self._board.kept_log(endpoint_id, entity)
+        return self._plan_directory.failed_log(endpoint_id, entity)
 
     def run(self) -> None:
         """For ever: adopt each new plan, and let go of what is not used any more."""
@@ -76,7 +76,7 @@ class Follower:
             gevent.sleep(TURN)
             turns += 1
             try:
-                if self._board.stamp() != self._stamp or (not self._complete and turns % RETRY == 0):
+                if self._plan_directory.stamp() != self._stamp or (not self._complete and turns % RETRY == 0):
                     self.adopt()
                 self._let_go()
             except Exception:
@@ -85,8 +85,8 @@ class Follower:
 
     def adopt(self) -> None:
         """Serve what the newest plan says."""
-        stamp = self._board.stamp()
-        plan = self._board.read()
+        stamp = self._plan_directory.stamp()
+        plan = self._plan_directory.read()
         planned = {entity.key: entity for endpoint in plan.endpoints for entity in endpoint.entities}
         # told before we attach, so that the keeper ends none of them under our hands
         self._tell(self.generation, {a for entity in planned.values() for a in entity.addresses})
@@ -107,28 +107,27 @@ class Follower:
             names.close()
         for engine in (*self._engines.values(), *self._retiring.values()):
             engine.close()
-        self._post.leave()
+        self._worker_file.remove()
 
     def _reach(self, key: str, entity: PlannedEntity) -> bool:
-        source = entity.served.source
-        assert source is not None
+        source = entity.served.model
         engine = self._engines.get(key) or self._retiring.pop(key, None)
         if engine is None:
-            engine = Replicas(
+            engine = ReplicaSet(
                 entity.info,
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
                 open=functools.partial(self._attach, source, "" if self._kept is None else self._kept.root(key)),
-                want=functools.partial(self._board.want, key),
+                want=functools.partial(self._plan_directory.request_replica, key),
                 away_timeout=self._engine_timeout if source.addresses else None,
             )
         engine.info = entity.info  # an engine started again elsewhere may have other settings
         self._engines[key] = engine
         complete = engine.set_addresses(entity.addresses)
         if key not in self._adapters:  # not before there is somebody to ask
-            self._adapters[key] = AdapterNames(engine, source.bundle.adapters)
+            self._adapters[key] = AdapterPoller(engine, source.bundle.adapters)
         return complete
 
-    def _attach(self, source: Source, counts: str, address: str) -> Engine:
+    def _attach(self, source: ModelSource, counts: str, address: str) -> Engine:
         engine: Engine = self._open(
             address,
             key_file=source.key_file,
@@ -139,7 +138,7 @@ class Follower:
         )
         return engine
 
-    def _routed(self, planned: PlannedEndpoint) -> Routed:
+    def _routed(self, planned: PlannedEndpoint) -> ServedEndpoint:
         profile = self._profiles[planned.profile or self._profile]
         entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
         split = None
@@ -147,11 +146,10 @@ class Follower:
             place = (planned.id, planned.version)
             split = self._splits.get(place) or TrafficSplit.starting_anywhere(planned.name, planned.routes)
             self._splits[place] = split
-        return Routed(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
+        return ServedEndpoint(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
 
-    def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> Endpoint:
-        source, engine = entity.served.source, self._engines[entity.key]
-        assert source is not None
+    def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> ServedEntity:
+        source, engine = entity.served.model, self._engines[entity.key]
         if self._kept is not None:
             self._kept.name((planned.name, entity.served.name), entity.key)
         mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
@@ -165,7 +163,7 @@ class Follower:
             profile=profile_in(mode, profile),
             names=(entity.served.name,),
         )
-        return Endpoint(
+        return ServedEntity(
             name=planned.name,
             entity=entity.served.name,
             view=view,
@@ -176,8 +174,7 @@ class Follower:
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:
-        source = entity.served.source
-        assert source is not None
+        source = entity.served.model
         place = _text_place(entity)
         if place not in self._texts:
             # on a thread: reading a tokenizer takes long enough for streams to be held up
@@ -196,7 +193,7 @@ class Follower:
         for engine in (*self._engines.values(), *self._retiring.values()):
             engine.rescue()
         changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
-        over = [key for key, engine in self._retiring.items() if not self._gate.running(engine)]
+        over = [key for key, engine in self._retiring.items() if not self._load_shedder.running(engine)]
         for key in over:
             if key in self._adapters:  # it is not where an engine could never be reached
                 self._adapters.pop(key).close()
@@ -207,14 +204,13 @@ class Follower:
     def _tell(self, generation: int, more: Iterable[str] = ()) -> None:
         engines = (*self._engines.values(), *self._retiring.values())
         addresses = set(more).union(*(engine.addresses for engine in engines))
-        held = Held(generation=generation, addresses=tuple(sorted(addresses)))
+        held = WorkerState(generation=generation, addresses=tuple(sorted(addresses)))
         if held != self._held:
             self._held = held
-            self._post.tell(held)
+            self._worker_file.write(held)
 
 
 def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:
-    source = entity.served.source
-    assert source is not None
+    source = entity.served.model
     bundle = source.bundle
     return (bundle.content_hash, bundle.tokenizer_dir, bundle.default_adapter, source.engine.trust_remote_code)

@@ -64,7 +64,7 @@ class _Replica:
         return (not self.is_ready, len(self.streams))
 
 
-class Replicas:
+class ReplicaSet:
     """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none. Requests wait
     ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that are wanted.
 
@@ -220,7 +220,7 @@ class Replicas:
 class _Late:
     """The events of a request that waits for its engine to come."""
 
-    def __init__(self, replicas: Replicas, request: ValidRequest) -> None:
+    def __init__(self, replicas: ReplicaSet, request: ValidRequest) -> None:
         self._replicas, self._request = replicas, request
         self._stream: EventStream | None = None
         self._over = False

@@ -46,7 +46,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     failed_log: str = ""
 
 
-class EntityStatus(Struct, frozen=True, kw_only=True):
+class EngineStatus(Struct, frozen=True, kw_only=True):
     """``wanted`` replicas; those there are, draining ones among them. ``info`` once a replica has been ready."""
 
     entity: str
@@ -144,11 +144,11 @@ class Supervisor:
         with self._lock:
             return tuple(name for name, found in self._entities.items() if not found.removed)
 
-    def status(self, entity: str) -> EntityStatus:
+    def status(self, entity: str) -> EngineStatus:
         """Raises ``NotFound``."""
         with self._lock:
             found = self._find(entity)
-            return EntityStatus(
+            return EngineStatus(
                 entity=entity,
                 wanted=found.wanted,
                 info=found.info,
@@ -164,7 +164,7 @@ class Supervisor:
                 raise NotFound(f"replica {index} of {entity!r} is not ready")
             return engine
 
-    def await_ready(self, entity: str, *, replicas: int = 1, timeout: float = 60.0) -> EntityStatus:
+    def await_ready(self, entity: str, *, replicas: int = 1, timeout: float = 60.0) -> EngineStatus:
         """Wait until so many replicas are ready, one has failed, or the time is over; the status then."""
         until = time.monotonic() + timeout
         while True:
@@ -245,4 +245,4 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
     )
 
 
-__all__ = ["EngineSpec", "EntityStatus", "ReplicaStatus", "Supervisor"]
+__all__ = ["EngineSpec", "EngineStatus", "ReplicaStatus", "Supervisor"]

@@ -20,8 +20,8 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.http.app import create_app, make_server
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.modes import Mode
-from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints
 from mlflow_llm.serving.routing.profiles import profile_in
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
 from mlflow_llm.serving.tasks.text import TextModel
@@ -123,8 +123,8 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
             names=("model-1",),
             profile=profile_in(mode, Profile()),
         )
-        endpoint = Endpoint(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
-        return make_server(Endpoints(endpoint), ServerSettings(**settings), keys=keys)
+        endpoint = ServedEntity(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
+        return make_server(ServedEndpoints(endpoint), ServerSettings(**settings), keys=keys)
 
     return build
 

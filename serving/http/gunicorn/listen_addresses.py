@@ -7,12 +7,12 @@ import os
 import socket
 import stat
 
-from ...control.listen_settings import Perimeter
+from ...control.listen_settings import ListenSettings
 
 Address = tuple[str, int] | str  # a host and a port, or the path of a Unix socket
 
 
-def addresses(settings: Perimeter) -> list[Address]:
+def addresses(settings: ListenSettings) -> list[Address]:
     """The gateway's, then that for probes."""
     found: list[Address] = [(settings.host, settings.port) if settings.socket is None else settings.socket]
     if settings.probe_port is not None:
@@ -28,7 +28,7 @@ def bind(address: Address) -> str:
     return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def umask(settings: Perimeter) -> int:
+def umask(settings: ListenSettings) -> int:
     """What keeps a Unix socket from all whom ``socket_mode`` does not name."""
     return 0o777 & ~int(settings.socket_mode, 8)
 

@@ -6,7 +6,7 @@ import os
 import ssl
 
 from ... import logs
-from ...control.listen_settings import Perimeter
+from ...control.listen_settings import ListenSettings
 from ...errors import PackagingError
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; all of 1.3 are fine
@@ -44,14 +44,14 @@ def _stamp(path: str | None) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def gateway_tls(settings: Perimeter) -> Tls | None:
+def gateway_tls(settings: ListenSettings) -> Tls | None:
     """Raises ``PackagingError`` as ``make_context`` does."""
     if settings.tls_cert is None:
         return None
     return Tls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def probe_tls(settings: Perimeter) -> Tls | None:
+def probe_tls(settings: ListenSettings) -> Tls | None:
     """With the gateway's certificate, and a client CA of its own: whoever probes may have no certificate."""
     if settings.tls_cert is None:
         return None

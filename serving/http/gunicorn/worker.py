@@ -139,7 +139,7 @@ class DrainingWorker(GeventWorker):
         if self.wsgi is None:
             os._exit(0)
         self.alive = False
-        self.server.gate.draining = True
+        self.server.load_shedder.draining = True
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         # at once: what runs is cut short and settled, and what that takes is bounded by the kernel, should our loop
@@ -215,7 +215,7 @@ class DrainingWorker(GeventWorker):
 
     def _drain(self) -> None:
         """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
-        self.server.gate.draining = True
+        self.server.load_shedder.draining = True
         self.slot.close()
         logs.event("draining", running=self.answering)
         self._wait(self.server.settings.drain_timeout, lambda: self.at_once)

@@ -12,18 +12,18 @@ from flask import Flask
 
 from ... import logs
 from ...control.model_sources import locate
-from ...control.plan import Board
-from ...control.resolver_pool import Resolvers
+from ...control.plan import PlanDirectory
+from ...control.resolver_pool import ResolverPool
 from ...control.settings import ServerSettings, ledger_dir
 from ...control.spec import ServeSpec, store_url
-from ...endpoints.store import Endpoints as ManagedEndpoints
-from ...observability.engine_counters import Kept
+from ...endpoints.store import EndpointStore
+from ...observability.engine_counters import CounterFiles
 from ...observability.metrics import DIRECTORY as METRICS
 from ...observability.metrics import STORE_OUTAGES
 from ...observability.tracing import OFF, Outbox, Tracer
-from ...routing.endpoints import Endpoints
-from ...routing.plan_follower import Follower
+from ...routing.plan_follower import PlanFollower
 from ...routing.profiles import profiles_of
+from ...routing.served_endpoints import ServedEndpoints
 from ...supervision.warm_up import generate_one
 from ...transport.client.gevent_client import attach
 from .. import gevent_wait
@@ -38,28 +38,28 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     gevent_wait.install()
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
-    endpoints = Endpoints()
+    endpoints = ServedEndpoints()
     required = keys if spec.settings.asks_who else None
     server = make_server(endpoints, spec.settings, keys=required, ledger=ledger, cache_secret=cache_secret)
     server.tokens = _tokens(spec.settings)
     server.tracer = _tracer(spec.settings, directory)
     server.store = store
     settings = spec.settings
-    find = Resolvers(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
+    find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
     located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
-    server.management = ManagedEndpoints(store, locate=located)
+    server.management = EndpointStore(store, locate=located)
     journal = str(ledger.journal_dir) if ledger is not None else ""
     opened = functools.partial(attach, journal=journal, timeout=spec.settings.engine_timeout)
-    follower = Follower(
-        Board(directory),
+    follower = PlanFollower(
+        PlanDirectory(directory),
         endpoints,
-        server.gate,
+        server.load_shedder,
         open=opened,
         ledger=ledger,
         profile=spec.profile,
         profiles=profiles_of(spec.settings),
         engine_timeout=spec.settings.engine_timeout,
-        kept=Kept(Path(os.environ[METRICS])) if METRICS in os.environ else None,
+        kept=CounterFiles(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )
     follower.adopt()
     for endpoint in endpoints.entities():

@@ -9,9 +9,8 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import autoscaler as scaling
-from mlflow_llm.serving.control.autoscaler import Scaler, Served
-from mlflow_llm.serving.endpoints.config import ServedEntity
-from mlflow_llm.serving.endpoints.source import Source
+from mlflow_llm.serving.control.autoscaler import Autoscaler, DeployedEntity
+from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
@@ -19,30 +18,30 @@ from mlflow_llm.serving.metering.tables import provisioned_minutes
 from mlflow_llm.serving.modes import billing
 from mlflow_llm.serving.modes.billing import ReservedTime
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
-from mlflow_llm.serving.routing.load_shedding import Gate
+from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.supervision.supervisor import EntityStatus, ReplicaStatus
+from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 FACTS = {"tokens_per_second": 100, "prompt_weight_milli": 500, "most_replicas": 4}
 
 
-def served(name: str = "chat", version: int = 1, **fields: object) -> Served:
+def served(name: str = "chat", version: int = 1, **fields: object) -> DeployedEntity:
     bundle = Bundle(content_hash="x", tasks=("completions",), model_dir="m", tokenizer_dir="m")
-    source = Source(uri="models:/m/1", bundle=bundle, engine=EngineSettings(threads=1))
-    entity = ServedEntity(name="m-1", entity_name="m", entity_version="1", source=source, **fields)
-    return Served(endpoint=name, version=version, entity=entity, key=f"key-{name}")
+    source = ModelSource(uri="models:/m/1", bundle=bundle, engine=EngineSettings(threads=1))
+    entity = EntityConfig(name="m-1", entity_name="m", entity_version="1", source=source, **fields)
+    return DeployedEntity(endpoint=name, version=version, entity=entity, key=f"key-{name}")
 
 
-def status(replicas: int, **health: int) -> EntityStatus:
+def status(replicas: int, **health: int) -> EngineStatus:
     """All that there are are ready; ``health`` is that of the first."""
     first, rest = Health(status="ready", **health), Health(status="ready")
     each = tuple(
         ReplicaStatus(index=index, address=f"/{index}", state="ready", health=rest if index else first)
         for index in range(replicas)
     )
-    return EntityStatus(entity="key", wanted=replicas, replicas=each)
+    return EngineStatus(entity="key", wanted=replicas, replicas=each)
 
 
 @pytest.fixture
@@ -73,12 +72,12 @@ def reserved_time(store: Store) -> ReservedTime:
 
 def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserved_time: ReservedTime) -> None:
     """Its facts are what was measured; another version on the same engine is not measured again."""
-    scaler, engine = Scaler(reserved_time), object()
+    autoscaler, engine = Autoscaler(reserved_time), object()
     limits = {"min_provisioned_throughput": 150, "max_provisioned_throughput": 300}
-    assert scaler.prepare(served(**limits), engine) == FACTS
-    assert scaler.prepare(served(version=2, **limits), engine) == FACTS
+    assert autoscaler.prepare(served(**limits), engine) == FACTS
+    assert autoscaler.prepare(served(version=2, **limits), engine) == FACTS
     assert measured == [engine]
-    assert scaler.prepare(served("other"), object()) == {}
+    assert autoscaler.prepare(served("other"), object()) == {}
     assert measured == [engine]
 
 
@@ -86,49 +85,49 @@ def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserve
     """By name, with what was asked for and what was measured."""
     fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):
-        Scaler(reserved_time).prepare(served(**fields), object())
+        Autoscaler(reserved_time).prepare(served(**fields), object())
 
 
 def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
     """The config is refused with what is missing, before anything is measured."""
     with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
-        Scaler().prepare(served(max_provisioned_throughput=500), object())
+        Autoscaler().prepare(served(max_provisioned_throughput=500), object())
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 500 .*--database"):
-        Scaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), object())
+        Autoscaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), object())
     assert measured == []
 
 
 def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_time: ReservedTime) -> None:
     """What one has reserved another cannot, until it is gone; a new version takes the place of the old one."""
-    scaler = Scaler(reserved_time)
+    autoscaler = Autoscaler(reserved_time)
     first, second = served("a", min_provisioned_throughput=300), served("b", min_provisioned_throughput=200)
     first, second = (
         msgspec.structs.replace(s, entity=msgspec.structs.replace(s.entity, max_provisioned_throughput=400))
         for s in (first, second)
     )
-    scaler.prepare(first, object())
+    autoscaler.prepare(first, object())
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 200 .*at most 100 tokens/s"):
-        scaler.prepare(second, object())
-    scaler.prepare(msgspec.structs.replace(first, version=2), object())
-    scaler.forget(first)
-    scaler.forget(msgspec.structs.replace(first, version=2))
-    scaler.prepare(second, object())
+        autoscaler.prepare(second, object())
+    autoscaler.prepare(msgspec.structs.replace(first, version=2), object())
+    autoscaler.forget(first)
+    autoscaler.forget(msgspec.structs.replace(first, version=2))
+    autoscaler.prepare(second, object())
 
 
 def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
     """Whatever its load; none when it may scale to zero and nobody called for long enough."""
-    scaler = Scaler(idle_seconds=10)
+    autoscaler = Autoscaler(idle_seconds=10)
     busy = status(1, num_running=64, num_waiting=100, generated_tokens=10_000)
-    assert scaler.replicas(served(), {}, busy, None, 0.0) == 1
+    assert autoscaler.replicas(served(), {}, busy, None, 0.0) == 1
     zero = served("zero", scale_to_zero_enabled=True)
-    assert [scaler.replicas(zero, {}, status(1), None, float(now)) for now in (0, 9, 10)] == [1, 1, 0]
-    assert scaler.replicas(zero, {}, status(0), 5.0, 11.0) == 0
-    assert scaler.replicas(zero, {}, status(0), 11.9, 12.0) == 1
+    assert [autoscaler.replicas(zero, {}, status(1), None, float(now)) for now in (0, 9, 10)] == [1, 1, 0]
+    assert autoscaler.replicas(zero, {}, status(0), 5.0, 11.0) == 0
+    assert autoscaler.replicas(zero, {}, status(0), 11.9, 12.0) == 1
 
 
 def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -> None:
     """A flood on the same engine is no demand of the entity; prompts count by their weight."""
-    scaler = Scaler(settle_seconds=20)
+    autoscaler = Autoscaler(settle_seconds=20)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400)
     tokens = {
         "provisioned_tokens": 0,
@@ -145,7 +144,7 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
             now += 1
             for name, more in each.items():
                 tokens[name] += more
-            replicas = scaler.replicas(one, FACTS, status(replicas, **tokens), None, now)
+            replicas = autoscaler.replicas(one, FACTS, status(replicas, **tokens), None, now)
 
     run(30, generated_tokens=5_000, steps=10)
     assert replicas == 1
@@ -157,14 +156,14 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
 
 def test_a_request_during_zero_starts_the_first_replica_and_only_it() -> None:
     """While it starts there is one, however often the request asks."""
-    scaler = Scaler(idle_seconds=5)
+    autoscaler = Autoscaler(idle_seconds=5)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400, scale_to_zero_enabled=True)
     for now in range(7):
-        replicas = scaler.replicas(one, FACTS, status(1), None, float(now))
+        replicas = autoscaler.replicas(one, FACTS, status(1), None, float(now))
     assert replicas == 0
-    starting = EntityStatus(entity="key", wanted=1, replicas=())
+    starting = EngineStatus(entity="key", wanted=1, replicas=())
     for now in range(10, 20):
-        assert scaler.replicas(one, FACTS, starting, now - 0.5, float(now)) == 1
+        assert autoscaler.replicas(one, FACTS, starting, now - 0.5, float(now)) == 1
 
 
 def minutes(store: Store) -> list[tuple[int, str, int, int]]:
@@ -182,11 +181,11 @@ def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
     row = {"name": "chat", "id": "1", "creator": key.key_id, "description": "", "tasks": "chat", "ready": "READY"}
     row |= {"config_update": "NOT_UPDATING", "message": "", "created_ms": 0, "updated_ms": 0, "last_version": 1}
     store.write(lambda connection: connection.execute(billing.endpoints.insert().values(**row)))
-    scaler = Scaler(ReservedTime(store, now=lambda: now))
+    autoscaler = Autoscaler(ReservedTime(store, now=lambda: now))
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=150)
     for seconds, replicas in ((0, 1), (30, 2), (59, 1), (60, 1), (100, 1), (120, 0), (200, 3)):
         now = 6000.0 + seconds
-        scaler.replicas(one, FACTS, status(replicas), None, now)
+        autoscaler.replicas(one, FACTS, status(replicas), None, now)
     assert minutes(store) == [
         (100, "acme", 150, 1050),
         (101, "acme", 100, 700),
@@ -239,17 +238,17 @@ class Busy:
 
 
 def test_a_queue_of_others_keeps_no_reserved_request_out() -> None:
-    """The gate counts requests to endpoints with a reserve apart: those before it are what it waits for."""
-    gate, flooded = Gate(max_queued=2, retry_after=1.0), Busy(num_waiting=50)
+    """The shedder counts requests to endpoints with a reserve apart: those before it are what it waits for."""
+    shedder, flooded = LoadShedder(max_queued=2, retry_after=1.0), Busy(num_waiting=50)
     with pytest.raises(Overloaded):
-        gate.enter("paid", flooded)
+        shedder.enter("paid", flooded)
     for _ in range(6):
-        gate.enter("reserved", flooded, reserves=True)
-    assert gate.running(flooded) == 6
+        shedder.enter("reserved", flooded, reserves=True)
+    assert shedder.running(flooded) == 6
     with pytest.raises(Overloaded):
-        gate.enter("reserved", flooded, reserves=True)
+        shedder.enter("reserved", flooded, reserves=True)
     for _ in range(6):
-        gate.leave(flooded, reserves=True)
-    assert gate.running(flooded) == 0
+        shedder.leave(flooded, reserves=True)
+    assert shedder.running(flooded) == 0
     with pytest.raises(Overloaded):
-        gate.enter("reserved", Busy(num_provisioned=6), reserves=True)
+        shedder.enter("reserved", Busy(num_provisioned=6), reserves=True)

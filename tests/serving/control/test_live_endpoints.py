@@ -21,8 +21,8 @@ from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.config import ModelSource
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.metering import Store
 
 STREAM = BODY | {"stream": True, "max_tokens": 40, "stream_options": {"include_usage": True}}
@@ -55,19 +55,20 @@ def live(versions: dict[str, Bundle], database: str) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def endpoints(versions: dict[str, Bundle], database: str) -> Iterator[Endpoints]:
+def endpoints(versions: dict[str, Bundle], database: str) -> Iterator[EndpointStore]:
     """The server's store, with models that no registry knows."""
     store = Store(database)
-    yield Endpoints(store, locate=locator(versions))
+    yield EndpointStore(store, locate=locator(versions))
     store.close()
 
 
-def locator(versions: dict[str, Bundle]) -> Callable[[tuple], tuple[Source, ...]]:
+def locator(versions: dict[str, Bundle]) -> Callable[[tuple], tuple[ModelSource, ...]]:
     """Finds the models of ``versions``, which no registry knows."""
 
-    def locate(entities: tuple) -> tuple[Source, ...]:
+    def locate(entities: tuple) -> tuple[ModelSource, ...]:
         return tuple(
-            Source(uri=e.uri, bundle=versions[e.entity_version], engine=ENGINE, core=INSTANT_CORE) for e in entities
+            ModelSource(uri=e.uri, bundle=versions[e.entity_version], engine=ENGINE, core=INSTANT_CORE)
+            for e in entities
         )
 
     return locate
@@ -93,7 +94,7 @@ def settled(server: Running, name: str = "assistant", seconds: float = 240) -> d
     return state()
 
 
-def serve(server: Running, endpoints: Endpoints, *shares: tuple[str, int]) -> None:
+def serve(server: Running, endpoints: EndpointStore, *shares: tuple[str, int]) -> None:
     """Have ``assistant`` serve these versions, and wait for it."""
     endpoints.update_config("assistant", config(*shares))
     assert settled(server) == {"ready": "READY", "config_update": "NOT_UPDATING"}
@@ -141,7 +142,7 @@ class Callers:
             thread.join(240)
 
 
-def test_an_update_drops_no_request(live: Running, endpoints: Endpoints) -> None:
+def test_an_update_drops_no_request(live: Running, endpoints: EndpointStore) -> None:
     """Under load the new version warms, then gets the traffic, then the old engine ends; every reply is whole."""
     serve(live, endpoints, ("1", 100))
     with Callers(live, 6) as callers:
@@ -155,7 +156,7 @@ def test_an_update_drops_no_request(live: Running, endpoints: Endpoints) -> None
     assert served_by(live) == "v2"
 
 
-def test_a_failed_update_falls_back(live: Running, endpoints: Endpoints) -> None:
+def test_a_failed_update_falls_back(live: Running, endpoints: EndpointStore) -> None:
     """A version that does not load leaves the old one serving, with the reason in the state, and what its engine wrote
     in its log of the build."""
     serve(live, endpoints, ("1", 100))
@@ -172,7 +173,7 @@ def test_a_failed_update_falls_back(live: Running, endpoints: Endpoints) -> None
     until(lambda: len(engines(live)) == 1)
 
 
-def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: Endpoints) -> None:
+def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: EndpointStore) -> None:
     """Over two entities by percentage; with a sticky key always the same one; an entity by its own name is itself."""
     serve(live, endpoints, ("2", 70), ("3", 30))
     shares = Counter(served_by(live) for _ in range(100))
@@ -184,7 +185,7 @@ def test_traffic_is_split_and_sticks_when_asked(live: Running, endpoints: Endpoi
     assert {served_by(live, "v3") for _ in range(3)} == {"v3"}
 
 
-def test_endpoints_come_and_go(live: Running, endpoints: Endpoints) -> None:
+def test_endpoints_come_and_go(live: Running, endpoints: EndpointStore) -> None:
     """One that is created answers in every worker once it is ready; deleted, it is a 404 and its engine ends."""
     endpoints.create({"name": "other", "config": config(("1", 100))})
     assert settled(live, "other")["ready"] == "READY"
@@ -204,7 +205,7 @@ def test_endpoints_come_and_go(live: Running, endpoints: Endpoints) -> None:
     until(lambda: all(is_gone() for _ in range(4)))
 
 
-def test_a_killed_keeper_is_missed_by_nobody(live: Running, endpoints: Endpoints) -> None:
+def test_a_killed_keeper_is_missed_by_nobody(live: Running, endpoints: EndpointStore) -> None:
     """Requests go on with the same engine, the keeper is started again, and an update afterwards works."""
     serve(live, endpoints, ("2", 100))
     until(lambda: len(engines(live)) == 1)
@@ -225,7 +226,7 @@ def test_endpoints_outlive_their_server(versions: dict[str, Bundle], tmp_path: P
     options = {"engine": ENGINE, "database": f"sqlite:///{tmp_path / 'serving.db'}", "state_dir": str(tmp_path)}
     with running(versions["1"], **options) as server:
         store = Store(options["database"])
-        endpoints = Endpoints(store, locate=locator(versions))
+        endpoints = EndpointStore(store, locate=locator(versions))
         tags = [{"key": "team", "value": "a"}]
         endpoints.create({"name": "kept", "config": config(("3", 100)), "tags": tags})
         assert settled(server, "kept")["ready"] == "READY"

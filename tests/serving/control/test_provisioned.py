@@ -18,8 +18,8 @@ from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.spec import EndpointSpec
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.config import ModelSource
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.metering import Price, Prices, Store, Usage, UsageFilter
 from mlflow_llm.serving.metering.tables import buckets, provisioned_minutes
 from mlflow_llm.serving.settings import EngineSettings
@@ -169,10 +169,12 @@ def test_a_reserve_is_changed_while_it_is_served(server: Running, store: Store, 
     """More than the machine gives fails by name, with what was measured, and the old reserve is served on; what it can
     give takes its place, on the bill too."""
 
-    def locate(entities: tuple[Any, ...]) -> tuple[Source, ...]:
-        return tuple(Source(uri=e.uri, bundle=models["shared"], engine=ENGINE, core=INSTANT_CORE) for e in entities)
+    def locate(entities: tuple[Any, ...]) -> tuple[ModelSource, ...]:
+        return tuple(
+            ModelSource(uri=e.uri, bundle=models["shared"], engine=ENGINE, core=INSTANT_CORE) for e in entities
+        )
 
-    endpoints = Endpoints(store, locate=locate)
+    endpoints = EndpointStore(store, locate=locate)
     state = lambda: endpoints.get("reserved")["state"]  # noqa: E731
     endpoints.update_config("reserved", reserving(10**8))
     until(lambda: state()["config_update"] == "UPDATE_FAILED")

@@ -17,17 +17,16 @@ from serving_process import INSTANT_CORE
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import rollout
-from mlflow_llm.serving.control.autoscaler import Scaler
-from mlflow_llm.serving.control.plan import Board
-from mlflow_llm.serving.control.reconciler import Controller, _addresses
-from mlflow_llm.serving.endpoints.config import ServedEntity
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.control.autoscaler import Autoscaler
+from mlflow_llm.serving.control.plan import PlanDirectory
+from mlflow_llm.serving.control.reconciler import Reconciler, _addresses
+from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.errors import PackagingError, ServingError, Unavailable
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.supervision.supervisor import EntityStatus, ReplicaStatus, Supervisor
+from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus, Supervisor
 
 CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 
@@ -40,16 +39,18 @@ class Keeper:
         self.bundle = bundle
         self._store = Store(f"sqlite:///{place / 'serving.db'}")
         settings = EngineSettings(idle_timeout=0.3)
-        self.endpoints = Endpoints(
+        self.endpoints = EndpointStore(
             self._store,
             locate=lambda entities: tuple(
-                Source(uri=entity.uri, bundle=bundle, engine=settings, core=INSTANT_CORE) for entity in entities
+                ModelSource(uri=entity.uri, bundle=bundle, engine=settings, core=INSTANT_CORE) for entity in entities
             ),
         )
         self.supervisor = Supervisor(state_dir=runtime)
-        self.controller = Controller(self.endpoints, self.supervisor, Board(place), Scaler(), find=self._find)
+        self.controller = Reconciler(
+            self.endpoints, self.supervisor, PlanDirectory(place), Autoscaler(), find=self._find
+        )
 
-    def _find(self, entity: ServedEntity) -> ServedEntity:
+    def _find(self, entity: EntityConfig) -> EntityConfig:
         if self.missing:
             raise PackagingError(self.missing)
         return entity
@@ -119,17 +120,17 @@ def test_a_failure_is_told_once_the_store_answers(keeper: Keeper, monkeypatch: p
 
 def test_a_plan_that_cannot_be_written_is_written_later(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk keeps an update back, and ends neither the keeper nor the update."""
-    real, refusals = Board.publish, [OSError(28, "No space left on device")] * 2
+    real, refusals = PlanDirectory.publish, [OSError(28, "No space left on device")] * 2
 
-    def publish(self: Board, plan: object) -> None:
+    def publish(self: PlanDirectory, plan: object) -> None:
         if refusals:
             raise refusals.pop()
         real(self, plan)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Board, "publish", publish)
+    monkeypatch.setattr(PlanDirectory, "publish", publish)
     keeper.create("chat")
     until(lambda: keeper.update("chat") == "NOT_UPDATING")
-    assert [endpoint.name for endpoint in keeper.controller._board.read().endpoints] == ["chat"]
+    assert [endpoint.name for endpoint in keeper.controller._plan_directory.read().endpoints] == ["chat"]
 
 
 def test_an_endpoint_whose_engine_loads_no_more_fails(keeper: Keeper) -> None:
@@ -151,13 +152,13 @@ def test_an_endpoint_whose_engine_loads_no_more_fails(keeper: Keeper) -> None:
 def test_who_is_in_the_plan(elsewhere: bool) -> None:
     """What cannot be started is left out while there is another; the last one is not: its requests are to be told."""
 
-    def status(*states: str) -> EntityStatus:
+    def status(*states: str) -> EngineStatus:
         each = enumerate(states)
         replicas = tuple(
             ReplicaStatus(index=i, address=f"{i}{state}", state=state, health=Health(status="ready"), proven=True)  # type: ignore[arg-type]
             for i, state in each
         )
-        return EntityStatus(entity="a", wanted=len(states), replicas=replicas)
+        return EngineStatus(entity="a", wanted=len(states), replicas=replicas)
 
     def planned(*states: str) -> list[str]:
         return [address[1:] for address in _addresses(status(*states), elsewhere=elsewhere)]

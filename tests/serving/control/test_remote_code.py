@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.control.mlflow_resolver import Resolved
+from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -70,7 +70,7 @@ def test_code_of_a_tokenizer(instant_bundle: Bundle, tmp_path: Path, marker: Pat
 
 def test_a_model_does_not_grant_itself_its_code(tiny_bundle: Bundle) -> None:
     """What it was logged with is refused by name on a server, unless its command line says that it may, or may not."""
-    model = Resolved(bundle=tiny_bundle, config={"trust_remote_code": True})
+    model = ResolvedModel(bundle=tiny_bundle, config={"trust_remote_code": True})
     with pytest.raises(PackagingError, match="-C trust_remote_code=true"):
         model.settings({})
     assert model.settings({"trust_remote_code": True}).trust_remote_code

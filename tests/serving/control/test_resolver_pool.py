@@ -17,8 +17,8 @@ from processes import gone
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import mlflow_resolver as entry
 from mlflow_llm.serving.control import resolver_pool as resolvers
-from mlflow_llm.serving.control.mlflow_resolver import Resolved
-from mlflow_llm.serving.control.resolver_pool import Resolvers
+from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
+from mlflow_llm.serving.control.resolver_pool import ResolverPool
 from mlflow_llm.serving.errors import NotFound, Overloaded, PackagingError, ShuttingDown
 from mlflow_llm.serving.file_locks import try_acquire
 
@@ -56,13 +56,13 @@ class Lookups:
         return model(uris[0])
 
 
-def model(uri: str) -> tuple[Resolved, ...]:
+def model(uri: str) -> tuple[ResolvedModel, ...]:
     """What is found for ``uri``."""
     bundle = Bundle(content_hash=uri, tasks=("chat",), model_dir="/model", tokenizer_dir="/tokenizer")
-    return (Resolved(bundle=bundle, config={"max_num_seqs": 4}, uri=f"models:/{uri}/1"),)
+    return (ResolvedModel(bundle=bundle, config={"max_num_seqs": 4}, uri=f"models:/{uri}/1"),)
 
 
-def ask(bounded: Resolvers, *uris: str) -> tuple[list[threading.Thread], list[Any]]:
+def ask(bounded: ResolverPool, *uris: str) -> tuple[list[threading.Thread], list[Any]]:
     """Each on a thread of its own; what came of it."""
     answers: list[Any] = []
 
@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
     """Of six lookups in two workers two run at a time, and all are answered."""
     lookups = Lookups()
-    workers = [Resolvers(tmp_path, limit=2, timeout=60, find=lookups) for _ in range(2)]
+    workers = [ResolverPool(tmp_path, limit=2, timeout=60, find=lookups) for _ in range(2)]
     first, answers = ask(workers[0], "a", "b", "c")
     second, more = ask(workers[1], "d", "e", "f")
     for _ in range(6):
@@ -107,7 +107,7 @@ def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
 def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
     """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
     lookups = Lookups()
-    bounded = Resolvers(tmp_path, limit=2, timeout=60, find=lookups)
+    bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
     for uri, told in (("a", model("a")), ("missing", None)):
         first, answers = ask(bounded, uri)
         assert lookups.entered.acquire(timeout=60)
@@ -137,7 +137,7 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
             raise KeyboardInterrupt
         return model("a")
 
-    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=find)
+    bounded = ResolverPool(tmp_path, limit=1, timeout=60, find=find)
 
     def stopped() -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -162,7 +162,7 @@ def test_the_same_question_is_asked_once_by_all_processes(tmp_path: Path) -> Non
         polls.release()
         threading.Event().wait(seconds)
 
-    first, second = (Resolvers(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
+    first, second = (ResolverPool(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
     for uri, told in (("a", model("a")), ("missing", None)):
         asking, answers = ask(first, uri)
         assert lookups.entered.acquire(timeout=60)
@@ -189,7 +189,7 @@ def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> Non
         polls.release()
         threading.Event().wait(seconds)
 
-    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups, sleep=wait)
+    bounded = ResolverPool(tmp_path, limit=1, timeout=60, find=lookups, sleep=wait)
     lookups.go.release()
     assert bounded(("a",)) == model("a")
     killed = resolvers._Answers(tmp_path, (("a",), ())).begin()
@@ -207,7 +207,7 @@ def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> Non
 def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
     """A server that looks up many models keeps the answers of the last minute."""
     lookups = Lookups()
-    bounded = Resolvers(tmp_path, limit=1, timeout=60, find=lookups)
+    bounded = ResolverPool(tmp_path, limit=1, timeout=60, find=lookups)
     for name in "abc":
         lookups.go.release()
         bounded((name,))
@@ -221,7 +221,7 @@ def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
 def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
     """The wait for a place ends with a 503 after the time limit, and so does a crowd."""
     clock = iter(range(1000))
-    bounded = Resolvers(
+    bounded = ResolverPool(
         tmp_path, limit=1, timeout=30, find=Lookups(), clock=lambda: float(next(clock)), sleep=lambda seconds: None
     )
     taken = try_acquire(str(tmp_path / "resolver-0.lock"))
@@ -237,7 +237,7 @@ def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
 def test_a_server_that_has_ended(tmp_path: Path) -> None:
     """Without the server's directory nothing is looked up."""
     with pytest.raises(ShuttingDown):
-        Resolvers(tmp_path / "gone", limit=1, timeout=30)(("a",))
+        ResolverPool(tmp_path / "gone", limit=1, timeout=30)(("a",))
 
 
 def test_one_that_takes_too_long_is_ended() -> None:

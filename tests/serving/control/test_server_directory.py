@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflow_llm.serving.control.plan import Board
+from mlflow_llm.serving.control.plan import PlanDirectory
 from mlflow_llm.serving.control.server_directory import server_directory
 
 SERVER = """
@@ -49,14 +49,14 @@ def test_a_directory_goes_with_its_server(place: Path) -> None:
 def test_the_next_start_sweeps(place: Path) -> None:
     """What a killed server left goes; what a living server or a worker of a killed one uses stays, and all else."""
     left, used = killed_server(place), killed_server(place)
-    worker = Board(used).join()
+    worker = PlanDirectory(used).add_worker()
     other = place / "mlflow-llm-server-of-others"
     other.mkdir()
     (place / "mlflow-llm-server-link").symlink_to(other)
     with server_directory() as first, server_directory() as second:
         assert not left.exists()
         assert {used, other, first, second} < set(place.iterdir())
-    worker.leave()
+    worker.remove()
     with server_directory():
         assert not used.exists()
     assert other.exists()

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from mlflow_llm.flavors.llm import model_config
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.control.mlflow_resolver import Resolved
+from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
 from mlflow_llm.serving.control.settings import ServerSettings, default_state_dir, ledger_dir
 from mlflow_llm.serving.control.spec import EndpointSpec
 from mlflow_llm.serving.engine.loader import resolve_device
@@ -105,8 +105,8 @@ def test_what_is_allowed_stays_allowed() -> None:
 def test_saved_settings_of_a_served_model(instant_bundle) -> None:
     """What was saved with a model is refused by field; that its notebooks run it in process is no hindrance."""
     with pytest.raises(PackagingError, match="engine settings: threads: 0 is not allowed"):
-        Resolved(bundle=instant_bundle, config={"threads": 0}).settings({})
-    assert not Resolved(bundle=instant_bundle, config={"in_process": True}).settings({}).in_process
+        ResolvedModel(bundle=instant_bundle, config={"threads": 0}).settings({})
+    assert not ResolvedModel(bundle=instant_bundle, config={"in_process": True}).settings({}).in_process
 
 
 @pytest.mark.parametrize("command", [("serve", "--port", "0", "-m", "x"), ("engine", "-m", "x", "--key-file")])

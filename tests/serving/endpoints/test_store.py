@@ -14,10 +14,9 @@ from databricks.sdk.service.serving import (
 )
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.endpoints.config import EndpointConfig, Route
+from mlflow_llm.serving.endpoints.config import EndpointConfig, ModelSource, Route
 from mlflow_llm.serving.endpoints.config_body import config_body
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
 from mlflow_llm.serving.routing.traffic import TrafficSplit
@@ -34,7 +33,7 @@ def store(store_url):
 
 @pytest.fixture
 def endpoints(store):
-    return Endpoints(
+    return EndpointStore(
         store,
         locate=lambda entities: tuple(map(source_of, entities)),
         clock=lambda: 1_800_000_000.0,
@@ -45,7 +44,7 @@ def source_of(entity):
     if entity.entity_name not in TASKS:
         raise NotFound(f"there is no model {entity.entity_name!r}")
     bundle = Bundle(content_hash=entity.uri, tasks=TASKS[entity.entity_name], model_dir="/m", tokenizer_dir="/t")
-    return Source(uri=entity.uri, bundle=bundle)
+    return ModelSource(uri=entity.uri, bundle=bundle)
 
 
 def entity(name="assistant", version="1", **more):

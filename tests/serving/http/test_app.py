@@ -73,7 +73,7 @@ def test_stream_joins_to_the_whole(client: FlaskClient, path: str) -> None:
 def test_a_finished_stream_leaves_nothing(client: FlaskClient, server: Server) -> None:
     """After a stream, nothing is counted as running."""
     assert client.post("/v1/chat/completions", json=CHAT | {"model": "assistant", "stream": True}).data
-    assert (len(server.running), sum(server.gate.running(e.engine) for e in server.endpoints)) == (0, 0)
+    assert (len(server.running), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
 
 
 def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
@@ -82,7 +82,7 @@ def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
     answer = client.post("/v1/chat/completions", json=body, buffered=False)
     next(answer.iter_encoded())
     answer.close()
-    assert (len(server.running), sum(server.gate.running(e.engine) for e in server.endpoints)) == (0, 0)
+    assert (len(server.running), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
     assert next(iter(server.endpoints)).engine.health().num_running == 0
 
 
@@ -264,7 +264,7 @@ def test_timeout_header_ends_the_request(client: FlaskClient) -> None:
 
 def test_draining_refuses(client: FlaskClient, server: Server) -> None:
     """A draining server answers 503 with Retry-After, and probes still answer."""
-    server.gate.draining = True
+    server.load_shedder.draining = True
     answer = client.post("/v1/chat/completions", json=CHAT)
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
     assert client.get("/ready").status_code == 503
@@ -277,7 +277,7 @@ def test_full_queue(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
     answer = create_app(server).test_client().post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == Overloaded.status
     assert answer.headers["Retry-After"] == "1"
-    assert sum(server.gate.running(e.engine) for e in server.endpoints) == 0
+    assert sum(server.load_shedder.running(e.engine) for e in server.endpoints) == 0
 
 
 def test_fault_shows_nothing(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from mlflow_llm.serving.http.memory_budget import SMALL, Intake
 from mlflow_llm.serving.http.refusal_limit import RefusalLimit
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.modes import PayPerToken
-from mlflow_llm.serving.routing.endpoints import Endpoints
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints
 
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 LARGE = CHAT | {"messages": [{"role": "user", "content": " " * 3000}], "max_tokens": 1}
@@ -118,7 +118,7 @@ def test_what_is_left_is_left(place: Place) -> None:
 def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the body says which endpoint is meant, its limits refuse before the body is tokenised."""
     (one,) = place.server.endpoints
-    place.server.endpoints = Endpoints(one, dataclasses.replace(one, name="other", entity="model-2"))
+    place.server.endpoints = ServedEndpoints(one, dataclasses.replace(one, name="other", entity="model-2"))
     place.limits.set("endpoint", "assistant", "qpm", 0)
     monkeypatch.setattr(invoke, "prepare", None)
     assert place.ask(LARGE).status_code == 403

@@ -11,7 +11,7 @@ from databricks.sdk.errors import NotFound
 from instant_model import write_instant_model
 from serving_process import Running, running
 
-from mlflow_llm.serving.control.plan import Board
+from mlflow_llm.serving.control.plan import PlanDirectory
 from mlflow_llm.serving.http.engine_logs import MAX_LINE, cleaned
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory, tail
 
@@ -44,12 +44,15 @@ def test_by_databricks_sdk(server: Running) -> None:
 
 def test_a_load_that_failed_is_remembered(tmp_path: Path) -> None:
     """By endpoint and served entity, until it loads."""
-    board = Board(tmp_path)
-    assert board.kept_log("1", "models:/a/1") == ""
-    board.keep_log("1", "models:/a/1", "out of memory")
-    assert (board.kept_log("1", "models:/a/1"), board.kept_log("2", "models:/a/1")) == ("out of memory", "")
-    board.keep_log("1", "models:/a/1", "")
-    assert board.kept_log("1", "models:/a/1") == ""
+    plan_directory = PlanDirectory(tmp_path)
+    assert plan_directory.failed_log("1", "models:/a/1") == ""
+    plan_directory.save_failed_log("1", "models:/a/1", "out of memory")
+    assert (plan_directory.failed_log("1", "models:/a/1"), plan_directory.failed_log("2", "models:/a/1")) == (
+        "out of memory",
+        "",
+    )
+    plan_directory.save_failed_log("1", "models:/a/1", "")
+    assert plan_directory.failed_log("1", "models:/a/1") == ""
 
 
 def test_a_log_of_any_size_is_read_at_its_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.management_routes import USAGE, USAGE_QUERY
@@ -71,7 +71,7 @@ def keyed(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory)
     ledger = Ledger(store, state_dir=place)
     server = make(keys=Keys(store), refusals_per_minute=0)
     server.ledger, server.store = ledger, store
-    server.management = Endpoints(store, locate=lambda entities: ())
+    server.management = EndpointStore(store, locate=lambda entities: ())
     yield create_app(server).test_client(), secret
     ledger.close()
     store.close()

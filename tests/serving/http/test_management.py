@@ -11,9 +11,9 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.model_sources import locate
+from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.config_body import config_body
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.errors import InvalidField, NotFound
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
@@ -41,14 +41,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def managed(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> Callable[..., FlaskClient]:
     """``managed(**options of make)``: a client of a server whose store has every model but "nothing"."""
 
-    def locate(entities: tuple) -> tuple[Source, ...]:
+    def locate(entities: tuple) -> tuple[ModelSource, ...]:
         if any(entity.entity_name == "nothing" for entity in entities):
             raise NotFound("there is no model nothing")
-        return tuple(Source(uri=entity.uri, bundle=instant_bundle) for entity in entities)
+        return tuple(ModelSource(uri=entity.uri, bundle=instant_bundle) for entity in entities)
 
     def build(**options: object) -> FlaskClient:
         server = make(**options)
-        server.store, server.management = store, Endpoints(store, locate=locate)
+        server.store, server.management = store, EndpointStore(store, locate=locate)
         return create_app(server).test_client()
 
     return build

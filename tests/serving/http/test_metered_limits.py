@@ -19,8 +19,8 @@ from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.metering.limits import check_integrity, plain
 from mlflow_llm.serving.metering.money import units
 from mlflow_llm.serving.modes import PayPerToken
-from mlflow_llm.serving.routing.endpoints import Routed
 from mlflow_llm.serving.routing.profiles import profiles_of
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint
 
 BODY = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}
 PROMPT = 14 + len("Hi")  # template and text, a byte a token
@@ -138,7 +138,7 @@ def test_a_default_of_max_tokens_is_reserved(place: Place) -> None:
     endpoint = next(iter(place.server.endpoints))
     view = dataclasses.replace(endpoint.view, profile=profiles_of(ServerSettings(default_max_tokens=40))["open"])
     changed = dataclasses.replace(endpoint, view=view)
-    place.server.endpoints.replace((Routed(name="assistant", entities={"model-1": changed}),))
+    place.server.endpoints.replace((ServedEndpoint(name="assistant", entities={"model-1": changed}),))
     assert used(place.ask(max_tokens=None))[1] == 40
     assert used(place.ask(max_tokens=None))[1] == 40
     assert place.ask(max_tokens=None).status_code == 429

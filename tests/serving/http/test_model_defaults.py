@@ -13,14 +13,14 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.cli.serve import request_fields
 from mlflow_llm.serving.control import model_sources as registry
-from mlflow_llm.serving.control.mlflow_resolver import Resolved, _check_defaults
+from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel, _check_defaults
 from mlflow_llm.serving.dialects.defaults import defaults_of
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.routing.endpoints import Routed
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint
 
 CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
 DEFAULTS = {"max_tokens": 7, "temperature": 0, "stop": "zzz", "seed": 5}
@@ -33,7 +33,7 @@ def client(make: Callable[..., Server]) -> FlaskClient:
     (endpoint,) = server.endpoints.entities()
     view = dataclasses.replace(endpoint.view, default_adapter="pirate", defaults=defaults_of(DEFAULTS))
     changed = dataclasses.replace(endpoint, view=view)
-    server.endpoints.replace((Routed(name="assistant", entities={endpoint.entity: changed}),))
+    server.endpoints.replace((ServedEndpoint(name="assistant", entities={endpoint.entity: changed}),))
     return create_app(server).test_client()
 
 
@@ -76,7 +76,7 @@ def test_default_lengths_give_way(client: FlaskClient, make: Callable[..., Serve
     (endpoint,) = server.endpoints.entities()
     long = dataclasses.replace(endpoint.view, defaults=defaults_of({"max_tokens": 10**6, "min_tokens": 10}))
     changed = dataclasses.replace(endpoint, view=long)
-    server.endpoints.replace((Routed(name="assistant", entities={endpoint.entity: changed}),))
+    server.endpoints.replace((ServedEndpoint(name="assistant", entities={endpoint.entity: changed}),))
     asked = create_app(server).test_client()
     assert asked.post("/v1/chat/completions", json=CHAT).status_code == 200
     reply = asked.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3})
@@ -86,7 +86,7 @@ def test_default_lengths_give_way(client: FlaskClient, make: Callable[..., Serve
 def test_defaults_of_an_endpoint(monkeypatch: pytest.MonkeyPatch, instant_bundle: Bundle) -> None:
     """Stand over the model's own and are shown with what holds; one that is none is refused by its place."""
     saved = {"generation_config": {"temperature": 0.6, "top_k": 20}, "defaults": {"max_tokens": 7, "stop": "x"}}
-    monkeypatch.setattr(registry, "resolve", lambda uris: (Resolved(bundle=instant_bundle, config=saved),))
+    monkeypatch.setattr(registry, "resolve", lambda uris: (ResolvedModel(bundle=instant_bundle, config=saved),))
     given = {"temperature": 0.1, "top_k": None}
     body = {"served_entities": [{"entity_name": "m", "entity_version": 1, "defaults": given}]}
     config = config_body(body, "")
@@ -111,8 +111,8 @@ def test_defaults_of_the_command_line() -> None:
 
 def test_defaults_that_a_task_does_not_take(instant_bundle: Bundle) -> None:
     """Are refused before anything is served, by name."""
-    assert Resolved(bundle=instant_bundle, config={"defaults": DEFAULTS}).defaults == DEFAULTS
-    assert Resolved(bundle=instant_bundle).defaults == {}
+    assert ResolvedModel(bundle=instant_bundle, config={"defaults": DEFAULTS}).defaults == DEFAULTS
+    assert ResolvedModel(bundle=instant_bundle).defaults == {}
     _check_defaults(DEFAULTS, instant_bundle)
     with pytest.raises(PackagingError, match=r"^defaults: temperature: 9 is not allowed"):
         _check_defaults({"temperature": 9}, instant_bundle)

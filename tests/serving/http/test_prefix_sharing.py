@@ -18,7 +18,7 @@ from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http import openapi
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.routing.endpoints import Endpoints
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
 CHAT = {"messages": [{"role": "user", "content": "What nobody else asks."}], "max_tokens": 1}
@@ -34,7 +34,7 @@ def servers(make: Callable[..., Server], tmp_path: Path) -> Iterator[Callable[..
     def new(of_endpoint: str | None = None, **settings: object) -> FlaskClient:
         server = make(**settings)
         (endpoint,) = server.endpoints
-        server.endpoints = Endpoints(dataclasses.replace(endpoint, engine=engine, prefix_sharing=of_endpoint))
+        server.endpoints = ServedEndpoints(dataclasses.replace(endpoint, engine=engine, prefix_sharing=of_endpoint))
         return create_app(server).test_client()
 
     yield new

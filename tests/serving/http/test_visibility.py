@@ -9,8 +9,8 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.endpoints.source import Source
-from mlflow_llm.serving.endpoints.store import Endpoints
+from mlflow_llm.serving.endpoints.config import ModelSource
+from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Store
@@ -32,8 +32,8 @@ def client(make: Callable[..., Server], store: Store, instant_bundle: Bundle) ->
     """A server of ``assistant``, with ``assistant`` and ``other`` in its store."""
     server = make(keys=Keys(store))
     server.store = store
-    server.management = Endpoints(
-        store, locate=lambda entities: tuple(Source(uri=one.uri, bundle=instant_bundle) for one in entities)
+    server.management = EndpointStore(
+        store, locate=lambda entities: tuple(ModelSource(uri=one.uri, bundle=instant_bundle) for one in entities)
     )
     for name in ("assistant", "other"):
         server.management.create({"name": name, "config": CONFIG, "tags": [{"key": "team", "value": "a"}]})
@@ -92,11 +92,11 @@ def test_a_path_is_no_name_for_callers(
     """A served model whose name is a URI is shown to who manages; others see the endpoint's name."""
     from dataclasses import replace
 
-    from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints
+    from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
 
     server = make(keys=Keys(store))
-    endpoint: Endpoint = next(iter(server.endpoints))
-    server.endpoints = Endpoints(replace(endpoint, entity="/srv/models/secret"))
+    endpoint: ServedEntity = next(iter(server.endpoints))
+    server.endpoints = ServedEndpoints(replace(endpoint, entity="/srv/models/secret"))
     client = create_app(server).test_client()
     for headers, shown in ((key("invoke", "manage"), "/srv/models/secret"), (key("invoke"), "assistant")):
         assert client.get("/v1/models", headers=headers).json["data"][0]["root"] == shown

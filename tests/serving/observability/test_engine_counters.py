@@ -16,9 +16,9 @@ from serving_process import running
 
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.observability import metrics
-from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, Kept, Tally
-from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints
-from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterFiles, EngineCounters
+from mlflow_llm.serving.routing.replica_set import ReplicaSet
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
 from mlflow_llm.serving.transport.engine_process.counters import Counted
 
 PLACE = ("chat", "v1")
@@ -46,14 +46,14 @@ class Engine:
         pass
 
 
-def worker(**engines: Engine) -> Endpoints:
+def worker(**engines: Engine) -> ServedEndpoints:
     """What a worker serves: ``chat`` with the entity v1 on replicas."""
-    replicas = Replicas(INFO, (), open=engines.__getitem__, want=lambda: None)
+    replicas = ReplicaSet(INFO, (), open=engines.__getitem__, want=lambda: None)
     replicas.set_addresses(tuple(engines))
-    return Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=replicas))
+    return ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=replicas))
 
 
-def generated(endpoints: Endpoints) -> float:
+def generated(endpoints: ServedEndpoints) -> float:
     families = text_string_to_metric_families(metrics.exposition(endpoints).decode())
     samples = [sample for family in families for sample in family.samples]
     return next(
@@ -107,7 +107,7 @@ def test_every_worker_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     """Of engine processes that nobody tells of any more only the sum is kept."""
-    tally = Tally(tmp_path)
+    tally = EngineCounters(tmp_path)
     lasting = Health(status="ready", steps=1)
     for number in range(3 * KEPT):
         figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
@@ -119,7 +119,7 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
 def test_what_engines_have_written_counts(tmp_path: Path) -> None:
     """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
     a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
-    kept, tally = Kept(tmp_path), Tally(tmp_path)
+    kept, tally = CounterFiles(tmp_path), EngineCounters(tmp_path)
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
         kept.name(place, key)
         for engine in ("a", "b"):
@@ -146,7 +146,7 @@ def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_an_engine_without_processes_counts() -> None:
     """One that has no generations is one engine by itself; two as replicas are two."""
     told = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
-    assert generated(Endpoints(Endpoint(name="chat", entity="v1", view=None, engine=told))) == 3
+    assert generated(ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=told))) == 3
     assert generated(worker(one=told, other=told)) == 6
 
 

@@ -111,7 +111,7 @@ def test_every_figure_of_a_heartbeat() -> None:
     from prometheus_client import CollectorRegistry
 
     from mlflow_llm.serving.engine.interface import Health
-    from mlflow_llm.serving.observability.engine_counters import Tally
+    from mlflow_llm.serving.observability.engine_counters import EngineCounters
     from mlflow_llm.serving.observability.metrics import EngineCollector
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
@@ -121,7 +121,7 @@ def test_every_figure_of_a_heartbeat() -> None:
     runs = SimpleNamespace(health=lambda: told, count=3, info=SimpleNamespace(**runs_on))
     entity = SimpleNamespace(name="a", entity="model", engine=runs)
     registry = CollectorRegistry()
-    registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), Tally()))
+    registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), EngineCounters()))
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")
     names += (
         "kv_tokens_total",

@@ -10,8 +10,8 @@ import pytest
 
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.http import pages
-from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints, Routed
-from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.routing.replica_set import ReplicaSet
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 
 NATIVE = EngineInfo(
     content_hash="", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=1, max_kv_tokens=9, kernels="native"
@@ -24,12 +24,14 @@ def engine(status: str, **figures: float) -> SimpleNamespace:
 
 def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
     """Status and endpoints of the answer, given each endpoint's engines by served entity."""
-    served = Endpoints()
+    served = ServedEndpoints()
     served.replace(
         tuple(
-            Routed(
+            ServedEndpoint(
                 name=name,
-                entities={e: Endpoint(name=name, entity=e, view=None, engine=found) for e, found in engines.items()},
+                entities={
+                    e: ServedEntity(name=name, entity=e, view=None, engine=found) for e, found in engines.items()
+                },
             )
             for name, engines in endpoints.items()
         )
@@ -38,9 +40,9 @@ def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
     return answer.status, json.loads(answer.body)["endpoints"]
 
 
-def replicas(*engines: object) -> Replicas:
+def replicas(*engines: object) -> ReplicaSet:
     each = dict(zip(map(str, range(len(engines))), engines, strict=True))
-    found = Replicas(NATIVE, (), open=each.__getitem__, want=lambda: None)
+    found = ReplicaSet(NATIVE, (), open=each.__getitem__, want=lambda: None)
     found.set_addresses(tuple(each))
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.errors import Overloaded
 from mlflow_llm.serving.metering.keys import Caller
-from mlflow_llm.serving.routing.load_shedding import Gate
+from mlflow_llm.serving.routing.load_shedding import LoadShedder
 
 QUEUE = 256
 
@@ -28,11 +28,11 @@ def key(name: str, tenant: str | None = None) -> Caller:
     return Caller(key_id=name, tenant=tenant or name)
 
 
-def flood(gate: Gate, engine: Engine, caller: Caller | None, requests: int = 1000) -> int:
+def flood(shedder: LoadShedder, engine: Engine, caller: Caller | None, requests: int = 1000) -> int:
     """How many of a flood of requests are let in."""
     for done in range(requests):
         try:
-            gate.enter("chat", engine, caller=caller)
+            shedder.enter("chat", engine, caller=caller)
         except Overloaded:
             return done
     return requests
@@ -41,59 +41,59 @@ def flood(gate: Gate, engine: Engine, caller: Caller | None, requests: int = 100
 def test_a_flood_of_one_key_leaves_room() -> None:
     """Of a thousand requests of one key a third of the queue is let in; another tenant then has its own share, and a
     third and a fourth still theirs."""
-    gate, engine = Gate(max_queued=QUEUE, retry_after=1.0), Engine()
-    assert flood(gate, engine, key("greedy")) - 4 == 86
-    others = [flood(gate, engine, key(name)) for name in ("b", "c", "d")]
+    shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
+    assert flood(shedder, engine, key("greedy")) - 4 == 86
+    others = [flood(shedder, engine, key(name)) for name in ("b", "c", "d")]
     assert others == [57, 38, 25]
-    assert flood(gate, engine, key("e")) >= QUEUE // 16
+    assert flood(shedder, engine, key("e")) >= QUEUE // 16
 
 
 def test_keys_of_a_tenant_share() -> None:
     """A tenant's hundred keys have half of the queue between them, and one of them no more than any other's third."""
-    gate, engine = Gate(max_queued=QUEUE, retry_after=1.0), Engine()
-    of_tenant = [flood(gate, engine, key(f"k{i}", "many")) for i in range(100)]
+    shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
+    of_tenant = [flood(shedder, engine, key(f"k{i}", "many")) for i in range(100)]
     assert sum(of_tenant) - 4 == QUEUE // 2
     assert of_tenant[1] >= 40
-    assert flood(gate, engine, key("other")) == 43
+    assert flood(shedder, engine, key("other")) == 43
 
 
 def test_a_share_is_given_back() -> None:
     """What leaves makes room again, to the last place."""
-    gate, engine = Gate(max_queued=QUEUE, retry_after=1.0), Engine()
-    let_in = flood(gate, engine, key("greedy"))
+    shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
+    let_in = flood(shedder, engine, key("greedy"))
     for _ in range(let_in):
-        gate.leave(engine, caller=key("greedy"))
-    assert gate.running(engine) == 0
-    assert flood(gate, engine, key("greedy")) == let_in
+        shedder.leave(engine, caller=key("greedy"))
+    assert shedder.running(engine) == 0
+    assert flood(shedder, engine, key("greedy")) == let_in
 
 
 def test_a_full_engine_still_takes_a_newcomer() -> None:
     """Where other workers' requests have filled the engine's queue, who has nothing waiting here gets a sixteenth."""
-    gate, engine = Gate(max_queued=QUEUE, retry_after=1.0, workers=4), Engine(waiting=10_000)
-    assert flood(gate, engine, key("newcomer")) - 1 == QUEUE // 16
+    shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0, workers=4), Engine(waiting=10_000)
+    assert flood(shedder, engine, key("newcomer")) - 1 == QUEUE // 16
 
 
 def test_shares_of_several_workers_leave_room() -> None:
     """Four workers, each with the same greedy key, see by the heartbeat what the others have let in."""
     engine = Engine()
-    workers = [Gate(max_queued=QUEUE, retry_after=1.0, workers=4) for _ in range(4)]
+    workers = [LoadShedder(max_queued=QUEUE, retry_after=1.0, workers=4) for _ in range(4)]
     for _ in range(200):
-        for gate in workers:
-            flood(gate, engine, key("greedy"), 1)
-            engine.waiting = sum(gate.running(engine) for gate in workers) - 4
+        for shedder in workers:
+            flood(shedder, engine, key("greedy"), 1)
+            engine.waiting = sum(shedder.running(engine) for shedder in workers) - 4
     assert engine.waiting < QUEUE * 3 / 4
     assert flood(workers[0], engine, key("other")) > QUEUE // 16
 
 
 def test_without_keys_there_are_no_shares() -> None:
     """A server that asks for no keys has one kind of callers: they have the whole queue."""
-    gate, engine = Gate(max_queued=QUEUE, retry_after=1.0), Engine()
-    assert flood(gate, engine, None) == 4 + QUEUE
+    shedder, engine = LoadShedder(max_queued=QUEUE, retry_after=1.0), Engine()
+    assert flood(shedder, engine, None) == 4 + QUEUE
 
 
 def test_no_queue_is_no_queue() -> None:
     """With max_queued 0 a key may have every place of the batch, and nothing waits."""
-    gate, engine = Gate(max_queued=0, retry_after=1.0), Engine()
-    assert flood(gate, engine, key("greedy")) == 4
+    shedder, engine = LoadShedder(max_queued=0, retry_after=1.0), Engine()
+    assert flood(shedder, engine, key("greedy")) == 4
     with pytest.raises(Overloaded, match="requests waiting already"):
-        gate.enter("chat", engine, caller=key("other"))
+        shedder.enter("chat", engine, caller=key("other"))

@@ -17,9 +17,9 @@ from mlflow_llm.serving.engine.interface import AdapterInfo, Health
 from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.routing.endpoints import Endpoint, Endpoints, Routed
-from mlflow_llm.serving.routing.load_shedding import Gate
-from mlflow_llm.serving.routing.replica_set import Replicas
+from mlflow_llm.serving.routing.load_shedding import LoadShedder
+from mlflow_llm.serving.routing.replica_set import ReplicaSet
+from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from mlflow_llm.serving.routing.traffic import TrafficSplit
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
@@ -36,23 +36,23 @@ def engine(instant_bundle: Bundle) -> InstantEngine:
 
 
 @pytest.fixture
-def endpoints(engine: InstantEngine, instant_text: TextModel) -> Endpoints:
+def endpoints(engine: InstantEngine, instant_text: TextModel) -> ServedEndpoints:
     """``chat`` is split over the entities a (25 %) and b; ``loyal`` is the same, and sticky."""
 
-    def entity(name: str, entity: str) -> Endpoint:
+    def entity(name: str, entity: str) -> ServedEntity:
         view = EndpointView(name=name, info=engine.info, text=instant_text, adapters=("pirate",), names=(entity,))
-        return Endpoint(name=name, entity=entity, view=view, engine=engine)
+        return ServedEntity(name=name, entity=entity, view=view, engine=engine)
 
-    def routed(name: str, sticky: bool) -> Routed:
+    def routed(name: str, sticky: bool) -> ServedEndpoint:
         split = TrafficSplit(name, ROUTES, start=7)
-        return Routed(name=name, entities={e: entity(name, e) for e in "ab"}, split=split, sticky=sticky)
+        return ServedEndpoint(name=name, entities={e: entity(name, e) for e in "ab"}, split=split, sticky=sticky)
 
-    found = Endpoints()
+    found = ServedEndpoints()
     found.replace((routed("chat", False), routed("loyal", True)))
     return found
 
 
-def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: Endpoints) -> None:
+def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints) -> None:
     """By the endpoint's name in shares, with an adapter too; by the entity's name never another."""
     shares = Counter(endpoints.find("chat")[0].entity for _ in range(400))
     assert abs(shares["a"] - 100) <= 4
@@ -66,7 +66,7 @@ def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: Endpoints) -> N
             endpoints.find(unknown)
 
 
-def test_callers_stick_where_it_is_asked(endpoints: Endpoints) -> None:
+def test_callers_stick_where_it_is_asked(endpoints: ServedEndpoints) -> None:
     """By the request's key on any endpoint; by the API key on a sticky one; nobody sticks for having no key."""
 
     def chosen(name: str, **who: str) -> set[str]:
@@ -91,10 +91,10 @@ def request(deadline: float | None = None) -> ValidRequest:
 
 
 @pytest.fixture
-def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], Replicas]:
+def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], ReplicaSet]:
     """Replicas of instant engines by any address but "gone"; ``wanted`` counts the calls for one."""
 
-    def build() -> Replicas:
+    def build() -> ReplicaSet:
         wanted: list[int] = []
 
         def open(address: str) -> InstantEngine:
@@ -103,7 +103,7 @@ def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], Re
             return InstantEngine(instant_bundle, EngineSettings(max_model_len=256))
 
         adapters = (AdapterInfo(name="pirate", rank=0, path=""),)
-        found = Replicas(engine.info, adapters, open=open, want=lambda: wanted.append(1))
+        found = ReplicaSet(engine.info, adapters, open=open, want=lambda: wanted.append(1))
         found.wanted = wanted  # type: ignore[attr-defined]
         return found
 
@@ -182,7 +182,7 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
             close=lambda: None,
         )
 
-    replicas = Replicas(engine.info, (), open=open, want=lambda: wanted.append(1))
+    replicas = ReplicaSet(engine.info, (), open=open, want=lambda: wanted.append(1))
     replicas.set_addresses(("x", "y"))
     replicas.rescue()
     assert not wanted
@@ -202,7 +202,7 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
 
 def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
     """What has entered is known by engine until it leaves, so that no engine is closed under a request."""
-    gate = Gate(max_queued=1, retry_after=1.0)
+    gate = LoadShedder(max_queued=1, retry_after=1.0)
     gate.enter("chat", engine)
     gate.enter("chat", engine)
     assert gate.running(engine) == 2

@@ -16,8 +16,8 @@ from .traffic import TrafficSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """One served entity of an endpoint as a worker sees it.
+class ServedEntity:
+    """One served entity of the endpoint ``name``, with the engine that answers for it here.
 
     ``view`` is what validation knows of it, its tokenizer included. ``mode`` admits its requests; None admits all and
     keeps no ledger. ``created`` is Unix seconds. ``entity`` is the served model's name, in answers and metrics.
@@ -37,7 +37,7 @@ class Endpoint:
         return self.engine.info.tasks
 
     def adapter_names(self) -> tuple[str, ...]:
-        """Those known here (``AdapterNames``): the engine itself, which may be away, is not asked."""
+        """Those known here (``AdapterPoller``): the engine itself, which may be away, is not asked."""
         return self.view.known_adapters()
 
     def entity_shown_to(self, caller: Caller) -> str:
@@ -46,18 +46,18 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
+class ServedEndpoint:
     """An endpoint's served entities by name, and the traffic split that chooses among them (None: there is one).
 
     ``sticky``: a caller's requests stay with the entity that its API key falls to.
     """
 
     name: str
-    entities: dict[str, Endpoint]
+    entities: dict[str, ServedEntity]
     split: TrafficSplit | None = None
     sticky: bool = False
 
-    def choose(self, sticky_key: str | None, caller: str | None) -> Endpoint:
+    def choose(self, sticky_key: str | None, caller: str | None) -> ServedEntity:
         if self.split is None:
             return self.first
         if sticky_key is None and self.sticky and caller != ANONYMOUS.key_id:
@@ -65,32 +65,34 @@ class Routed:
         return self.entities[self.split.choose(sticky_key)]
 
     @property
-    def first(self) -> Endpoint:
+    def first(self) -> ServedEntity:
         return next(iter(self.entities.values()))
 
 
-class Endpoints:
+class ServedEndpoints:
     """What this worker serves. Names are unique; the order is the order of adding. Replaced as a whole."""
 
-    def __init__(self, *endpoints: Endpoint) -> None:
-        self._by_name: dict[str, Routed] = {}
+    def __init__(self, *endpoints: ServedEntity) -> None:
+        self._by_name: dict[str, ServedEndpoint] = {}
         self._caller: Caller | None = None
-        self.replace(tuple(Routed(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints))
+        self.replace(
+            tuple(ServedEndpoint(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints)
+        )
 
-    def replace(self, routed: tuple[Routed, ...]) -> None:
+    def replace(self, routed: tuple[ServedEndpoint, ...]) -> None:
         """Requests that come from now on find these."""
         self._by_name = {one.name: one for one in routed}
 
-    def seen_by(self, caller: Caller) -> Endpoints:
+    def seen_by(self, caller: Caller) -> ServedEndpoints:
         """Those that ``caller`` may know of, as they are now; in their errors there is no word of the others."""
         if caller.endpoints is None:
             return self
-        seen = Endpoints()
+        seen = ServedEndpoints()
         seen._by_name = {name: routed for name, routed in self._by_name.items() if caller.may_see(name)}
         seen._caller = caller
         return seen
 
-    def adapters_of(self, endpoint: Endpoint) -> tuple[str, ...]:
+    def adapters_of(self, endpoint: ServedEntity) -> tuple[str, ...]:
         """Those of its adapters that are seen here."""
         names = endpoint.adapter_names()
         caller = self._caller
@@ -98,7 +100,7 @@ class Endpoints:
             return names
         return tuple(name for name in names if caller.may_use(endpoint.name, name))
 
-    def check_use(self, caller: Caller, endpoint: Endpoint, adapter: str | None) -> None:
+    def check_use(self, caller: Caller, endpoint: ServedEntity, adapter: str | None) -> None:
         """Raises ``NotFound`` where ``caller`` may not use ``endpoint`` with ``adapter``: as where there is none."""
         if caller.may_use(endpoint.name, adapter):
             return
@@ -107,14 +109,14 @@ class Endpoints:
             raise NotFound(f"endpoint {endpoint.name} is there with an adapter only: {has}", param="model")
         raise NotFound(f"endpoint {endpoint.name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
 
-    def __iter__(self) -> Iterator[Endpoint]:
+    def __iter__(self) -> Iterator[ServedEntity]:
         """One of each endpoint: its first served entity."""
         return iter(tuple(routed.first for routed in self._by_name.values()))
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def entities(self) -> Iterator[Endpoint]:
+    def entities(self) -> Iterator[ServedEntity]:
         """Every served entity of every endpoint."""
         return iter(tuple(entity for routed in self._by_name.values() for entity in routed.entities.values()))
 
@@ -125,7 +127,7 @@ class Endpoints:
         *,
         sticky_key: str | None = None,
         caller: str | None = None,
-    ) -> tuple[Endpoint, str | None]:
+    ) -> tuple[ServedEntity, str | None]:
         """The served entity and adapter that ``called`` names: an endpoint, an entity, or ``endpoint:adapter``.
 
         None is the only endpoint there is. ``model``, of the body where the path names the endpoint, may say more of
@@ -149,7 +151,7 @@ class Endpoints:
 
     def _within(
         self, called: str | None, model: str, sticky_key: str | None, caller: str | None
-    ) -> tuple[Endpoint, str | None]:
+    ) -> tuple[ServedEntity, str | None]:
         of_path, adapter = self.find(called, sticky_key=sticky_key, caller=caller)
         if model == of_path.name:
             return of_path, adapter
@@ -161,7 +163,7 @@ class Endpoints:
             raise InvalidField("model", model, f"{called}, as in the path")
         return found, wanted
 
-    def _named(self, name: str, sticky_key: str | None, caller: str | None) -> Endpoint | None:
+    def _named(self, name: str, sticky_key: str | None, caller: str | None) -> ServedEntity | None:
         routed = self._by_name.get(name)
         if routed is not None:
             return routed.choose(sticky_key, caller)
@@ -171,7 +173,7 @@ class Endpoints:
             raise InvalidField("model", name, f"the name of an endpoint: {owners} have a served entity of this name")
         return found[0] if found else None
 
-    def _only(self) -> Routed:
+    def _only(self) -> ServedEndpoint:
         if len(self) != 1:
             raise NotFound(f"name an endpoint in model; there is {self._listed()}", param="model")
         return next(iter(self._by_name.values()))

@@ -18,7 +18,7 @@ from ..errors import ServingError
 INTERVAL = 1.0  # seconds from an answer to the next question
 
 
-class AdapterNames:
+class AdapterPoller:
     """Call it for the names: ``known`` before the first answer, then those of the last one. Never blocks, and any
     thread may call. ``answered`` is set when the engine has answered once, or refused to.
 

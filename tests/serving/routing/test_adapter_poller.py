@@ -22,8 +22,8 @@ from serving_process import Running, running
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.interface import AdapterInfo
 from mlflow_llm.serving.errors import Unavailable
-from mlflow_llm.serving.routing import adapter_names
-from mlflow_llm.serving.routing.adapter_names import AdapterNames
+from mlflow_llm.serving.routing import adapter_poller
+from mlflow_llm.serving.routing.adapter_poller import AdapterPoller
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
@@ -78,10 +78,10 @@ def models(server: Running) -> list[str]:
 def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """First those of the model; the engine's own when it answers; these too while it fails. It is asked one question
     at a time, and none when nobody wants to know any more."""
-    monkeypatch.setattr(adapter_names, "INTERVAL", 0.01)
+    monkeypatch.setattr(adapter_poller, "INTERVAL", 0.01)
     engine = Absent(instant_bundle)
     engine.load_adapter("formal", instant_bundle.model_dir)
-    names = AdapterNames(engine, ("pirate",))
+    names = AdapterPoller(engine, ("pirate",))
     gevent.sleep(0.1)
     assert (names(), names.answered.is_set(), engine.asked) == (("pirate",), False, 1)
     engine.here.set()
