@@ -107,13 +107,19 @@ def books(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[...,
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def with_books(*arguments: Any, database: str | None, url: str | None, key: str | None, **options: Any) -> Any:
-            with place(database, url, key, make=make) as found:
-                books = Accounts(found, by=here("command")) if isinstance(found, Store) else RemoteAccounts(found)
+            with books_of(database, url, key, make=make) as books:
                 return command(*arguments, books=books, **options)
 
         return place_options(with_books)
 
     return decorate
+
+
+@contextlib.contextmanager
+def books_of(database: str | None, url: str | None, key: str | None, *, make: bool = False) -> Iterator[Books]:
+    """See ``place``."""
+    with place(database, url, key, make=make) as found:
+        yield Accounts(found, by=here("command")) if isinstance(found, Store) else RemoteAccounts(found)
 
 
 @contextlib.contextmanager

@@ -7,17 +7,17 @@ from typing import Any
 
 import click
 
-from ..metering.audit import ACTIONS
+from ..metering.audit import ACTIONS, here, prune
 from ..metering.time_formats import format_utc
-from .accounts import Books, books
-from .store import table
+from .accounts import books_of, place_options
+from .store import database, opened, table
 
 HEADS = ("time", "by", "via", "request", "action", "target", "before", "after")
 WIDEST = 60
 
 
-@click.command()
-@books()
+@click.group(invoke_without_command=True)
+@place_options
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--actor", help="Only changes by this key, or user of the machine.")
@@ -25,17 +25,43 @@ WIDEST = 60
 @click.option("--target", help="Only changes of this key's id, endpoint, served model, or SCOPE SUBJECT of a limit.")
 @click.option("--limit", default=100, show_default=True, type=click.IntRange(1, 1000), help="The newest so many.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON, whole.")
-def audit(books: Books, limit: int, as_json: bool, **asked: str | None) -> None:
+@click.pass_context
+def audit(
+    context: click.Context,
+    /,
+    database: str | None,
+    url: str | None,
+    key: str | None,
+    limit: int,
+    as_json: bool,
+    **asked: str | None,
+) -> None:
     """Show who changed endpoints, keys, limits and prices.
 
     The newest change first. Times are UTC.
     """
+    if context.invoked_subcommand is not None:
+        context.default_map = {"prune": {"database": database}} if database else None
+        return
     query = {name: value for name, value in asked.items() if value is not None}
-    found = books.list_audit(query | {"limit": str(limit)})["audit"]
+    with books_of(database, url, key) as books:
+        found = books.list_audit(query | {"limit": str(limit)})["audit"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
     click.echo(table(HEADS, [_row(entry) for entry in found], right=0))
+
+
+@audit.command("prune")
+@database
+@click.argument("days", type=int)
+def prune_(database: str, days: int) -> None:
+    """Remove old entries.
+
+    Those older than DAYS, 90 at least. That it was done, by whom, is an entry itself.
+    """
+    with opened(database) as store:
+        click.echo(f"removed {prune(store, days, by=here('command'))} entries")
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The audit log: who changed what of endpoints, keys, limits and prices, in the transaction that changed it.
 
-The database itself refuses to change or delete its rows (triggers, see the migration). Secrets and their hashes are
-never in it.
+The database itself refuses to change its rows, and to delete them (triggers, see the migrations) but by age, where an
+entry says so, which stays. Secrets and their hashes are never in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ ACTIONS = (
     "price.set",
     "price.delete",
     "currency.set",
+    "audit.prune",
 )
+MIN_DAYS = 90
+"""The database keeps entries for so long, whoever asks (migration 0005)."""
+MAX_DAYS = 36_500
+DAY_MS = 86_400_000
+BATCH = 2000  # entries a transaction
 Via = Literal["http", "command", "python"]
 
 
@@ -117,6 +123,33 @@ class Audit:
         rows = self._store.read(lambda connection: connection.execute(query).all())
         entries = tuple(_entry(row) for row in rows[:limit])
         return entries, str(entries[-1].id) if len(rows) > limit else None
+
+
+def prune(store: Store, days: int, *, by: Actor | None = None) -> int:
+    """Remove every entry that is more than ``days`` days old; how many. What was removed, and by whom, is an entry
+    itself. Raises ``InvalidField``.
+
+    May be ended and started again at any time, and run beside a serving server.
+    """
+    if not isinstance(days, int) or isinstance(days, bool) or not MIN_DAYS <= days <= MAX_DAYS:
+        raise InvalidField("days", days, f"an integer from {MIN_DAYS} to {MAX_DAYS}")
+    before = int(time.time() * 1000) - days * DAY_MS
+    old = audit.c.at_ms < before
+
+    def announce(connection: sa.Connection) -> int:
+        count = connection.execute(sa.select(sa.func.count()).select_from(audit).where(old)).scalar_one()
+        if count:
+            record(connection, by, "audit.prune", str(days), after={"before_ms": before, "entries": count})
+        return count
+
+    left = total = store.write(announce)
+    batch = sa.select(audit.c.id).where(old).order_by(audit.c.at_ms).limit(BATCH)
+    while left > 0:
+        gone = store.write(
+            lambda connection: connection.execute(sa.delete(audit).where(audit.c.id.in_(batch))).rowcount
+        )
+        left = left - gone if gone else 0
+    return total
 
 
 def _from_cursor(cursor: str) -> int:

@@ -50,6 +50,7 @@ old_secrets = sa.Table(
     sa.Index("old_secrets_by_key", "key_id"),
 )
 
+_PRUNES = sa.text("action = 'audit.prune'")
 audit = sa.Table(
     "audit",
     metadata,
@@ -64,6 +65,7 @@ audit = sa.Table(
     sa.Column("before", sa.Text),
     sa.Column("after", sa.Text),
     sa.Index("audit_by_time", "at_ms"),
+    sa.Index("audit_prunes", "at_ms", sqlite_where=_PRUNES, postgresql_where=_PRUNES),
     sqlite_autoincrement=True,
 )
 

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
+from click.testing import CliRunner
 from sqlalchemy.exc import DBAPIError
 
+from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.metering import Actor, Audit, AuditFilter, Keys, Limits, Price, Prices, Store, migrations
+from mlflow_llm.serving.metering import (
+    Actor,
+    Audit,
+    AuditFilter,
+    Keys,
+    Limits,
+    Price,
+    Prices,
+    Store,
+    audit,
+    migrations,
+    tables,
+)
+from mlflow_llm.serving.metering.audit import DAY_MS, prune, record
 from mlflow_llm.serving.metering.money import set_currency
 
 ANN = Actor(name="key_ann", via="http", tenant="acme", request_id="r1")
@@ -82,6 +98,57 @@ def test_the_log_cannot_be_rewritten(store):
         with pytest.raises(DBAPIError, match="append-only"), store.engine.begin() as connection:
             connection.execute(sa.text(statement))
     assert len(Audit(store).page(ALL)[0]) == 1
+
+
+def aged(store: Store, *days: float) -> None:
+    """Entries of so many days ago."""
+    now = int(time.time() * 1000)
+    with store.engine.begin() as connection:
+        for number, age in enumerate(days):
+            row = {"at_ms": now - int(age * DAY_MS), "actor": "old", "via": "python", "action": "limit.set"}
+            connection.execute(sa.insert(tables.audit).values(**row, target=f"tenant t{number}"))
+
+
+def test_old_entries_are_pruned(store, monkeypatch):
+    """By age, in batches; what was removed is told by an entry, and removing nothing leaves none."""
+    monkeypatch.setattr(audit, "BATCH", 2)
+    aged(store, 500, 101, 100.1, 99.9, 1, 200, 300)
+    assert prune(store, 100, by=ANN) == 5
+    told, *kept = Audit(store).page(ALL)[0]
+    assert [entry.target for entry in kept] == ["tenant t4", "tenant t3"]
+    assert (told.action, told.actor, told.target, told.after["entries"]) == ("audit.prune", "key_ann", "100", 5)
+    assert prune(store, 100) == 0
+    assert len(Audit(store).page(ALL)[0]) == 3
+    for days in (89, 0, -1, True, "100", 10**6):
+        with pytest.raises(InvalidField, match=r"^days: "):
+            prune(store, days)
+
+
+def test_what_no_entry_allows_is_kept(store):
+    """The database lets no entry go that is younger than a recorded age, nor the record itself, nor by a short age."""
+    aged(store, 100, 300, 400)
+    assert prune(store, 350) == 1
+    statement = sa.text("DELETE FROM audit WHERE action = 'audit.prune' OR target = 'tenant t1'")
+    for _ in range(2):
+        with pytest.raises(DBAPIError, match="append-only"), store.engine.begin() as connection:
+            connection.execute(statement)
+        with store.engine.begin() as connection:
+            record(connection, None, "audit.prune", "0")  # a forged one
+    assert len(Audit(store).page(ALL)[0]) == 5
+    assert prune(store, 90) == 2
+
+
+def test_the_command(store, store_url):
+    """On either side of its name, like ``usage fold``; a server has no such thing."""
+    aged(store, 100)
+    for words in (["audit", "--database", store_url, "prune", "90"], ["audit", "prune", "--database", store_url, "90"]):
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.output
+        assert done.stdout == ("removed 1 entries\n" if words[1] == "--database" else "removed 0 entries\n")
+    shown = CliRunner().invoke(cli, ["audit", "--database", store_url]).stdout
+    assert "audit.prune" in shown
+    alone = CliRunner(env={"MLFLOW_LLM_DATABASE": None}).invoke(cli, ["audit", "--url", "http://x", "prune", "90"])
+    assert "Missing option '--database'" in alone.stderr
 
 
 def at_revision(url: str, revision: str) -> None:
