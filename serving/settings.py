@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from .checked import Checked
@@ -17,6 +18,8 @@ YEAR = 365 * 86400
 PrefixSharing = Literal["tenant", "endpoint", "off"]
 """Who reuses the prompt prefixes of an endpoint's requests: the keys of a tenant (a server without keys has one), all
 callers of the endpoint, or nobody."""
+ByBackend = Annotated[dict[str, dict[str, Any]], Meta(description="an object of settings by the name of a backend")]
+BackendSettings = TypeVar("BackendSettings", bound=Checked)
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
@@ -36,7 +39,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
     ``packed_cache``: bytes that weights in the form that our kernels read may take in this user's cache directory, so
     that later starts map them; 0 keeps and uses none. ``standby``: 1 keeps a second process loaded, which takes over
-    when the engine dies. ``in_process`` runs the engine on a thread of this process (debugging and small tests: about
+    when the engine dies. ``backend``: settings that one backend alone has, by its name (``of_backend``); our own engine
+    has none beside these. ``in_process`` runs the engine on a thread of this process (debugging and small tests: about
     half the speed, see docs/performance.md).
     """
 
@@ -60,6 +64,16 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     packed_cache: Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")] = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False
+    backend: ByBackend = msgspec.field(default_factory=dict)
+
+    def of_backend(self, name: str, kind: type[BackendSettings]) -> BackendSettings:
+        """The settings that backend ``name`` has beside those of all engines.
+
+        Raises ``InvalidField`` for values that ``kind`` does not allow, and for settings of any other backend."""
+        for other, values in self.backend.items():
+            if other != name:
+                raise InvalidField(f"backend.{other}", values, f"settings of this engine alone, which is {name!r}")
+        return kind.read(self.backend.get(name, {}), f"backend.{name}")
 
     def __post_init__(self) -> None:
         super().__post_init__()

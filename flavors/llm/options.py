@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     start_timeout: float
     packed_cache: int
     standby: int
+    backend: dict[str, dict[str, Any]]
     in_process: bool
 
 

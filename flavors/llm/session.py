@@ -215,9 +215,9 @@ def _adapter_names(bundle: Bundle, engine: Engine | None) -> tuple[str, ...]:
 
 def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
     if settings.in_process:
-        from ...serving.engine.in_process import LocalEngine
+        from ...serving.engine.in_process import InProcessEngine
 
-        return LocalEngine(bundle, settings)
+        return InProcessEngine(bundle, settings)
     from ...serving.transport import connect
 
     return connect(bundle, settings)

@@ -1,4 +1,4 @@
-"""The engine itself: one thread adds requests, aborts them and takes steps; each step returns what there is to tell.
+"""Our own engine, the ``native`` backend: one thread adds requests, aborts them and takes steps that return events.
 
 Every request ends in exactly one way: each of its sequences is ``Finished`` (or ``Embedded``), or it ``Failed``.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, ClassVar
 
 import torch
 
 from ..bundle import Bundle
+from ..checked import Checked
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Overloaded, ServingError, ShuttingDown
 from ..events import FinishReason, PromptScored
 from ..request import ValidRequest
@@ -21,22 +24,25 @@ from .adapter_registry import AdapterRegistry
 from .assembly import EngineParts, assemble
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
-from .inflight import Client, EngineOutput, InflightRequest, InflightRequests
-from .interface import AdapterInfo, EngineInfo, Health
+from .inflight import InflightRequest, InflightRequests
+from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
 from .native import library
 from .request_check import check_request
-from .sampler import Sampled, sample, score_prompt
+from .sampler import sample, score_prompt
 from .scheduler import Run
-from .sequence import SequenceState
+from .sequence import Place, Sampled, SequenceGroup, SequenceState
 
 logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Not thread-safe: the thread that makes it is the one that calls it (torch's own threads belong to it)."""
+    """Implements ``Core``. Not thread-safe: the thread that makes it drives it (torch's own threads belong to it)."""
+
+    backend: ClassVar[str] = "native"
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
+        settings.of_backend(self.backend, Checked)
         self.settings = settings
         self._parts: EngineParts = assemble(bundle, settings)
         self._scheduler = self._parts.scheduler
@@ -59,9 +65,10 @@ class EngineCore:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, request: ValidRequest, client: Client = None, *, continues: bool = False) -> None:
-        """Take on a request. What is wrong with it is told by the next step as ``Failed``, never raised.
+        """Take on a request. What is wrong with it is in a ``Failed`` of the next step, never raised.
 
-        The queue's bound is for new ones: what ``continues`` was let in before, and its caller may have half of it.
+        ``max_queued_requests`` bounds new ones: one that ``continues`` was let in before, and its caller may have half
+        of its text.
         """
         try:
             self._check(request, continues)
@@ -69,59 +76,67 @@ class EngineCore:
         except ServingError as error:
             self._inflight.refuse(request, client, error)
             return
-        entry = self._inflight.add(request, client)
+        inflight = self._inflight.add(request, client)
         if request.task == "embeddings":
             self._embeddings.add(request)
             return
-        now = time.monotonic()
-        # without a salt the request's own choices share, and nobody else: no two requests begin with the same id
-        key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
-        for index in range(len(request.sequences)):
-            sequence = SequenceState(
-                request, index, id=self._next_id, key=key, max_tokens=self.info.max_kv_tokens, arrived_at=now
-            )
-            self._next_id += 1
-            entry.unfinished[index] = sequence
+        inflight.groups = self._groups(request, adapter)
+        for sequence in inflight.unfinished:
             self._scheduler.add(sequence)
-        for sequence in list(entry.unfinished.values()):
-            reason = sequence.finish_reason()
+        for sequence in inflight.unfinished:
+            reason = sequence.stop_reason()
             if reason is not None:  # resumed at its very end
                 self._finish(sequence, reason)
+
+    def _groups(self, request: ValidRequest, adapter: str) -> list[SequenceGroup]:
+        """One for each prompt, with its ``n`` choices."""
+        assert request.sampling is not None, "check_request refuses it"
+        # without a salt only the request's own choices share a prefix: no two requests begin with the same id
+        key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
+        now = time.monotonic()
+        groups = []
+        for index in range(len(request.sequences)):
+            if index % request.n == 0:
+                groups.append(SequenceGroup(request, request.sampling, key, self.info.max_kv_tokens, now))
+            groups[-1].add(index, self._next_id)
+            self._next_id += 1
+        return groups
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._inflight:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
-        if not continues and (queued := self._inflight.ahead_of(request)) >= self.settings.max_queued_requests:
+        if not continues and (queued := self._inflight.num_ahead_of(request)) >= self.settings.max_queued_requests:
             raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
         check_request(request, self.info)
 
     def abort(self, request_id: str) -> None:
-        """End a request early; an unknown or finished one is none of our business."""
-        entry = self._inflight.get(request_id)
-        if entry is None:
+        """End a request early: its sequences get ``Finished("abort")``. An unknown or finished one is left alone."""
+        inflight = self._inflight.get(request_id)
+        if inflight is None:
             return
-        if entry.request.task == "embeddings":
-            self._fail(entry, Aborted("the request was aborted"))
-        for sequence in list(entry.unfinished.values()):
+        if inflight.request.task == "embeddings":
+            self._fail(inflight, Aborted("the request was aborted"))
+        for sequence in inflight.unfinished:
             self._finish(sequence, "abort")
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence whose text is complete for its caller; the others go on."""
-        entry = self._inflight.get(request_id)
-        if entry is not None and index in entry.unfinished:
-            self._finish(entry.unfinished[index], "abort")
+        inflight = self._inflight.get(request_id)
+        sequence = inflight.find(index) if inflight is not None else None
+        if sequence is not None:
+            self._finish(sequence, "abort")
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._inflight) or self._inflight.has_news
+        return bool(self._inflight) or self._inflight.has_outputs
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
-        """One forward of everything that can run, and one batch of embeddings; returns what there is to tell."""
-        # from the end of the step before, if there was more to do: messages taken since then are part of the pace too
+        """One forward of everything that can run, and one batch of embeddings; returns the events so far."""
+        # from the end of the step before, if there was more to do: messages taken since then are part of its time
         began = self._last_step if self._goes_on else time.monotonic()
         self._expire()
         runs = self._scheduler.schedule() if self._scheduler is not None else []
@@ -146,7 +161,7 @@ class EngineCore:
             if len(runs) == 1:
                 self._fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
                 return
-            # The KV of a run is simply written again: find whose fault it was by running each alone, except those
+            # The KV of a run is simply written again: find the poison request by running each alone, except those
             # that have got their token already.
             for run, num_tokens in zip(runs, known, strict=True):
                 if run.sequence.status == "running" and run.sequence.num_tokens == num_tokens:
@@ -154,27 +169,24 @@ class EngineCore:
                     self._run([run])
 
     def _forward(self, runs: list[Run]) -> None:
+        """Run, score prompts, and sample at every place that a run has (``Run.places``): 0 to n tokens a sequence."""
         laid_out, logits = self._runner.forward(runs)
         rows: list[int] = []
-        sampling: list[SequenceState] = []
-        scored: list[tuple[Run, int]] = []
+        places: list[Place] = []
+        sampling: list[Run] = []
         at = 0
         for run in laid_out:
-            sequence = run.sequence
-            if sequence.prompt_scores is not None:
-                scored.append((run, at))
-                at += run.num_tokens
-            elif sequence.num_remaining == 0:
-                at += 1
-            if sequence.num_remaining == 0:
-                rows.append(at - 1)
-                sampling.append(sequence)
-        for run, first in scored:
-            self._score(run, logits[first : first + run.num_tokens])
-        if sampling:
-            chosen = logits if len(rows) == len(logits) else logits[rows]
-            for sequence, result in zip(sampling, sample(chosen, sampling), strict=True):
-                self._deliver(sequence, result)
+            first, at = at, at + run.num_logits
+            if run.samples:
+                sampling.append(run)
+                places += run.places
+                rows += range(at - len(run.places), at)
+            if run.sequence.prompt_scores is not None:
+                self._score(run, logits[first:at])
+        if places:
+            sampled = iter(sample(logits if len(rows) == len(logits) else logits[rows], places))
+            for run in sampling:
+                self._deliver(run.sequence, list(islice(sampled, len(run.places))))
 
     def _score(self, run: Run, logits: Any) -> None:
         sequence = run.sequence
@@ -185,53 +197,54 @@ class EngineCore:
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed >= sequence.num_prompt:
             sequence.prompt_scores = None
-            self._inflight.tell(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
+            self._inflight.emit(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
 
-    def _deliver(self, sequence: SequenceState, result: Sampled) -> None:
-        if result.token_id < 0:
+    def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled]) -> None:
+        """Give a sequence the tokens of one step."""
+        if sequence.status != "running":  # a sibling failed the request in this very step
+            return
+        if any(one.token_id < 0 for one in sampled):
             self._parts.cache.wipe(sequence.id)
             logger.error("request %s: logits are not finite", sequence.request.request_id)
             error = InternalError("the model produced numbers that are not finite")
             self._fail(self._inflight.of(sequence), error)
             return
-        if sequence.status != "running":  # a sibling failed the request in this very step
-            return
-        sequence.append(result.token_id)
-        self._generated += 1
-        self._generated_provisioned += sequence.provisioned
-        sequence.held.append(result)
-        reason = sequence.finish_reason()
+        before = sequence.num_tokens
+        reason = sequence.extend(sampled)
+        generated = sequence.num_tokens - before
+        self._generated += generated
+        self._generated_provisioned += generated * sequence.provisioned
         if reason is not None:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
-            self._inflight.tell_held(sequence)
+            self._inflight.flush(sequence)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        for entry in self._inflight:
-            deadline = entry.request.deadline
+        for inflight in self._inflight:
+            deadline = inflight.request.deadline
             if deadline is None or now < deadline:
                 continue
-            if entry.request.task == "embeddings":
-                self._fail(entry, DeadlineExceeded("the time limit passed before the embeddings were computed"))
-            for sequence in list(entry.unfinished.values()):
+            if inflight.request.task == "embeddings":
+                self._fail(inflight, DeadlineExceeded("the time limit passed before the embeddings were computed"))
+            for sequence in inflight.unfinished:
                 self._finish(sequence, "deadline")
 
     def _embed(self) -> None:
         batch = self._embeddings.run()
         for request_id, outcome in batch:
-            entry = self._inflight.get(request_id)
-            if entry is None:
+            inflight = self._inflight.get(request_id)
+            if inflight is None:
                 continue
             if isinstance(outcome, Exception):
                 logger.error("embedding request %s failed: %s", request_id, outcome)
-                self._fail(entry, InternalError(_brief(outcome)))
+                self._fail(inflight, InternalError(_brief(outcome)))
                 continue
-            self._inflight.tell(entry, outcome)
+            self._inflight.emit(inflight, outcome)
         for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
-            entry = self._inflight.get(request_id)
-            if entry is not None and self._embeddings.is_done(request_id):
-                self._inflight.leave(entry)
+            inflight = self._inflight.get(request_id)
+            if inflight is not None and self._embeddings.is_done(request_id):
+                self._inflight.remove(inflight)
 
     # -- the exits of a request -------------------------------------------------------------------------------------
 
@@ -239,11 +252,11 @@ class EngineCore:
         self._scheduler.finish(sequence)
         self._inflight.finish(sequence, reason)
 
-    def _fail(self, entry: InflightRequest, error: ServingError) -> None:
-        for sequence in entry.unfinished.values():
+    def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
+        for sequence in inflight.unfinished:
             self._scheduler.finish(sequence, keep=False)
-        self._embeddings.drop(entry.request.request_id)
-        self._inflight.fail(entry, error)
+        self._embeddings.drop(inflight.request.request_id)
+        self._inflight.fail(inflight, error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
@@ -251,7 +264,7 @@ class EngineCore:
         return self._adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name, (entry.request.adapter for entry in self._inflight))
+        self._adapters.unload(name, (inflight.request.adapter for inflight in self._inflight))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._adapters.infos()
@@ -290,16 +303,16 @@ class EngineCore:
         if cache is not None:
             cache.check_integrity()
             running = len(self._scheduler.running)
-            unfinished = sum(len(entry.unfinished) for entry in self._inflight)
+            unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
             if running + len(self._scheduler.waiting) != unfinished:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
     def close(self) -> list[EngineOutput]:
-        """End every request with ``Failed("shutting_down")`` and give memory back; returns what is still to tell."""
+        """End every request with ``Failed("shutting_down")`` and give memory back; returns the last events."""
         if not self._closed:
             self._closed = True
-            for entry in self._inflight:
-                self._fail(entry, ShuttingDown("the engine is shutting down"))
+            for inflight in self._inflight:
+                self._fail(inflight, ShuttingDown("the engine is shutting down"))
             if self._parts.cache is not None:
                 self._parts.cache.close()
         return self._inflight.drain()

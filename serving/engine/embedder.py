@@ -24,7 +24,7 @@ from ..settings import EngineSettings
 from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .forward_context import ContextHolder, ForwardContext
-from .interface import EngineInfo
+from .interface import Capabilities, EngineInfo
 from .native.encoder import NativeEncoder, native_encoder
 from .native.library import NotNative
 from .pooling import MODES, pool, transformer_dir
@@ -213,4 +213,5 @@ def _info(bundle: Bundle, model: Any, settings: EngineSettings, max_length: int)
         quantization=settings.quantization,
         threads=torch.get_num_threads(),
         pid=os.getpid(),
+        capabilities=Capabilities(adapters=False),
     )

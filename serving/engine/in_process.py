@@ -16,7 +16,7 @@ from ..events import Embedded, Event, Failed, Finished
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from .core import EngineCore
-from .interface import AdapterInfo, EngineInfo, EventQueue, EventStream, Health
+from .interface import AdapterInfo, Engine, EngineInfo, EngineOutput, EventQueue, EventStream, Health
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ Command = Callable[[EngineCore], None]
 Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
 
-class LocalStream:
+class InProcessStream:
     """The events of one request; iterate it from one thread."""
 
-    def __init__(self, engine: LocalEngine, request: ValidRequest, into: EventQueue | None = None) -> None:
+    def __init__(self, engine: InProcessEngine, request: ValidRequest, into: EventQueue | None = None) -> None:
         self._engine = engine
         self._request_id = request.request_id
         self._left = len(request.sequences)
@@ -59,12 +59,12 @@ class LocalStream:
             self._engine.abort(self._request_id)
 
 
-class LocalEngine:
-    """Implements ``Engine``. The model is loaded and run on one thread of its own; ``close`` ends it."""
+class InProcessEngine(Engine):
+    """The model is loaded and run on one thread of its own; ``close`` ends it."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         self._commands: Commands = queue.SimpleQueue()
-        self._streams: dict[str, LocalStream] = {}
+        self._streams: dict[str, InProcessStream] = {}
         self._lock = threading.Lock()
         self._closed = False
         started: Future[EngineInfo] = Future()
@@ -81,12 +81,12 @@ class LocalEngine:
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> EventStream:
         """``into`` replaces the queue, for a reader that is no thread."""
-        stream = LocalStream(self, request, into)
+        stream = InProcessStream(self, request, into)
         if not self._send(lambda core: self._add(core, request, stream)):
             stream.put(Failed(ShuttingDown.kind, "the engine is closed"))
         return stream
 
-    def _add(self, core: EngineCore, request: ValidRequest, stream: LocalStream) -> None:
+    def _add(self, core: EngineCore, request: ValidRequest, stream: InProcessStream) -> None:
         core.add(request, stream)
 
     def abort(self, request_id: str) -> None:
@@ -155,8 +155,8 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
     started.set_result(core.info)
     del started
     while _follow(core, commands):
-        _tell(core.step() if core.has_work() else [])
-    _tell(core.close())
+        _hand_out(core.step() if core.has_work() else [])
+    _hand_out(core.close())
 
 
 def _follow(core: EngineCore, commands: Commands) -> bool:
@@ -175,9 +175,10 @@ def _next_command(commands: Commands, *, wait: bool) -> Command | None:
 
 
 def _nothing(core: EngineCore) -> None:
-    """What to do between two steps when nobody asked for anything."""
+    """The command between two steps when none has come."""
 
 
-def _tell(told: list[Any]) -> None:
-    for stream, _, event in told:
+def _hand_out(outputs: list[EngineOutput]) -> None:
+    for stream, _, event in outputs:
+        assert isinstance(stream, InProcessStream)
         stream.put(event)

@@ -1,86 +1,93 @@
-"""The requests an engine has taken on, and what there is to tell of them. Both exits of a request are here."""
+"""The requests an engine has taken on, and the events it owes their clients. Both exits of a request are here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..errors import ServingError
 from ..events import Event, Failed, Finished, FinishReason, TokenLogprob, Tokens
 from ..request import ValidRequest
-from .sequence import SequenceState
-
-Client = Hashable
-EngineOutput = tuple[Client, str, Event]
+from .interface import Client, EngineOutput
+from .sequence import SequenceGroup, SequenceState
 
 
 @dataclass(slots=True)
 class InflightRequest:
-    """A request the engine has taken on, and its sequences that still run."""
+    """A request the engine has taken on; a group for each of its prompts, none for embeddings."""
 
     request: ValidRequest
     client: Client
-    unfinished: dict[int, SequenceState] = field(default_factory=dict)
+    groups: list[SequenceGroup] = field(default_factory=list)
+
+    @property
+    def unfinished(self) -> list[SequenceState]:
+        """Its sequences that still run or wait."""
+        return [sequence for group in self.groups for sequence in group.members]
+
+    def find(self, index: int) -> SequenceState | None:
+        """Unfinished sequence ``index``; None where there is none."""
+        return next((sequence for sequence in self.unfinished if sequence.index == index), None)
 
 
 class InflightRequests:
-    """Keyed by request id. Events gather until ``drain``, in the order they were told."""
+    """Keyed by request id. Events gather until ``drain``, in the order they were emitted."""
 
     def __init__(self) -> None:
-        self._inflight: dict[str, InflightRequest] = {}
-        self._told: list[EngineOutput] = []
+        self._by_id: dict[str, InflightRequest] = {}
+        self._outputs: list[EngineOutput] = []
 
     def __len__(self) -> int:
-        return len(self._inflight)
+        return len(self._by_id)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._inflight
+        return request_id in self._by_id
 
     def __iter__(self) -> Iterator[InflightRequest]:
-        """Those open now: entries may leave while they are gone through."""
-        return iter(list(self._inflight.values()))
+        """Those in flight now; they may leave during the iteration."""
+        return iter(list(self._by_id.values()))
 
     @property
-    def has_news(self) -> bool:
-        return bool(self._told)
+    def has_outputs(self) -> bool:
+        return bool(self._outputs)
 
     def get(self, request_id: str) -> InflightRequest | None:
-        return self._inflight.get(request_id)
+        return self._by_id.get(request_id)
 
-    def ahead_of(self, request: ValidRequest) -> int:
+    def num_ahead_of(self, request: ValidRequest) -> int:
         """Requests that it would have to share with: a provisioned one waits for no others."""
         if not request.provisioned:
-            return len(self._inflight)
-        return sum(entry.request.provisioned for entry in self._inflight.values())
+            return len(self._by_id)
+        return sum(one.request.provisioned for one in self._by_id.values())
 
     def of(self, sequence: SequenceState) -> InflightRequest:
-        return self._inflight[sequence.request.request_id]
+        return self._by_id[sequence.request.request_id]
 
     def add(self, request: ValidRequest, client: Client) -> InflightRequest:
-        entry = self._inflight[request.request_id] = InflightRequest(request, client)
-        return entry
+        inflight = self._by_id[request.request_id] = InflightRequest(request, client)
+        return inflight
 
     def refuse(self, request: ValidRequest, client: Client, error: ServingError) -> None:
-        """Tell why a request was not taken on."""
-        self._told.append((client, request.request_id, _failed(error)))
+        """``Failed`` for a request that was not taken on."""
+        self._outputs.append((client, request.request_id, _failed(error)))
 
-    def tell(self, entry: InflightRequest, event: Event) -> None:
-        self._told.append((entry.client, entry.request.request_id, event))
+    def emit(self, inflight: InflightRequest, event: Event) -> None:
+        self._outputs.append((inflight.client, inflight.request.request_id, event))
 
-    def tell_held(self, sequence: SequenceState) -> None:
-        """Tell the tokens that were held back, in one event."""
-        held, sequence.held = sequence.held, []
-        if held:
-            token_ids = tuple(result.token_id for result in held)
-            logprobs: tuple[TokenLogprob, ...] = tuple(r.logprob for r in held if r.logprob is not None)
-            first = sequence.num_generated - len(held) == sequence.num_resumed
-            cached = sequence.num_cached if first else None
-            self.tell(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached))
+    def flush(self, sequence: SequenceState) -> None:
+        """Emit the tokens that were held back, in one event."""
+        unsent, sequence.unsent = sequence.unsent, []
+        if unsent:
+            token_ids = tuple(one.token_id for one in unsent)
+            logprobs: tuple[TokenLogprob, ...] = tuple(one.logprob for one in unsent if one.logprob is not None)
+            is_first = sequence.num_generated - len(unsent) == sequence.num_resumed
+            cached = sequence.num_cached if is_first else None
+            self.emit(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached))
 
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         """The end of one sequence, and of its request where it was the last."""
-        self.tell_held(sequence)
+        self.flush(sequence)
         started = sequence.first_step_at or time.monotonic()
         finished = Finished(
             sequence.index,
@@ -89,24 +96,25 @@ class InflightRequests:
             num_generated_tokens=sequence.num_generated,
             queue_time=started - sequence.arrived_at,
         )
-        entry = self.of(sequence)
-        self.tell(entry, finished)
-        del entry.unfinished[sequence.index]
-        if not entry.unfinished:
-            self.leave(entry)
+        inflight = self.of(sequence)
+        self.emit(inflight, finished)
+        sequence.group.members.remove(sequence)
+        if not inflight.unfinished:
+            self.remove(inflight)
 
-    def fail(self, entry: InflightRequest, error: ServingError) -> None:
+    def fail(self, inflight: InflightRequest, error: ServingError) -> None:
         """The end of a whole request that cannot go on."""
-        entry.unfinished.clear()
-        self.leave(entry)
-        self.tell(entry, _failed(error))
+        inflight.groups.clear()
+        self.remove(inflight)
+        self.emit(inflight, _failed(error))
 
-    def leave(self, entry: InflightRequest) -> None:
-        del self._inflight[entry.request.request_id]
+    def remove(self, inflight: InflightRequest) -> None:
+        del self._by_id[inflight.request.request_id]
 
     def drain(self) -> list[EngineOutput]:
-        told, self._told = self._told, []
-        return told
+        """Everything emitted since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
 
 def _failed(error: ServingError) -> Failed:

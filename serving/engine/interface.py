@@ -1,14 +1,47 @@
-"""What the rest of the server knows of an engine. Ours, one in another process, vLLM or Ray Serve: same interface."""
+"""What the rest of the server knows of engines: ``Engine`` is what callers hold, ``Core`` what an engine process runs.
+
+::
+
+    caller ── Engine                                           Core
+              transport.client.client.RemoteEngine ── ZeroMQ ─── engine.core.EngineCore                 "native"
+              engine.in_process.InProcessEngine ── a thread ──── testing.instant_core.InstantCore       "instant"
+              routing.replica_set.ReplicaSet: several of them    another: vLLM, OpenVINO GenAI, …
+
+A new backend is a class with the methods of ``Core``, made by ``CoreFactory(bundle, settings)`` on the thread that then
+drives it, and named as ``module:name`` where a process is started (``ProcessSpec.core`` of ``transport``). All that
+clients rely on (recovery, back-pressure, metering, drain, adapters at run time) is done around it, and asks
+``EngineInfo`` what it can. Settings that every backend has are fields of ``EngineSettings``; those of one backend alone
+stand under its name in ``EngineSettings.backend``, which it reads into a ``Checked`` record by ``settings.of_backend``.
+
+No method of these protocols is optional. Those with a body are defaults for classes that inherit from the protocol.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
+from ..bundle import Bundle
 from ..events import Event
 from ..request import Task, ValidRequest
+from ..settings import EngineSettings
+
+
+class Capabilities(Struct, frozen=True, kw_only=True):
+    """What an engine can do beyond running a request to its end. What it cannot, its clients refuse or do without.
+
+    ``resumes``: a request with ``resumed_token_ids`` goes on with the text that it would have had; without, one that
+    has delivered tokens ends with its engine, and is not paused for a slow reader. ``adapters``: LoRA adapters, loaded
+    and unloaded while it runs. ``structured_output``: generation within a grammar. ``provisioned``: it keeps the
+    pace of provisioned requests beside best-effort ones.
+    """
+
+    resumes: bool = True
+    adapters: bool = True
+    structured_output: bool = False
+    provisioned: bool = True
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -17,8 +50,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
-    ``kv_cache_memory``: bytes. ``num_standbys`` are to be kept beside it.
-    ``threads`` is how many of them compute on CPU.
+    ``kv_cache_memory`` is bytes, ``num_standbys`` how many are to be kept beside it, ``threads`` how many of them
+    compute on CPU, ``backend`` the name of the ``Core``.
     """
 
     content_hash: str
@@ -37,10 +70,12 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     num_standbys: int = 0
     threads: int = 1
     pid: int = 0
+    backend: str = "native"
+    capabilities: Capabilities = Capabilities()
 
     @property
     def kernels_summary(self) -> str:
-        """In a line."""
+        """Which kernels run, and why not ours, in a line."""
         return f"{self.kernels} ({self.kernels_reason})" if self.kernels_reason else self.kernels
 
 
@@ -60,8 +95,8 @@ class Health(Struct, frozen=True, kw_only=True):
 
     ``num_standbys`` are loaded and ready to take the engine's place.
 
-    ``num_provisioned`` of the sequences running and waiting, ``provisioned_tokens`` of those generated and
-    ``provisioned_prompt_tokens`` of those read are within a provisioned reserve. ``processor_wait`` is the part of
+    Of the sequences running and waiting ``num_provisioned`` are provisioned, of the tokens generated
+    ``provisioned_tokens``, of those prefilled ``provisioned_prompt_tokens``. ``processor_wait`` is the part of
     the time in which the engine's thread could have run, but had to wait for a processor (``contention.py``).
     """
 
@@ -83,12 +118,11 @@ class Health(Struct, frozen=True, kw_only=True):
 
 
 class EventStream(Protocol):
-    """Iterate for events; ``close`` (also on leaving early) aborts what still runs. Closing twice is harmless.
+    """The events of one request; iterate from one thread. ``close`` (also on leaving early) aborts what still runs.
 
     ``finish(index)`` ends one sequence whose text is complete (a stop string matched above the engine) and lets the
-    others run; the sequence still gets its ``Finished`` (reason "abort"; tokens already under way may come before it).
-    For an index that has ended it does nothing. Callers find it with ``getattr``: an engine that cannot do it may leave
-    it out, and the sequence then runs on unread.
+    others run. The sequence still gets its ``Finished`` (reason "abort"), and tokens already under way may come before
+    it. For an index that has ended it does nothing. Closing twice is harmless.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -107,11 +141,7 @@ class EventQueue(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Thread-safe: many callers submit at once and are batched together.
-
-    ``figures()`` is the last ``Health`` of each engine process that there was, by its generation. Callers find it with
-    ``getattr``: an engine that is always the same one may leave it out.
-    """
+    """What a caller holds. Thread-safe: many callers submit at once and are batched together."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -135,3 +165,80 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give the engine up. Requests of this client end with ``Failed(kind="shutting_down")``."""
         ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Engine processes that serve it now; 0 while none is wanted or there."""
+        return 1
+
+    def process_health(self) -> Mapping[str, Health]:
+        """The last ``Health`` of each engine process that there was, by its generation."""
+        return {f"{self.info.pid}.{id(self):x}": self.health()}
+
+    def hand_over(self, stream: EventStream, other: Engine) -> bool:
+        """Let ``other`` go on with what ``stream`` reads; False where it cannot be moved."""
+        return False
+
+
+Client: TypeAlias = Hashable
+"""Whoever asked for a request, as the process that runs the core tells them apart."""
+
+EngineOutput: TypeAlias = tuple[Client, str, Event]
+"""(client, request id, event)"""
+
+
+class Core(Protocol):
+    """An engine as its process drives it: one thread makes it, adds requests, aborts them and steps, and nothing else.
+
+    Events go out by ``step`` and ``close`` alone, each request's in order: for each sequence any number of ``Tokens``
+    with one or more tokens each, then one ``Finished``; or one ``Failed`` for the whole request (``events``). A request
+    given up by ``abort`` ends the same way. ``step`` raises only for what the whole engine cannot go on after: then the
+    process ends, and its clients submit again what ran, resumed after the tokens that they have.
+    """
+
+    backend: ClassVar[str]
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def add(self, request: ValidRequest, client: Client, *, continues: bool = False) -> None:
+        """Take on a request. ``continues``: an engine had it before, so that no bound on new requests holds for it."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request early. An unknown or finished one is left alone."""
+        ...
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sequence whose text is complete for its caller. One that has ended is left alone."""
+        ...
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to return."""
+        ...
+
+    def step(self) -> list[EngineOutput]:
+        """Make some progress, shortly (a forward), and return what happened."""
+        ...
+
+    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """See ``Engine.load_adapter``; ``InvalidField`` where ``capabilities.adapters`` is False."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """See ``Engine.unload_adapter``."""
+        ...
+
+    def adapters(self) -> tuple[AdapterInfo, ...]: ...
+
+    def health(self) -> Health:
+        """Cheap: it is asked for after every step."""
+        ...
+
+    def close(self) -> list[EngineOutput]:
+        """End everything and give memory back; the last events."""
+        ...
+
+
+CoreFactory: TypeAlias = Callable[[Bundle, EngineSettings], Core]
+"""Raises ``PackagingError`` for a model or settings that this backend cannot run."""

@@ -79,8 +79,7 @@ class Runner:
     def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
         """Compute the KV of ``runs``.
 
-        Returns the runs in the order they were laid out, and logits in that order: one row for each run that
-        samples, for a run whose prompt is scored one row for each of its tokens.
+        Returns the runs in the order they were laid out, and logits [sum of ``num_logits``, V] in that order.
         """
         runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
         ids = np.concatenate([r.sequence.tokens[r.start : r.start + r.num_tokens] for r in runs]).astype(np.int64)
@@ -100,13 +99,10 @@ class Runner:
 
 
 def rows_kept(runs: Sequence[Run]) -> list[int]:
-    """Places in the flat row whose logits are needed."""
+    """Places in the flat row whose logits are needed: the last ``num_logits`` of each run."""
     kept: list[int] = []
-    at = 0
+    end = 0
     for run in runs:
-        if run.sequence.prompt_scores is not None:
-            kept.extend(range(at, at + run.num_tokens))
-        elif run.samples:
-            kept.append(at + run.num_tokens - 1)
-        at += run.num_tokens
+        end += run.num_tokens
+        kept += range(end - run.num_logits, end)
     return kept

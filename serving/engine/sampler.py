@@ -11,7 +11,6 @@ sequence samples the same alone and in a batch. Where our own kernels run, nativ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,13 @@ from ..events import TokenLogprob
 from ..request import Sampling
 from .native import sampler as native
 from .randomness import exponentials
-from .sequence import SequenceState
+from .sequence import Place, Sampled
 
 CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """``token_id`` -1: the logits were not finite. ``logprob`` is None unless asked for."""
-
-    token_id: int
-    logprob: TokenLogprob | None = None
-
-
-def sample(logits: Any, sequences: Sequence[SequenceState]) -> list[Sampled]:
-    """One token for each row of ``logits`` [B, V]; does not change ``logits``."""
+def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
+    """One token for each row of ``logits`` [B, V], which belong to ``sequences`` [B]; does not change ``logits``."""
     best, token_ids = logits.max(-1)
     finite = torch.isfinite(best)
     tokens = torch.where(finite, token_ids, -1).tolist()
@@ -55,7 +46,7 @@ def sample(logits: Any, sequences: Sequence[SequenceState]) -> list[Sampled]:
     return result
 
 
-def is_plain_greedy(sequence: SequenceState) -> bool:
+def is_plain_greedy(sequence: Place) -> bool:
     """Whether the largest logit as it is decides."""
     p = sequence.sampling
     return (
@@ -64,11 +55,11 @@ def is_plain_greedy(sequence: SequenceState) -> bool:
         and p.presence_penalty == 0.0
         and p.frequency_penalty == 0.0
         and not p.logit_bias
-        and sequence.num_generated >= p.min_tokens
+        and sequence.stop_rule.may_stop(sequence.num_generated + 1)
     )
 
 
-def score_prompt(logits: Any, start: int, sequence: SequenceState) -> list[TokenLogprob]:
+def score_prompt(logits: Any, start: int, sequence: Place) -> list[TokenLogprob]:
     """Log probabilities of the prompt's tokens that the rows ``logits``, positions from ``start`` on, predict."""
     following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)].tolist()
     k = sequence.sampling.prompt_logprobs or 0
@@ -89,7 +80,7 @@ def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> li
     return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, own, tops, strict=True)]
 
 
-def _sample_rows(logits: Any, sequences: Sequence[SequenceState]) -> list[int]:
+def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
     adjust(logits, sequences)
     tokens: list[int] = [0] * len(sequences)
     kinds: dict[str, list[int]] = {}
@@ -111,7 +102,7 @@ def _kind(p: Sampling) -> str:
     return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
 
 
-def _draw(kind: str, logits: Any, sequences: Sequence[SequenceState]) -> list[int]:
+def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
     if kind == "greedy":
         greedy: list[int] = logits.argmax(-1).tolist()
         return greedy
@@ -205,7 +196,7 @@ def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
     return torch.tensor([[getattr(p, name)] for p in parameters], dtype=like.dtype, device=like.device)
 
 
-def adjust(logits: Any, sequences: Sequence[SequenceState]) -> None:
+def adjust(logits: Any, sequences: Sequence[Place]) -> None:
     """Penalties, bias and min_tokens, in place."""
     for i, sequence in enumerate(sequences):
         p = sequence.sampling
@@ -220,7 +211,7 @@ def adjust(logits: Any, sequences: Sequence[SequenceState]) -> None:
         if p.logit_bias:
             biased, bias = zip(*p.logit_bias, strict=True)
             logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
-        if sequence.num_generated < p.min_tokens and p.stop_token_ids:
+        if p.stop_token_ids and not sequence.stop_rule.may_stop(sequence.num_generated + 1):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
             logits[i, _index(np.array(stops), logits)] = float("-inf")
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .best_effort import BestEffortBudget, StepLoad
 from .kv_cache import KVCache
-from .sequence import SequenceState
+from .sequence import SHARED, Place, SequenceState, WaitReason
 
 SHARES = 4  # prompts that share the prefill part of a step
 MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bounds the time a queue costs
@@ -28,7 +29,7 @@ MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bou
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``num_tokens`` of ``sequence`` from ``start``; ``samples`` when the last of them is the last one known."""
+    """``num_tokens`` of ``sequence`` from position ``start`` on."""
 
     sequence: SequenceState
     start: int
@@ -36,7 +37,18 @@ class Run:
 
     @property
     def samples(self) -> bool:
+        """Whether its last token is the last one known, so that the next one is to be drawn."""
         return self.start + self.num_tokens == self.sequence.num_tokens
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where tokens are drawn after this run, in order: they are the last of the run's tokens."""
+        return (self.sequence,) if self.samples else ()
+
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens need logits: all while the prompt is scored, else one for each place."""
+        return self.num_tokens if self.sequence.prompt_scores is not None else len(self.places)
 
 
 def _arrival(sequence: SequenceState) -> tuple[bool, int, int]:
@@ -71,6 +83,10 @@ class Scheduler:
     @property
     def num_provisioned(self) -> int:
         return sum(s.provisioned for s in self.running) + sum(s.provisioned for s in self.waiting)
+
+    def waiting_for(self) -> Counter[WaitReason]:
+        """How many sequences wait, by what each waited for when it was last its turn to be looked at."""
+        return Counter(sequence.waits_for for sequence in self.waiting)
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
@@ -176,15 +192,25 @@ class Scheduler:
 
     def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
         """Waiting sequences that may start now, as far as it is worth looking in one step."""
-        for sequence in [s for s in self.waiting if s.provisioned == provisioned][:MATCHES_PER_STEP]:
-            is_full = len(self.running) >= self.max_num_seqs
-            if is_full and not self._can_displace(sequence):
+        for sequence in list(islice((s for s in self.waiting if s.provisioned == provisioned), MATCHES_PER_STEP)):
+            sequence.waits_for = self._wait_reason(sequence)
+            if sequence.waits_for in SHARED:
                 return
-            if self._awaits_prefix(sequence):
+            if sequence.waits_for != "turn":
                 continue
-            if is_full:
+            if self._is_full:
                 self._displace()
             yield sequence
+
+    def _wait_reason(self, sequence: SequenceState) -> WaitReason:
+        """What keeps it from starting in this step, "turn" for nothing; whether memory suffices ``_start`` sees."""
+        if self._is_full and not self._can_displace(sequence):
+            return "slot"
+        return "prefix" if self._awaits_prefix(sequence) else "turn"
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.max_num_seqs
 
     def _can_displace(self, sequence: SequenceState) -> bool:
         return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
@@ -212,6 +238,7 @@ class Scheduler:
             self._displace()
             cached = self.cache.acquire(sequence.id, sequence.key, sequence.tokens, reuse=reuse)
         if cached is None:
+            sequence.waits_for = "memory"
             return False
         self.waiting.remove(sequence)
         sequence.move("running")

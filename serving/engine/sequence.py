@@ -1,18 +1,19 @@
-"""One sequence while the engine runs it: its tokens, how far they are computed, and what it has told its caller."""
+"""One sequence while the engine runs it: its tokens, how far they are computed, what it waits for and what was sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..events import TokenLogprob
 from ..request import Sampling, Sequence, ValidRequest
+from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
 
-if TYPE_CHECKING:
-    from .sampler import Sampled
-
-HELD_TOKENS = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
+MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
 Status = Literal["waiting", "running", "finished"]
 
 # Legal moves; "running" goes back to "waiting" when its memory is taken for an earlier sequence (preemption).
@@ -22,63 +23,119 @@ MOVES: dict[Status, tuple[Status, ...]] = {
     "finished": (),
 }
 
+WaitReason = Literal["turn", "slot", "memory", "prefix"]
+"""What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` places, KV memory for its prompt,
+or a prefix that a running sequence is just computing."""
+
+SHARED: frozenset[WaitReason] = frozenset({"slot", "memory"})
+"""Reasons for which later sequences wait too, since they would take what this one waits for. For any other reason a
+sequence waits alone and later ones pass it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token that was drawn. ``token_id`` -1: the logits were not finite. ``logprob`` is None unless asked for."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+class Place(Protocol):
+    """Where one token is drawn: what is known of its sequence up to there. A sequence is the place after its end."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def stop_rule(self) -> StopRule: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def num_prompt(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_generated(self) -> int: ...
+    @property
+    def tokens(self) -> TokenIds: ...
+    @property
+    def output(self) -> TokenIds: ...
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The unfinished sequences of one prompt (of a request's ``n`` choices), and all that is the same for them.
+
+    ``key``: whose KV they may reuse, and who may reuse theirs. ``max_model_len``: tokens, prompt and completion
+    together. ``arrived_at``: seconds of ``time.monotonic()``.
+    """
+
+    request: ValidRequest
+    sampling: Sampling
+    key: PrefixKey
+    max_model_len: int
+    arrived_at: float
+    members: list[SequenceState] = field(default_factory=list)
+
+    def add(self, index: int, id: int) -> SequenceState:
+        """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""
+        member = SequenceState(self, index, id)
+        self.members.append(member)
+        return member
+
 
 class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
-    ``held`` are sampled and not told yet. ``limit`` is the most tokens the sequence may have in all. ``key``: whose
-    KV it may reuse, and who may reuse its.
+    ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event.
+    ``arrival`` sorts by provisioned first, then priority, then order of arrival.
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "held", "id", "index",
-        "key", "limit", "num_cached", "num_computed", "num_preemptions", "num_prompt",
-        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status",
-        "stop_ids",
+        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "group", "id", "index", "key", "num_cached",
+        "num_computed", "num_preemptions", "num_prompt", "num_resumed", "num_tokens", "prompt_scores", "provisioned",
+        "request", "sampling", "seed", "status", "stop_rule", "unsent", "waits_for",
     )  # fmt: skip
 
-    def __init__(
-        self, request: ValidRequest, index: int, *, id: int, key: PrefixKey, max_tokens: int, arrived_at: float
-    ) -> None:
+    def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
+        request = group.request
         source: Sequence = request.sequences[index]
-        sampling = request.sampling
-        if sampling is None:
-            raise ValueError("a sequence to generate needs sampling parameters")
-        self.request, self.index, self.id, self.key = request, index, id, key
-        self.sampling: Sampling = sampling
+        self.group, self.index, self.id = group, index, id
+        self.request, self.sampling, self.key = request, group.sampling, group.key
         self.adapter = request.adapter
         self.provisioned = request.provisioned
         self.arrival = (not request.provisioned, request.priority, id)
-        self.arrived_at = arrived_at
+        self.arrived_at = group.arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed
-        self.stop_ids = frozenset(sampling.stop_token_ids)
         self.num_prompt = len(source.prompt_token_ids)
-        self.limit = min(self.num_prompt + sampling.max_tokens, max_tokens)
+        self.stop_rule = StopRule(group.sampling, group.max_model_len - self.num_prompt)
         self.num_resumed = len(source.resumed_token_ids)
         self.num_tokens = self.num_prompt + self.num_resumed
-        self._tokens = np.empty(max(self.limit, self.num_tokens) + 1, dtype=np.int32)
+        self._tokens = np.empty(max(self.num_prompt + self.stop_rule.max_tokens, self.num_tokens) + 1, dtype=np.int32)
         self._tokens[: self.num_tokens] = source.prompt_token_ids + source.resumed_token_ids
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
-        self.held: list[Sampled] = []
-        self.prompt_scores: list[Any] | None = [] if sampling.prompt_logprobs is not None else None
+        self.unsent: list[Sampled] = []
+        self.prompt_scores: list[Any] | None = [] if group.sampling.prompt_logprobs is not None else None
         self.status: Status = "waiting"
+        self.waits_for: WaitReason = "turn"
 
     def move(self, status: Status) -> None:
+        """Raises ``RuntimeError`` for a move that is not in ``MOVES``."""
         if status not in MOVES[self.status]:
             raise RuntimeError(f"a {self.status} sequence cannot become {status}")
         self.status = status
+        self.waits_for = "turn"
 
     @property
     def tokens(self) -> TokenIds:
-        """All known token ids, a view."""
+        """All known token ids, int32 [num_tokens], a view."""
         return self._tokens[: self.num_tokens]
 
     @property
     def output(self) -> TokenIds:
-        """Sampled token ids, those resumed included, a view."""
+        """Sampled token ids, resumed ones included, int32 [num_generated], a view."""
         return self._tokens[self.num_prompt : self.num_tokens]
 
     @property
@@ -87,22 +144,29 @@ class SequenceState:
 
     @property
     def may_hold(self) -> bool:
-        """Whether tokens may be told a few at a time: nobody reads them as they come, no stop string may end them."""
-        return not self.request.stream and not self.request.stop and len(self.held) < HELD_TOKENS
+        """Whether tokens may be sent a few at a time: they are not streamed, and no stop string may end the text."""
+        return not self.request.stream and not self.request.stop and len(self.unsent) < MAX_UNSENT
 
     @property
     def num_remaining(self) -> int:
         """Known tokens whose KV is still to be computed."""
         return self.num_tokens - self.num_computed
 
-    def append(self, token_id: int) -> None:
-        self._tokens[self.num_tokens] = token_id
-        self.num_tokens += 1
+    def extend(self, sampled: Iterable[Sampled]) -> StopReason | None:
+        """Take the tokens that one step gave, up to the one that ends the sequence; what follows it is dropped.
 
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the sequence ends with its last token, or None when it goes on."""
-        if self.num_generated == 0:
-            return "length" if self.num_tokens >= self.limit else None
-        if self.num_generated >= self.sampling.min_tokens and int(self._tokens[self.num_tokens - 1]) in self.stop_ids:
-            return "stop"
-        return "length" if self.num_tokens >= self.limit else None
+        Returns why it ends there, or None when it goes on.
+        """
+        for one in sampled:
+            self._tokens[self.num_tokens] = one.token_id
+            self.num_tokens += 1
+            self.unsent.append(one)
+            reason = self.stop_rule.reason(one.token_id, self.num_generated)
+            if reason is not None:
+                return reason
+        return None
+
+    def stop_reason(self) -> StopReason | None:
+        """Why the sequence ends with its last known token, or None when it goes on."""
+        count = self.num_generated
+        return self.stop_rule.reason(int(self._tokens[self.num_tokens - 1]) if count else None, count)

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from ..counts import COUNTERS, read_counts
-from ..engine.interface import Engine, Health
+from ..engine.interface import Health
 from ..files import replace_file
 from .worker_counters import locked
 
@@ -34,12 +34,6 @@ EARLIER = ""  # under which it is
 
 Place = tuple[str, str]  # endpoint, served entity
 _Known = dict[str, dict[str, dict[str, list[int]]]]
-
-
-def figures_of(engine: Engine, name: str = "engine") -> Mapping[str, Health]:
-    """The last figures of each engine process behind ``engine``, by generation; one without has ``name``."""
-    figures = getattr(engine, "figures", None)
-    return figures() if figures is not None else {name: engine.health()}
 
 
 class CounterFiles:

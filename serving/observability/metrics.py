@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from ..engine.interface import Engine
 from ..errors import ShuttingDown
 from ..metering.ledger import Ledger
-from .engine_counters import EngineCounters, figures_of
+from .engine_counters import EngineCounters
 from .worker_counters import locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -117,7 +117,7 @@ class EngineCollector(Collector):
             for labels, health in found:
                 gauge.add_metric(labels, float(getattr(health, field)))
             yield gauge
-        sums = self.tally.add(((entity.name, entity.entity), figures_of(entity.engine)) for entity in entities)
+        sums = self.tally.add(((entity.name, entity.entity), entity.engine.process_health()) for entity in entities)
         for name, text, field in self.COUNTERS:
             counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
             for labels, counted in sums.items():
@@ -127,7 +127,7 @@ class EngineCollector(Collector):
         replicas = GaugeMetricFamily("mlflow_llm_replicas", "Engine processes", labels=self.LABELS)
         for entity, (labels, health) in zip(entities, found, strict=True):
             ready.add_metric(labels, float(health.status == "ready"))
-            replicas.add_metric(labels, float(getattr(entity.engine, "count", 1)))
+            replicas.add_metric(labels, float(entity.engine.num_replicas))
         yield ready
         yield replicas
         runs = GaugeMetricFamily("mlflow_llm_engine_info", "What the engine runs on", labels=(*self.LABELS, *self.INFO))

@@ -58,7 +58,7 @@ class LoadShedder:
     def _check_room(
         self, endpoint: str, engine: Engine, reserves: bool, entered: list[Caller | None], caller: Caller | None
     ) -> None:
-        at_once = engine.info.max_num_seqs * max(1, getattr(engine, "count", 1))
+        at_once = engine.info.max_num_seqs * max(1, engine.num_replicas)
         health = engine.health()
         waiting = health.num_provisioned - at_once if reserves else health.num_waiting
         full = f"endpoint {endpoint} has {self.max_queued} requests waiting already"

@@ -120,7 +120,7 @@ class PlanFollower:
                 want=functools.partial(self._plan_directory.request_replica, key),
                 away_timeout=self._engine_timeout if source.addresses else None,
             )
-        engine.info = entity.info  # an engine started again elsewhere may have other settings
+        engine.update_info(entity.info)
         self._engines[key] = engine
         complete = engine.set_addresses(entity.addresses)
         if key not in self._adapters:  # not before there is somebody to ask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from .. import logs
 from ..engine.interface import AdapterInfo, Engine, EngineInfo, EventStream, Health
 from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..events import Event, Failed
-from ..observability.engine_counters import figures_of
 from ..request import ValidRequest
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
@@ -37,10 +35,6 @@ class _Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
-        self._name = uuid.uuid4().hex
-
-    def figures(self) -> Mapping[str, Health]:
-        return figures_of(self.engine, self._name)
 
     def submit(self, request: ValidRequest) -> EventStream:
         stream = self.engine.submit(request)
@@ -50,9 +44,9 @@ class _Replica:
     def hand_over(self, other: _Replica) -> None:
         """Let ``other`` go on with all that runs here."""
         for stream in list(self.streams):
-            self.streams.discard(stream)
-            self.engine.hand_over(stream, other.engine)  # type: ignore[attr-defined]
-            other.streams.add(stream)
+            if self.engine.hand_over(stream, other.engine):
+                self.streams.discard(stream)
+                other.streams.add(stream)
 
     @property
     def is_ready(self) -> bool:
@@ -64,7 +58,7 @@ class _Replica:
         return (not self.is_ready, len(self.streams))
 
 
-class ReplicaSet:
+class ReplicaSet(Engine):
     """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none. Requests wait
     ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that are wanted.
 
@@ -80,7 +74,7 @@ class ReplicaSet:
         want: Callable[[], object],
         away_timeout: float | None = None,
     ) -> None:
-        self.info = info
+        self._info = info
         self._adapters = adapters
         self._open, self._want, self._away_timeout = open, want, away_timeout
         self._expected = False
@@ -92,7 +86,15 @@ class ReplicaSet:
         self._closed = False
 
     @property
-    def count(self) -> int:
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def update_info(self, info: EngineInfo) -> None:
+        """Of an engine that was started again elsewhere, perhaps with other settings."""
+        self._info = info
+
+    @property
+    def num_replicas(self) -> int:
         return len(self._active)
 
     @property
@@ -133,7 +135,7 @@ class ReplicaSet:
         over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
         for address, replica in over:
             self._leaving.remove((address, replica))
-            self._past |= replica.figures()
+            self._past |= replica.engine.process_health()
             replica.engine.close()
         while len(self._past) > PAST:
             del self._past[next(iter(self._past))]
@@ -183,11 +185,11 @@ class ReplicaSet:
         found = min(self._active.values(), key=lambda replica: not replica.is_ready)
         return found.engine.adapters()
 
-    def figures(self) -> Mapping[str, Health]:
-        """The last figures of each engine process that served here, by generation, former replicas' included."""
+    def process_health(self) -> Mapping[str, Health]:
+        """The last ``Health`` of each engine process that served here, by generation, former replicas' included."""
         found = dict(self._past)
         for replica in self._each():
-            found |= replica.figures()
+            found |= replica.engine.process_health()
         return found
 
     def health(self) -> Health:

@@ -66,7 +66,7 @@ class Replica:
     @property
     def failed_log(self) -> str:
         """What the engine wrote whose start has failed last."""
-        return getattr(self._finder, "failed_log", "")
+        return "" if self._finder is None else self._finder.failed_log
 
     def drain(self) -> None:
         """Go on until nobody uses the engine."""

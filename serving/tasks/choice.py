@@ -10,6 +10,7 @@ import msgspec
 from ..events import PromptScored, TokenLogprob, Tokens
 from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
 from ..request import Sampling, ValidRequest
+from ..stop_rule import StopRule
 from .detokenize import starts
 from .stops import Match, StopMatcher
 from .text import TextModel
@@ -30,6 +31,7 @@ class ChoiceText:
         self._text = text
         self._detokenizer = text.detokenizer(request.skip_special_tokens)
         self._stops = StopMatcher(request.stop)
+        self._stop_rule = StopRule(request.sampling)
         self._pushed = 0  # characters given to the matcher
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
@@ -111,7 +113,7 @@ class ChoiceText:
         return free
 
     def _ends(self, token_id: int, count: int) -> bool:
-        return token_id in self._sampling.stop_token_ids and count > self._sampling.min_tokens
+        return self._stop_rule.is_stop(token_id, count)
 
     def _trim(self, match: Match) -> str:
         """What belongs to the text of a match; log probabilities behind the cut are dropped."""

@@ -42,7 +42,7 @@ class Run:
     ) -> None:
         self._request = request
         self._on_tokens = on_tokens or _ignore
-        self._finish: Any = getattr(stream, "finish", None)
+        self._stream = stream
         self._choices = [ChoiceText(request, index, text) for index in range(len(request.sequences))]
         self._open = set(range(len(self._choices)))
         self._reported: set[int] = set()
@@ -78,8 +78,7 @@ class Run:
                 yield piece
             if choice.matched is not None:
                 self._open.discard(event.index)
-                if self._finish is not None:
-                    self._finish(event.index)
+                self._stream.finish(event.index)
 
     def _end(self, choice: ChoiceText, event: Finished) -> Iterator[Piece]:
         reason: Any = event.reason
@@ -98,10 +97,8 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """All told. An engine that can end single sequences reports each; one that cannot is closed at once."""
-        if self._open:
-            return False
-        return self._finish is None or len(self._reported) == len(self._choices)
+        """Whether every text is complete and the engine has reported the end of every sequence."""
+        return not self._open and len(self._reported) == len(self._choices)
 
     def _usage(self) -> Usage:
         """Prompts count once each; cached tokens are those of each prompt's first choice (later choices of the same

@@ -10,19 +10,29 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from array import array
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..checked import Checked
+from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
-from ..events import Embedded, Event, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
-from ..request import Sampling, ValidRequest
-from ..settings import EngineSettings
-from .instant_sequence import InstantSequence, mix
+from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
+from ..request import ValidRequest
+from ..settings import EngineSettings, SecondsOrZero
+from ..stop_rule import StopReason, StopRule
+
+
+class InstantSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that replace those of the model: ``EngineSettings.backend["instant"]``."""
+
+    step_delay: SecondsOrZero | None = None
+    load_delay: SecondsOrZero | None = None
 
 
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,17 +50,66 @@ class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefix_cache: bool = False
 
 
-class _Running:
-    __slots__ = ("client", "queued_at", "request", "sequences", "stop_ids")
+MASK = (1 << 64) - 1
 
-    def __init__(self, request: ValidRequest, client: str) -> None:
+
+def mix(state: int, value: int) -> int:
+    """One round of splitmix64 over ``state`` and ``value``: uint64 in, uint64 out."""
+    z = (state ^ (value * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+def digest(token_ids: tuple[int, ...]) -> int:
+    """64 bits of a whole prompt, at C's speed: one of a million tokens must not stop the loop."""
+    return int.from_bytes(hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest())
+
+
+class InstantSequence:
+    """A prompt and its tokens so far. ``state`` hashes the adapter, the seed unless greedy, and all tokens."""
+
+    __slots__ = ("done", "index", "num_cached", "num_generated", "num_resumed", "started_at", "state", "stop_rule")
+
+    def __init__(self, request: ValidRequest, index: int, max_model_len: int) -> None:
+        source = request.sequences[index]
+        sampling = request.sampling
+        self.stop_rule = StopRule(sampling, max_model_len - len(source.prompt_token_ids)) if sampling else None
+        self.index = index
+        self.done = False
+        self.started_at = 0.0
+        self.num_cached = 0
+        self.num_generated = self.num_resumed = len(source.resumed_token_ids)
+        greedy = sampling is None or sampling.temperature == 0
+        self.state = mix(0 if greedy else source.seed + 1, len(request.adapter or ""))
+        for character in request.adapter or "":
+            self.state = mix(self.state, ord(character))
+        self.state = mix(self.state, digest(source.prompt_token_ids))
+        for token_id in source.resumed_token_ids:
+            self.state = mix(self.state, token_id)
+
+    def next(self, vocab_size: int) -> int:
+        token_id = self.state % vocab_size
+        self.state = mix(self.state, token_id)
+        self.num_generated += 1
+        return token_id
+
+    def stop_reason(self, last: int | None) -> StopReason | None:
+        return self.stop_rule.reason(last, self.num_generated) if self.stop_rule is not None else None
+
+
+class _Running:
+    __slots__ = ("client", "queued_at", "request", "sequences")
+
+    def __init__(self, request: ValidRequest, client: Client, max_model_len: int) -> None:
         self.request, self.client, self.queued_at = request, client, time.monotonic()
-        self.sequences = [InstantSequence(request, index) for index in range(len(request.sequences))]
-        self.stop_ids = frozenset(request.sampling.stop_token_ids) if request.sampling else frozenset()
+        self.sequences = [InstantSequence(request, index, max_model_len) for index in range(len(request.sequences))]
 
 
 class InstantCore:
-    """One token for every sequence each step, up to ``max_num_seqs`` requests at once. Single-threaded."""
+    """One token for every sequence each step, up to ``max_num_seqs`` requests at once. Implements ``Core``."""
+
+    backend: ClassVar[str] = "instant"
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         path = Path(bundle.model_dir) / "instant.json"
@@ -58,10 +117,12 @@ class InstantCore:
             self.model = msgspec.json.decode(path.read_bytes(), type=InstantModel)
         except (OSError, msgspec.MsgspecError) as error:
             raise PackagingError(f"{path.name}: {error}") from None
+        own = msgspec.structs.asdict(settings.of_backend(self.backend, InstantSettings))
+        self.model = msgspec.structs.replace(self.model, **{k: v for k, v in own.items() if v is not None})
         time.sleep(self.model.load_delay)
         self.settings = settings
         self._running: dict[str, _Running] = {}
-        self._outbox: list[tuple[str, str, Event]] = []
+        self._outbox: list[EngineOutput] = []
         self._read: set[tuple[str | None, str, tuple[int, ...]]] = set()
         self._adapters = {name: AdapterInfo(name=name, rank=1, path=path) for name, path in bundle.adapters.items()}
         self._steps = self._generated = self._generated_provisioned = 0
@@ -76,16 +137,17 @@ class InstantCore:
             max_kv_tokens=length,
             embedding_dim=self.model.embedding_dim if "embeddings" in bundle.tasks else 0,
             kernels="none",
+            backend=self.backend,
             pid=os.getpid(),
         )
 
-    def add(self, request: ValidRequest, client: str, *, continues: bool = False) -> None:
-        """Queue a request; what is wrong with it is said by a ``Failed`` event of the next step."""
+    def add(self, request: ValidRequest, client: Client, *, continues: bool = False) -> None:
+        """Queue a request; what is wrong with it is in a ``Failed`` event of the next step."""
         failure = self._refusal(request, continues)
         if failure is not None:
             self._outbox.append((client, request.request_id, failure))
         else:
-            self._running[request.request_id] = _Running(request, client)
+            self._running[request.request_id] = _Running(request, client, self.info.max_model_len)
 
     def _refusal(self, request: ValidRequest, continues: bool) -> Failed | None:
         if request.request_id in self._running:
@@ -114,8 +176,8 @@ class InstantCore:
     def has_work(self) -> bool:
         return bool(self._running or self._outbox)
 
-    def step(self) -> list[tuple[str, str, Event]]:
-        """(client, request id, event) for all that happened, in order."""
+    def step(self) -> list[EngineOutput]:
+        """A token for each sequence of the batch."""
         if self.model.step_delay:
             time.sleep(self.model.step_delay)
         batch = [r for r, _ in zip(list(self._running.values()), range(self.settings.max_num_seqs), strict=False)]
@@ -155,7 +217,7 @@ class InstantCore:
                 sequence.started_at = now
                 sequence.num_cached = self._look_up(request, sequence.index)
                 self._score(running, sequence)
-            reason = "deadline" if late else self._ended(running, sequence, sampling, None)
+            reason: FinishReason | None = "deadline" if late else sequence.stop_reason(None)
             if reason is None:
                 token_id = sequence.next(self.model.vocab_size)
                 self._generated += 1
@@ -163,7 +225,7 @@ class InstantCore:
                 cached = sequence.num_cached if sequence.num_generated == sequence.num_resumed + 1 else None
                 event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs), cached)
                 self._outbox.append((running.client, request.request_id, event))
-                reason = self._ended(running, sequence, sampling, token_id)
+                reason = sequence.stop_reason(token_id)
             if reason is not None:
                 self._end(running, sequence, reason)
 
@@ -175,14 +237,6 @@ class InstantCore:
         cached = len(prompt) - 1 if place in self._read else 0
         self._read.add(place)
         return cached
-
-    def _ended(
-        self, running: _Running, sequence: InstantSequence, sampling: Sampling, last: int | None
-    ) -> FinishReason | None:
-        if last is not None and last in running.stop_ids and sequence.num_generated >= sampling.min_tokens:
-            return "stop"
-        full = sequence.num_generated >= sampling.max_tokens or sequence.num_tokens >= self.info.max_model_len
-        return "length" if full else None
 
     def _end(self, running: _Running, sequence: InstantSequence, reason: FinishReason) -> None:
         sequence.done = True
@@ -254,13 +308,13 @@ class InstantCore:
             provisioned_tokens=self._generated_provisioned,
         )
 
-    def close(self) -> list[tuple[str, str, Event]]:
+    def close(self) -> list[EngineOutput]:
         """End everything; the last events to hand out."""
-        told, self._outbox = self._outbox, []
+        outputs, self._outbox = self._outbox, []
         for request_id, running in self._running.items():
-            told.append((running.client, request_id, Failed("shutting_down", "the engine was closed")))
+            outputs.append((running.client, request_id, Failed("shutting_down", "the engine was closed")))
         self._running.clear()
-        return told
+        return outputs
 
 
 def write_model(directory: Path, model: InstantModel | None = None) -> Bundle:

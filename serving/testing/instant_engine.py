@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 
 from ..bundle import Bundle
-from ..engine.interface import AdapterInfo, EngineInfo, Health
+from ..engine.interface import AdapterInfo, Engine, EngineInfo, Health
 from ..events import Embedded, Event, Failed, Finished
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from .instant_core import InstantCore
 
 
-class InstantEngine:
+class InstantEngine(Engine):
     """``InstantCore`` in this process: whoever reads a stream runs the steps."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings | None = None) -> None:

@@ -12,8 +12,8 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
-    """``core`` is ``module:name`` of what ``server.Core`` describes; ``lock_fd`` the inherited, held engine lock.
-    ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
+    """``core`` is ``module:name`` of a ``CoreFactory`` (``engine.interface``); ``lock_fd`` the inherited, held engine
+    lock. ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
     ``adapter_dirs``: where such clients may have adapters loaded from. ``drain_timeout``: seconds that requests have
     after SIGTERM; SIGQUIT ends them at once. ``control_fd``: a warm standby's control socket to
     its engine, whose lock it holds too."""

@@ -63,7 +63,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     )
     follower.adopt()
     for endpoint in endpoints.entities():
-        if getattr(endpoint.engine, "count", 1):
+        if endpoint.engine.num_replicas:
             generate_one(endpoint.engine)
     if ledger is not None:
         ledger.start()  # here we are after the fork

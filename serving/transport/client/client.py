@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ...bundle import Bundle
-from ...engine.interface import AdapterInfo, EngineInfo, EventQueue, Health
+from ...engine.interface import AdapterInfo, Engine, EngineInfo, EventQueue, EventStream, Health
 from ...errors import ServingError, ShuttingDown
 from ...events import Failed
 from ...request import ValidRequest
@@ -50,7 +50,7 @@ class _Call:
         return found
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
     ``options`` are those of ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
@@ -167,8 +167,10 @@ class RemoteEngine:
         weakref.finalize(stream, handle.abort).atexit = False
         return stream
 
-    def hand_over(self, stream: RemoteStream, other: RemoteEngine) -> None:
-        """Let ``other``, an engine of the same model, go on with what is left of one of our requests."""
+    def hand_over(self, stream: EventStream, other: Engine) -> bool:
+        """See ``Engine``; ``other`` has the same model."""
+        if not isinstance(stream, RemoteStream) or not isinstance(other, RemoteEngine):
+            return False
         stream.owner = other
         handle, ours, theirs = stream.handle, self._io, other._io
 
@@ -184,7 +186,7 @@ class RemoteEngine:
                 running.fail(ShuttingDown("the engine was closed"))
             handle.io = theirs  # from here on commands go there, behind ``adopt``
 
-        self.post(release)
+        return self.post(release)
 
     def load_adapter(self, name: str, path: str) -> AdapterInfo:
         return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
@@ -210,7 +212,7 @@ class RemoteEngine:
         nothing = {} if here else AWAY
         return msgspec.structs.replace(health, status=status, last_step_age=self._io.step_age, **nothing)
 
-    def figures(self) -> dict[str, Health]:
+    def process_health(self) -> dict[str, Health]:
         """The last heartbeat of each engine process that this client was connected to, by generation."""
         return self._state.seen
 

@@ -14,6 +14,7 @@ class Finder(Protocol):
     client_id: str
     generation: str  # of the engine found last
     secret: bytes | None
+    failed_log: str  # what the engine wrote whose start failed last; "" where it is not ours to read
 
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         """The endpoint of a ready engine. ``stalled`` names the generation that is to be killed first, or is "";

@@ -9,6 +9,7 @@ import msgspec
 from ...errors import ServingError
 from ...events import Event, Failed, Finished, FinishReason, PromptScored, Tokens
 from ...request import ValidRequest
+from ...stop_rule import StopRule
 
 Phase = Literal["running", "pausing", "paused"]
 
@@ -121,13 +122,14 @@ class InflightRequest:
             self.failed = True
             self.sink.put(Failed(error.kind, error.message, error.param, error.retry_after))
 
-    def continuation(self, max_model_len: int) -> ValidRequest | None:
-        """What is still to run, each sequence resumed behind its delivered tokens; None when nothing is.
+    def continuation(self, max_tokens: int) -> ValidRequest | None:
+        """What is still to run, each sequence resumed after its delivered tokens; None when nothing is.
 
+        ``max_tokens``: the engine takes no sequence longer than that, prompt and completion (``max_kv_tokens``).
         A sequence whose last delivered token was its end (only the word of it was lost) is finished here.
         """
         for index in sorted(self.open):
-            reason = self._reason(index, max_model_len)
+            reason = self._reason(index, max_tokens)
             if reason is not None:
                 self.open.discard(index)
                 num_generated = len(self.request.sequences[index].resumed_token_ids) + len(self.delivered[index])
@@ -144,15 +146,17 @@ class InflightRequest:
         resumed = source.resumed_token_ids + tuple(self.delivered[index])
         return msgspec.structs.replace(source, resumed_token_ids=resumed)
 
-    def _reason(self, index: int, max_model_len: int) -> FinishReason | None:
+    def _reason(self, index: int, max_tokens: int) -> FinishReason | None:
         sampling, delivered = self.request.sampling, self.delivered[index]
         if index in self.ending:
             return "abort"
         if sampling is None or not delivered:
             return None
         source = self.request.sequences[index]
-        num_generated = len(source.resumed_token_ids) + len(delivered)
-        if num_generated >= sampling.min_tokens and delivered[-1] in sampling.stop_token_ids:
-            return "stop"
-        full = num_generated >= sampling.max_tokens or len(source.prompt_token_ids) + num_generated >= max_model_len
-        return "length" if full else None
+        rule = StopRule(sampling, max_tokens - len(source.prompt_token_ids))
+        return rule.reason(delivered[-1], len(source.resumed_token_ids) + len(delivered))
+
+    @property
+    def was_delivered(self) -> bool:
+        """Whether the caller has any token of it, so that another attempt has to resume."""
+        return any(self.delivered)

@@ -225,12 +225,17 @@ class ClientState:
         running.deliver(event)
         if running.done:
             del self._running[wire_id]
-        elif running.should_pause:
+        elif self._can_pause and running.should_pause:
             self._pause(running)
         else:
             self._go_on(running)
         if running is self._alone:
             self._start_waiting()
+
+    @property
+    def _can_pause(self) -> bool:
+        """A paused request leaves the engine, and is resumed later."""
+        return self.info is not None and self.info.capabilities.resumes
 
     def _answer(self, message: m.Answer) -> None:
         call = self._calls.pop(message.call, None)
@@ -255,7 +260,10 @@ class ClientState:
 
     def _resubmit(self, running: InflightRequest) -> None:
         assert self.info is not None, "there was a welcome"
-        request = running.continuation(self.info.max_model_len)
+        request = running.continuation(self.info.max_kv_tokens)
+        if request is not None and running.was_delivered and not self.info.capabilities.resumes:
+            running.fail(died(f"the engine ended, and {self.info.backend} engines do not resume a text"))
+            request = None
         if request is None:
             del self._running[running.wire_id]
         else:

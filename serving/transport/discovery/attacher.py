@@ -30,7 +30,7 @@ class Attacher:
         self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep
     ) -> None:
         self.address, self.timeout, self._sleep = address, timeout, sleep
-        self.client_id = self.generation = ""
+        self.client_id = self.generation = self.failed_log = ""
         self.secret: bytes | None = None
         self.state: StateDirectory | None = None
         self._membership: Membership | None = None

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from ... import child
-from ...errors import PackagingError
+from ...engine.interface import CoreFactory
+from ...errors import InvalidField, PackagingError
 from ...file_locks import FileLock
 from ...processors import num_threads
 from ...settings import EngineSettings
@@ -93,7 +94,11 @@ def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: 
     context = zmq.Context()
     socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
     module, _, name = spec.core.partition(":")
-    core = getattr(importlib.import_module(module), name)(spec.bundle, spec.settings)
+    factory: CoreFactory = getattr(importlib.import_module(module), name)
+    try:
+        core = factory(spec.bundle, spec.settings)
+    except InvalidField as error:  # the same settings cannot be started another time
+        raise PackagingError(str(error)) from None
     if successor is not None:
         successor.wait()
         state.remove_file(SOCKET)

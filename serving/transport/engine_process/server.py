@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import zmq
 
-from ...engine.interface import AdapterInfo, EngineInfo, Health
+from ...engine.interface import Core, EngineInfo, EngineOutput, Health
 from ...errors import InternalError, PermissionDenied, ServingError
 from ...events import Event, Failed, is_terminal
 from ...request import ValidRequest
@@ -34,22 +34,6 @@ TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host is gone
 LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
-
-
-class Core(Protocol):
-    """What the loop drives; ``EngineCore`` and ``InstantCore``. ``finish(request_id, index)`` is optional."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-    def add(self, request: ValidRequest, client: Any, *, continues: bool = False) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def has_work(self) -> bool: ...
-    def step(self) -> list[tuple[Any, str, Event]]: ...
-    def load_adapter(self, name: str, path: str) -> AdapterInfo: ...
-    def unload_adapter(self, name: str) -> None: ...
-    def adapters(self) -> tuple[AdapterInfo, ...]: ...
-    def health(self) -> Health: ...
-    def close(self) -> Any: ...
 
 
 class _Peer:
@@ -162,9 +146,8 @@ class EngineServer:
             case m.Abort(request_id):
                 self._abort(peer, request_id)
             case m.Finish(request_id, index):
-                finish = getattr(self.core, "finish", None)
-                if finish is not None and request_id in peer.open:
-                    finish(request_id, index)
+                if request_id in peer.open:
+                    self.core.finish(request_id, index)
             case m.Goodbye():
                 self._drop(identity)
             case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
@@ -245,7 +228,7 @@ class EngineServer:
 
     # events out
 
-    def _send_events(self, told: list[tuple[Hashable, str, Event]], steps: int) -> None:
+    def _send_events(self, told: list[EngineOutput], steps: int) -> None:
         if not told:
             return
         self._metered.see(told)
@@ -318,7 +301,7 @@ class EngineServer:
     def _shut_down(self) -> None:
         """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
         lock = self.state.lock(timeout=10.0)
-        self._send_events(self.core.close() or [], self.core.health().steps)
+        self._send_events(self.core.close(), self.core.health().steps)
         self._send_away("the engine was asked to end")
         self.state.remove(lock)
 

@@ -1,4 +1,4 @@
-"""Running an engine core to the end and gathering what it said."""
+"""Running an engine core to the end and gathering its events; sequences without a core."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.kv_cache import PrefixKey
+from mlflow_llm.serving.engine.sequence import SequenceGroup, SequenceState
 from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.request import ValidRequest
 
@@ -51,3 +53,9 @@ def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:
     for request in requests:
         core.add(request)
     return take(core, outcomes)
+
+
+def sequence_of(request: ValidRequest, id: int = 0, *, max_model_len: int = 256) -> SequenceState:
+    """The first sequence of ``request``, of the base model, as the scheduler and the sampler take it."""
+    assert request.sampling is not None
+    return SequenceGroup(request, request.sampling, PrefixKey("", ""), max_model_len, arrived_at=0.0).add(0, id)

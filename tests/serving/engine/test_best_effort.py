@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import sequence_of
 from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.best_effort import LINGER, StepCost, StepLoad
 from mlflow_llm.serving.engine.kv_cache import LayerShape
 from mlflow_llm.serving.engine.scheduler import Run, Scheduler
-from mlflow_llm.serving.engine.sequence import SequenceState
+from mlflow_llm.serving.engine.sequence import Sampled, SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 
 Cost = Callable[[StepLoad], float]
@@ -48,7 +49,7 @@ class Machine:
     def add(self, prompt: int, new: int, *, provisioned: bool, **more: Any) -> SequenceState:
         number = len(self.sequences)
         request = request_of(str(number), prompt_of(prompt, number), max_tokens=new, provisioned=provisioned, **more)
-        sequence = SequenceState(request, 0, id=number, key="", max_tokens=512, arrived_at=0.0)
+        sequence = sequence_of(request, number, max_model_len=512)
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
@@ -72,9 +73,8 @@ class Machine:
             sequence.num_computed += run.num_tokens
             self.cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
             if samples:
-                sequence.append(9)
                 self.tokens[sequence.provisioned] += 1
-                if sequence.finish_reason():
+                if sequence.extend([Sampled(9)]):
                     self.scheduler.finish(sequence)
         self.scheduler.ran(runs, seconds)
         self.cache.check_integrity()
@@ -233,9 +233,7 @@ def test_a_provisioned_sequence_does_not_wait_for_best_effort_work() -> None:
     machine = Machine(cpu, max_num_seqs=8)
     prompt = prompt_of(300, 1)
     requests = [request_of(name, prompt, max_tokens=4, provisioned=name == "r") for name in ("s", "r")]
-    best_effort, provisioned = (
-        SequenceState(request, 0, id=i, key="", max_tokens=512, arrived_at=0.0) for i, request in enumerate(requests)
-    )
+    best_effort, provisioned = (sequence_of(request, i, max_model_len=512) for i, request in enumerate(requests))
     machine.scheduler.add(best_effort)
     machine.step()
     assert 0 < best_effort.num_computed < 300

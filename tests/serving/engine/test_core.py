@@ -15,7 +15,7 @@ from tiny_models import greedy, prompt_of, request_of
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import slab
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.in_process import LocalEngine
+from mlflow_llm.serving.engine.in_process import InProcessEngine
 from mlflow_llm.serving.engine.interface import Engine
 from mlflow_llm.serving.engine.runner import ModelForward
 from mlflow_llm.serving.errors import PackagingError
@@ -250,6 +250,23 @@ def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pyte
     assert len(outcomes["good"].tokens[0]) == 12
 
 
+def test_choices_that_are_not_finite_fail_their_request_once(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both choices of a prompt draw from the same broken logits in one step: one ``Failed``, and nothing is left."""
+    head = core._runner.step_forward.forward
+
+    def broken(*arguments: Any) -> Any:
+        return torch.full_like(head(*arguments), float("nan"))
+
+    core._runner.step_forward.forward = broken
+    outcomes = run(core, request_of("a", prompt_of(1, 0), n=2))
+    assert outcomes["a"].failed is not None
+    assert "not finite" in outcomes["a"].failed.message
+    assert core.health().num_running == core.health().num_waiting == 0
+    assert "a step of" not in caplog.text  # the step itself did not fail
+
+
 def test_numbers_that_are_not_finite_fail_one_request(core: EngineCore, tiny_llama: Any) -> None:
     """NaN logits fail their request alone, and the next one in that memory is not touched by them."""
     if isinstance(core._runner.step_forward, ModelForward):
@@ -318,7 +335,7 @@ def test_shutdown_ends_every_request(tiny_bundle: Bundle) -> None:
 
 def test_local_engine(tiny_bundle: Bundle, tiny_llama: Any) -> None:
     """The engine on a thread streams to several callers, aborts on close and ends with its streams failed."""
-    engine = LocalEngine(tiny_bundle, settings())
+    engine = InProcessEngine(tiny_bundle, settings())
     assert isinstance(engine, Engine)
     prompts = [prompt_of(8 + i, i) for i in range(3)]
     streams = [engine.submit(request_of(str(i), p)) for i, p in enumerate(prompts)]

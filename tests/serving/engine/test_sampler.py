@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_runs import sequence_of
 from tiny_models import request_of
 
 from mlflow_llm.serving.engine.randomness import exponentials
@@ -18,7 +19,7 @@ DRAWS = 4000
 
 def sequence(seed: int = 0, output: tuple[int, ...] = (), **more: Any) -> SequenceState:
     request = request_of("r", (1, 2), seed=seed, resumed=output, **{"max_tokens": 50, "temperature": 1.0, **more})
-    return SequenceState(request, 0, id=0, key="", max_tokens=256, arrived_at=0.0)
+    return sequence_of(request)
 
 
 def frequencies(logits: Any, **more: Any) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_runs import sequence_of
 from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.kv_cache import LayerShape, PrefixKey
 from mlflow_llm.serving.engine.scheduler import Scheduler
-from mlflow_llm.serving.engine.sequence import SequenceState
+from mlflow_llm.serving.engine.sequence import Sampled, SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 
 BASE = PrefixKey("", "")
@@ -25,7 +26,7 @@ def make_cache(num_tokens: int = 1000, num_slots: int = 8) -> SlotKVCache:
 
 
 def make(id: int, prompt: tuple[int, ...], **more: Any) -> SequenceState:
-    return SequenceState(request_of(str(id), prompt, **more), 0, id=id, key=BASE, max_tokens=256, arrived_at=0.0)
+    return sequence_of(request_of(str(id), prompt, **more), id)
 
 
 def compute(scheduler: Scheduler, cache: SlotKVCache) -> dict[int, int]:
@@ -37,10 +38,8 @@ def compute(scheduler: Scheduler, cache: SlotKVCache) -> dict[int, int]:
         samples = run.samples
         run.sequence.num_computed += run.num_tokens
         cache.computed(run.sequence.id, run.sequence.tokens, run.sequence.num_computed)
-        if samples:
-            run.sequence.append(9)
-            if run.sequence.finish_reason():
-                scheduler.finish(run.sequence)
+        if samples and run.sequence.extend([Sampled(9)]):
+            scheduler.finish(run.sequence)
     cache.check_integrity()
     return {run.sequence.id: run.num_tokens for run in runs}
 
@@ -166,3 +165,34 @@ def test_random_lives() -> None:
         assert compute(scheduler, cache)
     assert scheduler.num_preemptions > 0
     assert {s.status for s in alive} == {"finished"}
+
+
+def test_a_waiting_sequence_says_what_it_waits_for() -> None:
+    """For a prefix that is being computed, while others pass it; or for a place or memory, and later ones with it."""
+    cache = make_cache(num_tokens=300)
+    scheduler = Scheduler(cache, max_num_seqs=3, max_num_batched_tokens=64)
+    prompt = prompt_of(100, 0)
+    for id, tokens in enumerate([prompt, prompt, prompt_of(90, 1)]):
+        scheduler.add(make(id, tokens))
+    assert set(compute(scheduler, cache)) == {0, 2}
+    assert scheduler.waiting_for() == {"prefix": 1}
+    scheduler.add(make(3, prompt_of(120, 2)))
+    scheduler.add(make(4, prompt_of(5, 3)))
+    compute(scheduler, cache)
+    assert scheduler.waiting_for() == {"prefix": 1, "memory": 1, "turn": 1}
+    scheduler.max_num_seqs = 2
+    compute(scheduler, cache)
+    assert scheduler.waiting_for() == {"slot": 1, "memory": 1, "turn": 1}  # the second was not looked at again
+
+
+def test_a_step_may_give_a_sequence_several_tokens() -> None:
+    """They are taken up to the one that ends it, and what follows that is dropped."""
+    sequence = make(0, prompt_of(4, 0), max_tokens=6, stop_token_ids=(7,))
+    assert sequence.extend([]) is None
+    assert sequence.extend([Sampled(1), Sampled(2)]) is None
+    assert sequence.extend([Sampled(3), Sampled(7), Sampled(4)]) == "stop"
+    assert sequence.output.tolist() == [1, 2, 3, 7]
+    assert [one.token_id for one in sequence.unsent] == [1, 2, 3, 7]
+    longer = make(1, prompt_of(4, 0), max_tokens=2)
+    assert longer.extend([Sampled(1), Sampled(2), Sampled(3)]) == "length"
+    assert longer.num_generated == 2

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from instant_model import write_instant_model
@@ -14,6 +15,7 @@ from scrapes import figures, pick
 from server_calls import BODY, ask, engine_pid, until, well
 from serving_process import running
 
+from mlflow_llm.serving.engine.interface import Engine as EngineProtocol
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterFiles, EngineCounters
@@ -22,13 +24,13 @@ from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedE
 from mlflow_llm.serving.transport.engine_process.counters import Counted
 
 PLACE = ("chat", "v1")
-INFO = SimpleNamespace(**dict.fromkeys(metrics.EngineCollector.INFO, ""))
+INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))
 
 
 class Engine:
     """An engine process that says to have counted what it is told."""
 
-    info = INFO
+    info, num_replicas = INFO, 1
 
     def __init__(self, generation: str, counted: int) -> None:
         self.told = {generation: Health(status="ready", generated_tokens=counted)}
@@ -39,7 +41,7 @@ class Engine:
     def health(self) -> Health:
         return next(reversed(self.told.values()))
 
-    def figures(self) -> dict[str, Health]:
+    def process_health(self) -> dict[str, Health]:
         return dict(self.told)
 
     def close(self) -> None:
@@ -145,9 +147,14 @@ def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_an_engine_without_processes_counts() -> None:
     """One that has no generations is one engine by itself; two as replicas are two."""
-    told = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
-    assert generated(ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=told))) == 3
-    assert generated(worker(one=told, other=told)) == 6
+
+    def engine() -> Any:
+        made = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
+        made.num_replicas, made.process_health = 1, lambda: EngineProtocol.process_health(made)
+        return made
+
+    assert generated(ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=engine()))) == 3
+    assert generated(worker(one=engine(), other=engine())) == 6
 
 
 def test_a_killed_engine(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def test_every_figure_of_a_heartbeat() -> None:
     fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
     told = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
-    runs = SimpleNamespace(health=lambda: told, count=3, info=SimpleNamespace(**runs_on))
+    runs = SimpleNamespace(health=lambda: told, num_replicas=3, info=SimpleNamespace(**runs_on))
+    runs.process_health = lambda: {"g": told}
     entity = SimpleNamespace(name="a", entity="model", engine=runs)
     registry = CollectorRegistry()
     registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), EngineCounters()))

@@ -17,6 +17,8 @@ QUEUE = 256
 class Engine:
     """Runs four at once; ``waiting`` is what its heartbeat says."""
 
+    num_replicas = 1
+
     def __init__(self, waiting: int = 0) -> None:
         self.info, self.waiting = SimpleNamespace(max_num_seqs=4), waiting
 

@@ -114,7 +114,7 @@ def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
     """Requests that run are spread evenly; one that has ended makes room."""
     replicas = replicated()
     assert replicas.set_addresses(("x", "y"))
-    assert replicas.count == 2
+    assert replicas.num_replicas == 2
     streams = [replicas.submit(request()) for _ in range(6)]
     assert [len(replica.streams) for replica in replicas._active.values()] == [3, 3]
     assert all(isinstance(list(stream)[-1], Finished) for stream in streams)
@@ -178,7 +178,7 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
         return SimpleNamespace(
             health=lambda: Health(status=states[address]),
             submit=engine.submit,
-            hand_over=lambda stream, other: None,
+            hand_over=lambda stream, other: True,
             close=lambda: None,
         )
 

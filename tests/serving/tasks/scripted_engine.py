@@ -29,15 +29,9 @@ class ScriptedStream:
         self.closed += 1
 
 
-class PlainStream(ScriptedStream):
-    """An engine's stream that can only be closed as a whole."""
-
-    finish = None
-
-
 class ScriptedEngine:
-    def __init__(self, events, stream=ScriptedStream):
-        self.stream = stream(events)
+    def __init__(self, events):
+        self.stream = ScriptedStream(events)
         self.requests = []
 
     def submit(self, request):

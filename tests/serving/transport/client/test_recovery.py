@@ -115,8 +115,8 @@ def test_nothing_runs_in_an_engine_that_is_away(place, make_bundle):
         assert away.steps > 0
         assert eventually(lambda: engine.health().last_step_age > away.last_step_age > 0)
         assert eventually(lambda: engine.health().num_waiting == 2)
-        assert list(engine.figures()) == [first, engine.generation]
-        assert engine.figures()[first].generated_tokens == away.generated_tokens
+        assert list(engine.process_health()) == [first, engine.generation]
+        assert engine.process_health()[first].generated_tokens == away.generated_tokens
         for stream in streams:
             stream.close()
     place.assert_clean()

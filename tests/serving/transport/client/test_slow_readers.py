@@ -27,7 +27,7 @@ def long(name="r", length=LENGTH, **given):
 
 def paused(engine, stream) -> bool:
     """Nothing of the request is in the engine, whose last word of it has arrived."""
-    (running,) = [running for running in engine._state.running() if running.wire_id == stream.place.wire_id] or [None]
+    (running,) = [running for running in engine._state.running() if running.wire_id == stream.handle.wire_id] or [None]
     return running is not None and running.phase == "paused"
 
 
