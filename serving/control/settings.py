@@ -28,7 +28,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     ``max_body_bytes`` bounds a request's body (413 above it),
     ``max_reply_bytes`` what a reply may have beside generated text (``tasks.reply_size``; a 400 before it runs).
     ``max_caller_bytes`` and ``max_held_bytes`` are what large requests of one key (or, without keys, one address) and
-    of all may have in a worker's memory at once (``intake``; 429 and 503). ``refusals_per_minute``: 4xx a minute of a
+    of all may have in a worker's memory at once (``memory``; 429 and 503). ``refusals_per_minute``: 4xx a minute of a
     key or address in each worker before a 429 without a look at the request (``refusal_limit``), 0 for no end.
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``

@@ -26,7 +26,7 @@ from ..errors import (
     Unauthenticated,
 )
 from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
-from ..observability.access_record import REQUEST_ID, Exchange, request_id_from
+from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
 from ..observability.tracing import OFF, Tracer
 from ..routing.load_shedding import LoadShedder
 from ..routing.served_endpoints import ServedEndpoints
@@ -35,14 +35,14 @@ from . import usage
 from .accounts import ANSWERS as ACCOUNTS
 from .answer import Answer, error_answer
 from .bodies import is_large, read_body
-from .csrf import check_content_type, check_site
+from .csrf import check_content_type, check_cross_site
 from .engine_logs import ANSWERS as ENGINE_LOGS
-from .in_flight import ClientGone, RunningRequests
+from .in_flight import ClientGone, InFlightRequests
 from .invoke import STICKY_HEADER, TIMEOUT_HEADER, Incoming, Server, invoke
 from .keep_alive import address_in, came_to_probes, settle
 from .management import ANSWERS as MANAGEMENT
 from .management import Asked
-from .memory_budget import Intake
+from .memory_budget import MemoryBudget
 from .offload import Offload
 from .pages import PAGES
 from .refusal_limit import RefusalLimit
@@ -70,12 +70,12 @@ def make_server(
         load_shedder=LoadShedder(
             max_queued=settings.max_queued, retry_after=settings.retry_after, workers=settings.workers
         ),
-        running=RunningRequests(),
+        in_flight=InFlightRequests(),
         offload=Offload(settings.offload_bytes),
         salts=CacheSalts(cache_secret),
-        intake=Intake(
-            most=max(settings.max_held_bytes, settings.max_body_bytes),
-            most_each=max(settings.max_caller_bytes, settings.max_body_bytes),
+        memory=MemoryBudget(
+            total=max(settings.max_held_bytes, settings.max_body_bytes),
+            by_caller=max(settings.max_caller_bytes, settings.max_body_bytes),
         ),
         refusals=RefusalLimit(settings.refusals_per_minute),
         keys=keys,
@@ -117,29 +117,29 @@ def _settled(response: Response) -> Response:
 
 def _view(server: Server, route: Route) -> Callable[..., Response]:
     def view(name: str | None = None, **parts: str) -> Response:
-        exchange = _exchange(server.tracer)
-        answer = _answer(server, route, name, parts, exchange)
+        record = _access_record(server.tracer)
+        answer = _answer(server, route, name, parts, record)
         # a stream says itself when it has ended; of probes and pages that are open to all nothing is kept
         if isinstance(answer.body, bytes) if route.is_invocation else not route.open:
-            exchange.finish(answer.status)
-        return _response(answer, exchange.request_id)
+            record.finish(answer.status)
+        return _response(answer, record.request_id)
 
     return view
 
 
-def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str], exchange: Exchange) -> Answer:
+def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str], record: AccessRecord) -> Answer:
     dialect, blamed = DIALECTS[route.dialect], False
     try:
         listens = _check_listener(server, route)
         if not server.asks_who:
-            check_site(request.environ, listens, server.settings.allowed_hosts)
+            check_cross_site(request.environ, listens, server.settings.allowed_hosts)
         blamed = not route.open  # not for pages of other sites, which would have the user of a browser refused
-        caller = _anyone(server, route, exchange) if route.open else _checked_caller(server, exchange, route.scope)
+        caller = _anyone(server, route, record) if route.open else _checked_caller(server, record, route.scope)
         check_content_type(request.environ, route.content_types)
         if route.is_invocation:
-            return invoke(server, _incoming(server, route, name, parts, caller), exchange)
+            return invoke(server, _incoming(server, route, name, parts, caller), record)
         if route.handler in ANSWERS:
-            return _managed(server, route, exchange, caller, name, parts)
+            return _managed(server, route, record, caller, name, parts)
         return PAGES[route.handler](server, caller, **({"name": name} if name is not None else {}))
     except ServingError as error:
         if (
@@ -147,18 +147,18 @@ def _answer(server: Server, route: Route, name: str | None, parts: dict[str, str
             and isinstance(error, RequestError)
             and not (isinstance(error, LimitExceeded) and error.limit == "refusals")
         ):
-            server.refusals.refused(exchange.key or _address())
-        exchange.finish(error.status, error.logged)
+            server.refusals.charge(record.key or _address())
+        record.finish(error.status, error.logged)
         return error_answer(dialect, error)
     except ClientGone:
-        exchange.finish(Aborted.status, "the client went away")
+        record.finish(Aborted.status, "the client went away")
         return Answer(status=Aborted.status)
     except HTTPException:
         raise
     except Exception:
-        logs.event("fault", level=logging.ERROR, exc_info=True, request_id=exchange.request_id)
-        exchange.finish(InternalError.status, "internal error")
-        return error_answer(dialect, InternalError(f"internal error; the log has it under {exchange.request_id}"))
+        logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
+        record.finish(InternalError.status, "internal error")
+        return error_answer(dialect, InternalError(f"internal error; the log has it under {record.request_id}"))
 
 
 def _check_listener(server: Server, route: Route) -> str:
@@ -191,23 +191,23 @@ def _incoming(server: Server, route: Route, name: str | None, parts: dict[str, s
 
 
 def _managed(
-    server: Server, route: Route, exchange: Exchange, caller: Caller, name: str | None, parts: dict[str, str]
+    server: Server, route: Route, record: AccessRecord, caller: Caller, name: str | None, parts: dict[str, str]
 ) -> Answer:
     """A body counts as one of an invocation does, whether the route needs it or not."""
-    with server.intake.holding(caller.key_id if server.asks_who else _address()) as held:
+    with server.memory.allocate(caller.key_id if server.asks_who else _address()) as allocation:
         asked = Asked(
             caller=caller,
-            request_id=exchange.request_id,
+            request_id=record.request_id,
             name=name or "",
             parts=parts,
-            body=read_body(request.environ, server.settings.max_body_bytes, held),
+            body=read_body(request.environ, server.settings.max_body_bytes, allocation),
             query=request.args.to_dict(flat=False),
         )
         return ANSWERS[route.handler](server, asked)
 
 
-def _exchange(tracer: Tracer = OFF) -> Exchange:
-    return Exchange(
+def _access_record(tracer: Tracer = OFF) -> AccessRecord:
+    return AccessRecord(
         request_id=request_id_from(request.headers.get(REQUEST_ID)),
         method=request.method,
         path=request.path,
@@ -216,13 +216,13 @@ def _exchange(tracer: Tracer = OFF) -> Exchange:
     )
 
 
-def _checked_caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
+def _checked_caller(server: Server, record: AccessRecord, scope: str | None) -> Caller:
     """``_caller``, unless too much of what it sent was refused. Raises ``LimitExceeded`` as well."""
     credential = request.headers.get("Authorization", "") if server.asks_who else ""
     server.refusals.check_stranger(_address(), credential)
-    caller = _caller(server, exchange, scope)
+    caller = _caller(server, record, scope)
     if server.asks_who:
-        server.refusals.found_good(credential)
+        server.refusals.remember_good(credential)
         server.refusals.check(caller.key_id, "key")
     return caller
 
@@ -231,7 +231,7 @@ def _address() -> str:
     return address_in(request.environ)
 
 
-def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
+def _caller(server: Server, record: AccessRecord, scope: str | None) -> Caller:
     """Who calls. Raises ``Unauthenticated``, ``PermissionDenied`` where the server asks who that is."""
     if not server.asks_who:
         return ANONYMOUS
@@ -245,21 +245,21 @@ def _caller(server: Server, exchange: Exchange, scope: str | None) -> Caller:
         caller = server.keys.verify(secret, scope=None)
     else:
         raise Unauthenticated("this server takes tokens, and no API keys")
-    exchange.key = caller.key_id
+    record.key = caller.key_id
     caller.check_scope(scope)
     return caller
 
 
-def _anyone(server: Server, route: Route, exchange: Exchange) -> Caller:
+def _anyone(server: Server, route: Route, record: AccessRecord) -> Caller:
     """Who asks for what is open to all: whoever shows that it is somebody, where that makes a difference."""
     if not server.asks_who:
         return ANONYMOUS
     if route.handler not in TELLS_MORE or "Authorization" not in request.headers:
         return UNKNOWN
     try:
-        return _checked_caller(server, exchange, None)
+        return _checked_caller(server, record, None)
     except Unauthenticated:  # it counts as a refusal: what is open is no place to try keys at
-        server.refusals.refused(_address())
+        server.refusals.charge(_address())
         return UNKNOWN
     except ServingError:  # probes do not depend on keys, nor on the store that has them
         return UNKNOWN
@@ -269,11 +269,11 @@ def _unrouted(error: HTTPException) -> Response:
     """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
     refused = _refusal(error)
     answer = error_answer(dialect_of(request.path), refused)
-    exchange = _exchange()
+    record = _access_record()
     if isinstance(refused, MethodNotAllowed) and (allowed := getattr(error, "valid_methods", None)):
         answer.headers["Allow"] = ", ".join(sorted(allowed))
-    exchange.finish(answer.status, refused.logged)
-    return _response(answer, exchange.request_id)
+    record.finish(answer.status, refused.logged)
+    return _response(answer, record.request_id)
 
 
 def _refusal(error: HTTPException) -> ServingError:

@@ -1,6 +1,6 @@
-"""A request's body, whole and within its limit, read from WSGI's own stream.
+"""Reads a request's body, whole and within its limit, from WSGI's own stream.
 
-Not by the framework: of a chunked body over the limit it hands on the beginning as if that were all.
+The framework hands on the beginning of a chunked body over the limit as if that were all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gevent
 from gunicorn.http.errors import ParseException
 
 from ..errors import PayloadTooLarge, RequestError, RequestTimeout
-from .memory_budget import Held
+from .memory_budget import Allocation
 from .request_smuggling import AmbiguousRequest
 
 PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all there would be read in one go
@@ -28,8 +28,8 @@ def is_large(environ: Mapping[str, Any], size: int) -> bool:
     return not (announced and announced.isdecimal() and len(announced) < 20 and int(announced) < size)
 
 
-def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) -> bytes:
-    """The body of the request of ``environ``, of ``limit`` bytes at most; ``held`` counts them as they come.
+def read_body(environ: Mapping[str, Any], limit: int, allocation: Allocation | None = None) -> bytes:
+    """The body of the request of ``environ``, of ``limit`` bytes at most; ``allocation`` counts them as they come.
 
     Raises ``PayloadTooLarge`` before anything of an announced length is read, ``RequestError`` for one that is encoded
     or broken, ``RequestTimeout`` for one that arrives too slowly.
@@ -40,10 +40,10 @@ def read_body(environ: Mapping[str, Any], limit: int, held: Held | None = None) 
     length = _length(environ, limit)
     try:
         if length is not None:
-            if held is not None:
-                held.check(length)
-            return _exactly(environ["wsgi.input"], length, held)
-        return _all(environ["wsgi.input"], limit, held) if environ.get("wsgi.input_terminated") else b""
+            if allocation is not None:
+                allocation.check(length)
+            return _exactly(environ["wsgi.input"], length, allocation)
+        return _all(environ["wsgi.input"], limit, allocation) if environ.get("wsgi.input_terminated") else b""
     except TooSlow as error:
         raise RequestTimeout(str(error)) from None
     except AmbiguousRequest as error:
@@ -65,14 +65,14 @@ def _length(environ: Mapping[str, Any], limit: int) -> int | None:
     return length
 
 
-def _exactly(stream: Any, length: int, held: Held | None) -> bytes:
+def _exactly(stream: Any, length: int, allocation: Allocation | None) -> bytes:
     pieces, left = [], length
     while left:
         piece = stream.read(min(left, PIECE))
         if not piece:
             raise RequestError(f"the body ended after {length - left} of {length} bytes")
-        if held is not None:
-            held.more(len(piece))
+        if allocation is not None:
+            allocation.grow(len(piece))
         pieces.append(piece)
         left -= len(piece)
         if left:
@@ -80,12 +80,12 @@ def _exactly(stream: Any, length: int, held: Held | None) -> bytes:
     return b"".join(pieces)
 
 
-def _all(stream: Any, limit: int, held: Held | None) -> bytes:
+def _all(stream: Any, limit: int, allocation: Allocation | None) -> bytes:
     pieces, size = [], 0
     while piece := stream.read(PIECE):
         size += len(piece)
-        if held is not None:
-            held.more(len(piece))
+        if allocation is not None:
+            allocation.grow(len(piece))
         if size > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes, which are the most that are taken")
         pieces.append(piece)

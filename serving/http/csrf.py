@@ -1,4 +1,4 @@
-"""What a page in a browser could make its visitor's machine send, refused where no key stands in the way.
+"""CSRF and DNS-rebinding guard: what another site's page could make its visitor's browser send is refused.
 
 A server without keys trusts whoever reaches it, and a browser reaches this machine's loopback addresses for every page
 that it shows. Two ways lead there: requests from the page's own site (CSRF), which ``Origin`` and ``Sec-Fetch-Site``
@@ -23,7 +23,7 @@ OWN_SITE = ("same-origin", "none")  # none: typed, or chosen by the user
 WITH_BODY = ("POST", "PUT", "PATCH")
 
 
-def check_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
+def check_cross_site(environ: Mapping[str, Any], listens: str, allowed: tuple[str, ...]) -> None:
     """Raises ``PermissionDenied`` for a request that a page of another site may have made.
 
     ``listens`` is the address that it came to, ``allowed`` are names beside it.

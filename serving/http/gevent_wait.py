@@ -1,4 +1,4 @@
-"""How a gevent worker waits for a confined process: greenlets run meanwhile, and the worker's threads truly wait."""
+"""Waiting for a confined process in a gevent worker: other greenlets run meanwhile; its threads block."""
 
 from __future__ import annotations
 

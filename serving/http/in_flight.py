@@ -1,4 +1,4 @@
-"""Requests that run in this worker, each of which may be interrupted from outside: a disconnect, the drain's end.
+"""In-flight requests of a worker, each of which a disconnect, its deadline or the drain's end may interrupt.
 
 A request's greenlet spends its life blocked in ``next(pieces)``. Interrupting means raising an error right there, so
 that the generator unwinds through its own ``finally`` and the engine is told to abort. It is raised only there: at
@@ -24,7 +24,7 @@ from ..errors import DeadlineExceeded
 T = TypeVar("T")
 
 TURN = 32  # pulls in a row before others may run: a reply that is all there would otherwise go out in one go
-LOOK = 0.1  # seconds between looks at a peer that has sent more than its request
+POLL = 0.1  # seconds between looks at a peer that has sent more than its request
 GRACE = 2.0  # seconds the engine has to end a late request in its own way, which tells of what was generated
 
 
@@ -35,21 +35,21 @@ class ClientGone(BrokenPipeError):
         super().__init__(errno.EPIPE, "the client closed the connection")
 
 
-class Pull(Generic[T]):
+class InterruptibleIterator(Generic[T]):
     """An iterator whose blocked ``next`` can be interrupted by ``interrupt(error)``. Pulled by one greenlet."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._blocked: Any = None
         self._pending: BaseException | None = None
-        self._pulled = 0
+        self._num_pulled = 0
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        self._pulled += 1
-        if self._pulled % TURN == 0 and _on_loop():
+        self._num_pulled += 1
+        if self._num_pulled % TURN == 0 and _on_loop():
             gevent.sleep(0)
         if self._pending is not None:
             raise self._pending
@@ -83,34 +83,34 @@ def _on_loop() -> bool:
     return isinstance(gevent.getcurrent(), gevent.Greenlet)
 
 
-class RunningRequests:
-    """What runs in this worker, so that a drain can wait for it and end it."""
+class InFlightRequests:
+    """The in-flight requests of this worker, so that a drain can wait for them and end them."""
 
     def __init__(self) -> None:
-        self._pulls: weakref.WeakSet[Pull[Any]] = weakref.WeakSet()
+        self._tracked: weakref.WeakSet[InterruptibleIterator[Any]] = weakref.WeakSet()
 
     def __len__(self) -> int:
-        return len(self._pulls)
+        return len(self._tracked)
 
     @contextlib.contextmanager
-    def holding(self, pull: Pull[Any]) -> Iterator[None]:
-        self._pulls.add(pull)
+    def track(self, pieces: InterruptibleIterator[Any]) -> Iterator[None]:
+        self._tracked.add(pieces)
         try:
             yield
         finally:
-            self._pulls.discard(pull)
+            self._tracked.discard(pieces)
 
     def interrupt_all(self, error: BaseException) -> int:
         """Interrupt everything that runs; the number interrupted."""
-        pulls = list(self._pulls)
-        for pull in pulls:
-            pull.interrupt(error)
-        return len(pulls)
+        interrupted = list(self._tracked)
+        for one in interrupted:
+            one.interrupt(error)
+        return len(interrupted)
 
 
 @contextlib.contextmanager
-def ending_at(deadline: float | None, pull: Pull[Any]) -> Iterator[None]:
-    """Interrupt ``pull`` with ``DeadlineExceeded`` soon after ``deadline`` (``time.monotonic``).
+def interrupt_at_deadline(deadline: float | None, pieces: InterruptibleIterator[Any]) -> Iterator[None]:
+    """Interrupt ``pieces`` with ``DeadlineExceeded`` soon after ``deadline`` (``time.monotonic``).
 
     The engine keeps deadlines itself; this is for one that hangs, or starts anew, just then.
     """
@@ -118,7 +118,7 @@ def ending_at(deadline: float | None, pull: Pull[Any]) -> Iterator[None]:
         yield
         return
     timer = gevent.get_hub().loop.timer(max(deadline - time.monotonic(), 0.0) + GRACE)
-    timer.start(pull.interrupt, DeadlineExceeded("timeout: the request's time limit passed before it was complete"))
+    timer.start(pieces.interrupt, DeadlineExceeded("timeout: the request's time limit passed before it was complete"))
     try:
         yield
     finally:
@@ -127,35 +127,35 @@ def ending_at(deadline: float | None, pull: Pull[Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(sock: Any, pull: Pull[Any]) -> Iterator[None]:
-    """Interrupt ``pull`` with ``ClientGone`` when the peer of ``sock`` closes. ``sock`` None: nothing to watch."""
+def interrupt_on_disconnect(sock: Any, pieces: InterruptibleIterator[Any]) -> Iterator[None]:
+    """Interrupt ``pieces`` with ``ClientGone`` when the peer of ``sock`` closes. ``sock`` None: nothing to watch."""
     if sock is None or not hasattr(sock, "fileno") or sock.fileno() < 0:
         yield
         return
-    watch = Watch(sock.fileno(), pull)
+    watch = DisconnectWatch(sock.fileno(), pieces)
     try:
         yield
     finally:
         watch.close()
 
 
-class Watch:
-    """Looks when something comes of a peer: its end, or bytes that are the next request's. Behind such bytes, and those
-    that TLS says farewell with, the end is no event of its own, and is looked for now and then."""
+class DisconnectWatch:
+    """Looks when something comes of a peer: its end, or bytes that are the next request's. After such bytes, and TLS'
+    close_notify, the end is no event of its own, and is polled for."""
 
-    def __init__(self, fileno: int, pull: Pull[Any]) -> None:
-        self._fileno, self._pull = fileno, pull
+    def __init__(self, fileno: int, pieces: InterruptibleIterator[Any]) -> None:
+        self._fileno, self._pieces = fileno, pieces
         loop = gevent.get_hub().loop
-        self._coming, self._timer = loop.io(fileno, 1), loop.timer(LOOK, repeat=LOOK)
+        self._coming, self._timer = loop.io(fileno, 1), loop.timer(POLL, repeat=POLL)
         self._coming.start(self._look)
 
     def _look(self) -> None:
         self._coming.stop()  # level-triggered: a pipelined request would call us for ever
-        if not has_left(self._fileno):
+        if not has_hung_up(self._fileno):
             self._timer.start(self._look)
             return
         self._timer.stop()
-        self._pull.interrupt(ClientGone())
+        self._pieces.interrupt(ClientGone())
 
     def close(self) -> None:
         for watcher in (self._coming, self._timer):
@@ -163,7 +163,7 @@ class Watch:
             watcher.close()
 
 
-def has_left(fileno: int) -> bool:
+def has_hung_up(fileno: int) -> bool:
     """Whether the peer has closed its sending side, whatever it sent before."""
     poll = monkey.get_original("select", "poll")()
     poll.register(fileno, select.POLLRDHUP)

@@ -19,7 +19,7 @@ from ..errors import Aborted, InternalError, InvalidField, ServingError
 from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Target
 from ..observability import tracing
-from ..observability.access_record import Exchange
+from ..observability.access_record import AccessRecord
 from ..observability.tracing import Tracer
 from ..reply import Done, Piece, Reply
 from ..request import RawRequest, ValidRequest
@@ -31,8 +31,14 @@ from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
 from .answer import Answer
-from .in_flight import ClientGone, Pull, RunningRequests, ending_at, watching
-from .memory_budget import Held, Intake
+from .in_flight import (
+    ClientGone,
+    InFlightRequests,
+    InterruptibleIterator,
+    interrupt_at_deadline,
+    interrupt_on_disconnect,
+)
+from .memory_budget import Allocation, MemoryBudget
 from .offload import Offload
 from .refusal_limit import RefusalLimit
 
@@ -51,10 +57,10 @@ class Server:
     settings: ServerSettings
     endpoints: ServedEndpoints
     load_shedder: LoadShedder
-    running: RunningRequests
+    in_flight: InFlightRequests
     offload: Offload
     salts: CacheSalts
-    intake: Intake
+    memory: MemoryBudget
     refusals: RefusalLimit
     keys: Any = None
     tokens: Any = None
@@ -80,7 +86,7 @@ class Incoming:
 
     head: Head
     dialect: Dialect
-    receive: Callable[[Held], bytes]
+    receive: Callable[[Allocation], bytes]
     is_large: bool = False
     address: str = ""
     name: str | None = None
@@ -94,38 +100,38 @@ class Incoming:
         return self.caller.key_id if server.asks_who else self.address
 
 
-def invoke(server: Server, incoming: Incoming, exchange: Exchange) -> Answer:
+def invoke(server: Server, incoming: Incoming, record: AccessRecord) -> Answer:
     """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
     server.load_shedder.check_open()
     known = _meant(server.endpoints.seen_by(incoming.caller), incoming)
     _check_limits(server, incoming, known)
-    with server.intake.holding(incoming.payer(server)) as counted:
+    with server.memory.allocate(incoming.payer(server)) as allocation:
         with ExitStack() as held:
-            endpoint, valid = _accept(server, incoming, exchange, held, is_known=len({e.name for e in known}) == 1)
+            endpoint, valid = _accept(server, incoming, record, held, is_known=len({e.name for e in known}) == 1)
             if not valid.stream:
-                counted.more(fixed_size(valid, endpoint.engine.info.embedding_dim))
-            pieces = _start(server, endpoint, valid, incoming, exchange, held)
+                allocation.grow(fixed_size(valid, endpoint.engine.info.embedding_dim))
+            pieces = _start(server, endpoint, valid, incoming, record, held)
             if valid.stream:
-                return _streamed(incoming.dialect, valid, pieces, exchange, held.pop_all())
+                return _streamed(incoming.dialect, valid, pieces, record, held.pop_all())
             reply = generate.gather(pieces)
-        return server.offload(reply.size, _whole, incoming.dialect, valid, reply, exchange)
+        return server.offload(reply.size, _whole, incoming.dialect, valid, reply, record)
 
 
 def _accept(
-    server: Server, incoming: Incoming, exchange: Exchange, held: ExitStack, *, is_known: bool
+    server: Server, incoming: Incoming, record: AccessRecord, held: ExitStack, *, is_known: bool
 ) -> tuple[ServedEntity, ValidRequest]:
     """Receive, decode, address and prepare; nothing of the body is kept. ``is_known``: the endpoint's limits have been
     looked at before."""
-    with server.intake.holding(incoming.payer(server)) as counted:
-        body = incoming.receive(counted)
+    with server.memory.allocate(incoming.payer(server)) as allocation:
+        body = incoming.receive(allocation)
         raw = server.offload(len(body), _decode, incoming, body)
         endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
-        exchange.endpoint, exchange.stream = endpoint.name, raw.stream
+        record.endpoint, record.stream = endpoint.name, raw.stream
         adapter = endpoint.view.find_adapter(raw.model, raw.adapter)
         server.endpoints.check_use(incoming.caller, endpoint, adapter)
         user = endpoint.view.said(raw, "user")
-        exchange.user = user and user[:MAX_USER]
-        exchange.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
+        record.user = user and user[:MAX_USER]
+        record.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
         limits = _limits(server, endpoint, incoming)
         if not is_known:
             _check_limits(server, incoming, [endpoint])
@@ -134,7 +140,7 @@ def _accept(
         server.load_shedder.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
         held.callback(server.load_shedder.leave, endpoint.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, endpoint.view, limits)
-        exchange.accept(valid, body)
+        record.accept(valid, body)
     return endpoint, valid
 
 
@@ -170,9 +176,9 @@ def _limits(server: Server, endpoint: ServedEntity, incoming: Incoming) -> Limit
     )
 
 
-def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, exchange: Exchange) -> Answer:
+def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, record: AccessRecord) -> Answer:
     encoded = dialect.encode(valid, reply)
-    headers = {**encoded.headers, **exchange.headers}
+    headers = {**encoded.headers, **record.headers}
     return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
 
 
@@ -210,7 +216,12 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: Server, endpoint: ServedEntity, valid: ValidRequest, incoming: Incoming, exchange: Exchange, held: ExitStack
+    server: Server,
+    endpoint: ServedEntity,
+    valid: ValidRequest,
+    incoming: Incoming,
+    record: AccessRecord,
+    held: ExitStack,
 ) -> Iterator[Piece]:
     """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
     admission = None
@@ -218,13 +229,13 @@ def _start(
         target = Target(endpoint=endpoint.name, entity=endpoint.entity)
         admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
         valid = admission.request
-        exchange.headers |= rate_limit_headers.headers(admission.limits)
-    pull: Pull[Piece] = Pull(_run(endpoint, valid, admission))
+        record.headers |= rate_limit_headers.headers(admission.limits)
+    pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(endpoint, valid, admission))
     held.callback(pull.close)
-    held.enter_context(server.running.holding(pull))
-    held.enter_context(watching(incoming.sock, pull))
-    held.enter_context(ending_at(valid.deadline, pull))
-    return _counted(pull, admission, exchange)
+    held.enter_context(server.in_flight.track(pull))
+    held.enter_context(interrupt_on_disconnect(incoming.sock, pull))
+    held.enter_context(interrupt_at_deadline(valid.deadline, pull))
+    return _counted(pull, admission, record)
 
 
 def _run(endpoint: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
@@ -234,26 +245,26 @@ def _run(endpoint: ServedEntity, valid: ValidRequest, admission: Any) -> generat
     return generate.run(endpoint.engine, valid, endpoint.view.text, on_tokens)
 
 
-def _counted(pull: Pull[Piece], admission: Any, exchange: Exchange) -> Iterator[Piece]:
+def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessRecord) -> Iterator[Piece]:
     for piece in pull:
-        exchange.see(piece)
+        record.see(piece)
         if admission is not None and isinstance(piece, Done):
             used = piece.usage
             admission.settle(
                 prompt=used.prompt_tokens,
                 cached=used.cached_tokens,
                 completion=used.completion_tokens,
-                finish_reason=exchange.finish_reason,
+                finish_reason=record.finish_reason,
             )
         yield piece
 
 
 def _streamed(
-    dialect: Dialect, valid: ValidRequest, pieces: Iterator[Piece], exchange: Exchange, held: ExitStack
+    dialect: Dialect, valid: ValidRequest, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack
 ) -> Answer:
     """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
     encoder = dialect.stream(valid)
-    stream = Stream(encoder, pieces, exchange, held)
+    stream = Stream(encoder, pieces, record, held)
     try:
         stream.prime()
     except BaseException as error:
@@ -262,7 +273,7 @@ def _streamed(
     return Answer(
         body=stream,
         content_type=encoder.content_type,
-        headers={**STREAM_HEADERS, **encoder.headers, **exchange.headers},
+        headers={**STREAM_HEADERS, **encoder.headers, **record.headers},
     )
 
 
@@ -274,10 +285,10 @@ class Stream:
     connection.
     """
 
-    def __init__(self, encoder: Any, pieces: Iterator[Piece], exchange: Exchange, held: ExitStack) -> None:
+    def __init__(self, encoder: Any, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack) -> None:
         self._encoder = encoder
         self._pieces = pieces
-        self._exchange = exchange
+        self._record = record
         self._held = held
         self._first: bytes | None = None
         self._complete = False
@@ -303,7 +314,7 @@ class Stream:
         except ClientGone:
             raise
         except Exception:
-            logs.event("fault", level=40, exc_info=True, request_id=self._exchange.request_id)
+            logs.event("fault", level=40, exc_info=True, request_id=self._record.request_id)
             return self._fail(InternalError("internal error; the log has it under the request id"))
         if not data:
             self._over = True
@@ -323,7 +334,7 @@ class Stream:
     def _fail(self, error: ServingError) -> bytes:
         self._over = True
         self.release(error)
-        self._exchange.finish(error.status, error.logged)
+        self._record.finish(error.status, error.logged)
         data: bytes = self._encoder.error(error)
         return data
 
@@ -334,7 +345,7 @@ class Stream:
     def close(self) -> None:
         if self._complete:
             self.release()
-            self._exchange.finish(200)
+            self._record.finish(200)
         else:
             self.release(ClientGone())
-            self._exchange.finish(Aborted.status, "the client went away")
+            self._record.finish(Aborted.status, "the client went away")

@@ -1,7 +1,7 @@
-"""How many bytes of requests and of their replies a worker may have in memory at once, by caller and in all.
+"""Memory budget: bytes of requests and replies that a worker holds at once, for each caller and in all.
 
 A body counts as it comes, until it is tokenised; a reply that is not streamed with what it has beside generated text,
-while it is made. Small ones are not counted: the number of connections bounds those.
+while it is made. Small ones are not counted: the connection limits bound those.
 """
 
 from __future__ import annotations
@@ -11,66 +11,68 @@ from contextlib import contextmanager
 
 from ..errors import LimitExceeded, Overloaded
 
-SMALL = 64 * 2**10
-RETRY_AFTER = 1.0
+SMALL = 64 * 2**10  # bytes
+RETRY_AFTER = 1.0  # seconds
 
 
-class Held:
-    """What one request has in memory: ``more`` counts bytes in before they are there."""
+class Allocation:
+    """The bytes of one request in memory."""
 
-    def __init__(self, intake: Intake, caller: str) -> None:
-        self._intake, self._caller = intake, caller
+    def __init__(self, budget: MemoryBudget, caller: str) -> None:
+        self._budget, self._caller = budget, caller
         self._size = self._counted = 0
 
-    def more(self, size: int) -> None:
-        """Raises ``LimitExceeded`` where the caller has too much in memory, ``Overloaded`` where all have."""
+    def grow(self, size: int) -> None:
+        """Count ``size`` bytes in, before they are there. Raises ``LimitExceeded`` where the caller has too much in
+        memory, ``Overloaded`` where all have."""
         self._size += size
         if self._size > SMALL:
-            self._intake.add(self._caller, self._size - self._counted)
+            self._budget.add(self._caller, self._size - self._counted)
             self._counted = self._size
 
     def check(self, size: int) -> None:
-        """Whether ``size`` bytes that have not come yet have room now. Raises as ``more``."""
+        """Raises as ``grow`` where ``size`` bytes that have not come yet have no room now."""
         if size > SMALL:
-            self._intake.check(self._caller, size)
+            self._budget.check(self._caller, size)
 
-    def give_back(self) -> None:
-        self._intake.remove(self._caller, self._counted)
+    def release(self) -> None:
+        self._budget.remove(self._caller, self._counted)
         self._size = self._counted = 0
 
 
-class Intake:
-    """``most`` bytes in all, ``most_each`` of one caller: an API key, or an address where no keys are asked for."""
+class MemoryBudget:
+    """At most ``total`` bytes, ``by_caller`` of one caller: an API key, or an address where no keys are asked for."""
 
-    def __init__(self, *, most: int, most_each: int) -> None:
-        self.most, self.most_each = most, most_each
-        self.held = 0
-        self._of: dict[str, int] = {}
+    def __init__(self, *, total: int, by_caller: int) -> None:
+        self.total, self.by_caller = total, by_caller
+        self.used = 0
+        self._used_by: dict[str, int] = {}
 
     @contextmanager
-    def holding(self, caller: str) -> Iterator[Held]:
-        held = Held(self, caller)
+    def allocate(self, caller: str) -> Iterator[Allocation]:
+        """An allocation of ``caller``, released at the end."""
+        allocation = Allocation(self, caller)
         try:
-            yield held
+            yield allocation
         finally:
-            held.give_back()
+            allocation.release()
 
     def check(self, caller: str, size: int) -> None:
-        own = self._of.get(caller, 0)
-        if own and own + size > self.most_each:
-            text = f"body: this caller has {own} bytes of requests in memory, and at most {self.most_each} at once"
+        own = self._used_by.get(caller, 0)
+        if own and own + size > self.by_caller:
+            text = f"body: this caller has {own} bytes of requests in memory, and at most {self.by_caller} at once"
             raise LimitExceeded(f"{text}; try again in 1 s", limit="body_bytes", retry_after=RETRY_AFTER)
-        if self.held and self.held + size > self.most:
+        if self.used and self.used + size > self.total:
             raise Overloaded("body: too many large requests are being read; try again", retry_after=RETRY_AFTER)
 
     def add(self, caller: str, size: int) -> None:
         self.check(caller, size)
-        self._of[caller] = self._of.get(caller, 0) + size
-        self.held += size
+        self._used_by[caller] = self._used_by.get(caller, 0) + size
+        self.used += size
 
     def remove(self, caller: str, size: int) -> None:
         if size:
-            self.held -= size
-            self._of[caller] -= size
-            if not self._of[caller]:
-                del self._of[caller]
+            self.used -= size
+            self._used_by[caller] -= size
+            if not self._used_by[caller]:
+                del self._used_by[caller]

@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, on threads.
+"""Offloading: work that would block the event loop runs on threads.
 
 Decoding and tokenising a few kilobytes takes a few milliseconds and stays on the loop; megabytes take seconds, during
 which no other stream of this worker would get a token. A thread frees the loop as far as its work lets go of the

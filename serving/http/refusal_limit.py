@@ -1,4 +1,4 @@
-"""A token bucket of refusals for each caller: who sends what is refused, again and again, is refused before it is read.
+"""Token bucket of refusals per caller: who sends what is refused, again and again, is refused before it is read.
 
 Every answer 4xx takes a token. Without one left, a request gets a 429 at once: of an API key or token before its body,
 of a stranger (no key, or none that has been good here) before its key is looked up in the store, which costs most.
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from ..errors import LimitExceeded
 
-MOST = 10_000  # callers, and credentials, that are remembered; those seen longest ago go first
+CAPACITY = 10_000  # callers, and credentials, that are remembered; those seen longest ago go first
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _TokenBucket:
     level: float
     at: float
 
@@ -29,7 +29,7 @@ class RefusalLimit:
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate = rate
         self._clock = clock
-        self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[str, _TokenBucket] = OrderedDict()
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def check(self, caller: str, what: str) -> None:
@@ -47,22 +47,22 @@ class RefusalLimit:
         if not credential or _digest(credential) not in self._good:
             self.check(address, "address")
 
-    def refused(self, caller: str) -> None:
-        """One more request of ``caller`` was refused."""
+    def charge(self, caller: str) -> None:
+        """Take a token of ``caller``: one more request of it was refused."""
         bucket = self._buckets.pop(caller, None)
         level = float(self.rate) if bucket is None else self._refilled(bucket)
-        self._buckets[caller] = _Bucket(max(0.0, level - 1), self._clock())
-        if len(self._buckets) > MOST:
+        self._buckets[caller] = _TokenBucket(max(0.0, level - 1), self._clock())
+        if len(self._buckets) > CAPACITY:
             self._buckets.popitem(last=False)
 
-    def found_good(self, credential: str) -> None:
+    def remember_good(self, credential: str) -> None:
         digest = _digest(credential)
         self._good[digest] = None
         self._good.move_to_end(digest)
-        if len(self._good) > MOST:
+        if len(self._good) > CAPACITY:
             self._good.popitem(last=False)
 
-    def _refilled(self, bucket: _Bucket) -> float:
+    def _refilled(self, bucket: _TokenBucket) -> float:
         return min(float(self.rate), bucket.level + (self._clock() - bucket.at) * self.rate / 60)
 
 

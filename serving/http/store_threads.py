@@ -1,4 +1,4 @@
-"""Transactions of the metering store on threads, so that a slow store holds up the request that needs it and no other.
+"""Transactions of the metering store on threads: a slow store blocks the request that needs it and no other.
 
 SQLite has one writer at a time anyway: one thread for writes keeps this worker's from fighting each other for the lock,
 another one lets reads pass. PostgreSQL serves several at once.

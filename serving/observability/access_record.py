@@ -1,4 +1,4 @@
-"""One request as the log and the metrics see it: who, what, when, how much, how it ended."""
+"""Access record: one request as log, metrics and traces see it: who, what, when, how much, how it ended."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def request_id_from(header: str | None) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Exchange:
-    """Times are seconds on the monotonic clock. ``finish`` records the exchange; a second call does nothing.
+class AccessRecord:
+    """Times are seconds on the monotonic clock. ``finish`` logs and counts it; a second call does nothing.
 
     ``headers`` are those that a successful answer gets beside the dialect's own. ``reply_id`` is the id in the reply's
     ``id`` and in the ledger. ``body`` is kept, and ``replies`` (text by choice) gathered, only where content is traced.

@@ -220,7 +220,7 @@ class DrainingWorker(GeventWorker):
         logs.event("draining", running=self.answering)
         self._wait(self.server.settings.drain_timeout, lambda: self.at_once)
         if left := self.answering:
-            self.server.running.interrupt_all(CUT_SHORT)
+            self.server.in_flight.interrupt_all(CUT_SHORT)
             logs.event("drain over", interrupted=left)
             self._wait(FLUSH_SECONDS)
 

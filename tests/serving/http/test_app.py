@@ -13,7 +13,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.errors import InternalError, Overloaded
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.observability import access_record as exchange
+from mlflow_llm.serving.observability import access_record
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}
 
@@ -73,7 +73,7 @@ def test_stream_joins_to_the_whole(client: FlaskClient, path: str) -> None:
 def test_a_finished_stream_leaves_nothing(client: FlaskClient, server: Server) -> None:
     """After a stream, nothing is counted as running."""
     assert client.post("/v1/chat/completions", json=CHAT | {"model": "assistant", "stream": True}).data
-    assert (len(server.running), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
+    assert (len(server.in_flight), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
 
 
 def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
@@ -82,7 +82,7 @@ def test_closing_a_stream_aborts(client: FlaskClient, server: Server) -> None:
     answer = client.post("/v1/chat/completions", json=body, buffered=False)
     next(answer.iter_encoded())
     answer.close()
-    assert (len(server.running), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
+    assert (len(server.in_flight), sum(server.load_shedder.running(e.engine) for e in server.endpoints)) == (0, 0)
     assert next(iter(server.endpoints)).engine.health().num_running == 0
 
 
@@ -199,7 +199,7 @@ def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -
 def test_the_callers_own_user_is_in_the_log(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """``user`` is kept in the request's line, at most 256 characters of it."""
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(exchange.logs, "event", lambda event, **told: lines.append({"event": event, **told}))
+    monkeypatch.setattr(access_record.logs, "event", lambda event, **told: lines.append({"event": event, **told}))
     client.post("/v1/chat/completions", json=CHAT | {"user": "alice" * 100})
     assert [line["user"] for line in lines if line["event"] == "request"] == [("alice" * 100)[:256]]
 

@@ -16,7 +16,7 @@ from mlflow_llm.serving.errors import LimitExceeded, Overloaded, Unavailable
 from mlflow_llm.serving.http import invoke
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.http.memory_budget import SMALL, Intake
+from mlflow_llm.serving.http.memory_budget import SMALL, MemoryBudget
 from mlflow_llm.serving.http.refusal_limit import RefusalLimit
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.modes import PayPerToken
@@ -193,33 +193,33 @@ def test_without_keys_an_address_is_limited(make: Callable[..., Server]) -> None
 def test_memory_of_a_caller_and_of_all() -> None:
     """A caller's large bodies are refused beyond its share, all callers' beyond the whole; small ones never; what is
     given back has room again, and one body always."""
-    intake = Intake(most=5 * SMALL, most_each=3 * SMALL)
-    with intake.holding("a") as first, intake.holding("a") as second, intake.holding("b") as third:
-        first.more(2 * SMALL)
+    budget = MemoryBudget(total=5 * SMALL, by_caller=3 * SMALL)
+    with budget.allocate("a") as first, budget.allocate("a") as second, budget.allocate("b") as third:
+        first.grow(2 * SMALL)
         with pytest.raises(LimitExceeded, match="body: this caller"):
             second.check(2 * SMALL)
-        second.more(SMALL)  # small
+        second.grow(SMALL)  # small
         with pytest.raises(LimitExceeded):
-            second.more(SMALL)
-        third.more(2 * SMALL)
-        with intake.holding("c") as fourth, pytest.raises(Overloaded):
-            fourth.more(2 * SMALL)
-        assert intake.held == 4 * SMALL
-    assert (intake.held, intake._of) == (0, {})
-    with intake.holding("a") as alone:
+            second.grow(SMALL)
+        third.grow(2 * SMALL)
+        with budget.allocate("c") as fourth, pytest.raises(Overloaded):
+            fourth.grow(2 * SMALL)
+        assert budget.used == 4 * SMALL
+    assert (budget.used, budget._used_by) == (0, {})
+    with budget.allocate("a") as alone:
         alone.check(50 * SMALL)
-        alone.more(50 * SMALL)
+        alone.grow(50 * SMALL)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
     """While a key's bodies fill its share another of its large bodies is a 429 with Retry-After, unread where its
     length is announced; another key's is taken; afterwards nothing is held."""
-    place.server.intake = intake = Intake(most=2**21, most_each=2**20)
+    place.server.memory = budget = MemoryBudget(total=2**21, by_caller=2**20)
     body = json.dumps(CHAT | {"messages": [{"role": "user", "content": " " * 2**18}]}).encode()
     other, _ = place.keys.create("other")
-    with intake.holding(place.key.key_id) as held:
-        held.more(2**20)
+    with budget.allocate(place.key.key_id) as held:
+        held.grow(2**20)
         if chunked:
             more = {"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked", "wsgi.input_terminated": True}
             refused = place.ask(body, **more)
@@ -229,31 +229,31 @@ def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
         assert refused.json["error"]["message"].startswith("body: this caller has 1048576 bytes")
         assert place.ask().status_code == 200
         assert "context length" in place.ask(body, secret=other).json["error"]["message"]
-    assert intake.held == 0
+    assert budget.used == 0
     assert "context length" in place.ask(body).json["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_bodies_of_the_management_api_count(place: Place, method: str) -> None:
     """A large body is memory at every route that reads one, also where it is not needed."""
-    intake = place.server.intake
+    budget = place.server.memory
     unread = {"wsgi.input": Unread(), "CONTENT_LENGTH": str(10 * 2**20)}
     secret, key = place.keys.create("ops", scopes=("manage",))
     headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-    with intake.holding(key.key_id) as held:
-        held.more(intake.most_each - 2**16)
+    with budget.allocate(key.key_id) as held:
+        held.grow(budget.by_caller - 2**16)
         path = "/api/2.0/serving-endpoints"
         refused = place.client.open(path, method=method, headers=headers, environ_overrides=unread)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-    assert intake.held == 0
+    assert budget.used == 0
 
 
 def test_a_large_reply_is_counted(place: Place) -> None:
     """A reply that is not streamed is held with what it repeats, until it is encoded; a streamed one is not."""
     body = {"model": "assistant", "prompt": "Hi", "max_tokens": 1, "suffix": "x" * 2**17}
-    intake = place.server.intake
-    with intake.holding(place.key.key_id) as held:
-        held.more(intake.most_each - 2**16)
+    budget = place.server.memory
+    with budget.allocate(place.key.key_id) as held:
+        held.grow(budget.by_caller - 2**16)
         assert place.ask(body, path="/v1/completions").status_code == 429
     assert place.ask(body, path="/v1/completions").status_code == 200
-    assert intake.held == 0
+    assert budget.used == 0
