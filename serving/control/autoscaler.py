@@ -24,13 +24,14 @@ from .settings import ServerSettings
 
 WANTED_SECONDS = 3.0  # a request that waits for a replica says so each second
 PREPARED_SECONDS = 120.0  # within which what was prepared is served, or never will be
-SMOOTH_SECONDS = 5.0  # over which demand is averaged: engines tell their counters only so often
+SMOOTH_SECONDS = 5.0  # over which demand is averaged: heartbeats bring counters only so often
 
 _Place = tuple[str, int, str]
 
 
 class DeployedEntity(Struct, frozen=True, kw_only=True):
-    """A served entity in its place. ``key`` is its engine's name in the supervisor; endpoints may share an engine."""
+    """A served entity of a configuration version that the controller process runs. ``key`` is its engine's name in the
+    supervisor; endpoints may share an engine."""
 
     endpoint: str
     version: int
@@ -42,8 +43,8 @@ class _Counters(Struct, frozen=True):
     """Of all replicas together, since their starts."""
 
     steps: int
-    reserved: int
-    reserved_prompt: int
+    provisioned: int
+    provisioned_prompt: int
 
     @classmethod
     def of(cls, status: EngineStatus) -> _Counters:
@@ -65,8 +66,10 @@ class _Seen(Struct):
 
 
 class Autoscaler:
-    """One in the keeper. An entity without provisioned throughput has one replica, or none when idle and allowed to;
-    on engines of other hosts it has as many as there are.
+    """Decides how many replicas the served entities have, in the controller process.
+
+    An entity without provisioned throughput has one replica, or none when idle and allowed to; on engines of other
+    hosts it has as many as there are.
 
     ``reserved_time`` None: there is no ledger, so nothing can be reserved. ``idle_seconds`` without a request scale an
     entity to zero that may be.
@@ -89,7 +92,8 @@ class Autoscaler:
         self._lock = threading.Lock()
 
     def prepare(self, served: DeployedEntity, engine: Engine) -> dict[str, Any]:
-        """Once a config's entity is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse it.
+        """Measure an entity whose engine is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse
+        it.
 
         Runs on a thread of its own, one entity at a time, and takes some seconds the first time for an engine.
         """
@@ -111,12 +115,18 @@ class Autoscaler:
         facts: dict[str, Any] = msgspec.to_builtins(measured)
         return facts
 
-    def replicas(
-        self, served: DeployedEntity, facts: dict[str, Any], status: EngineStatus, wanted_at: float | None, now: float
+    def step(
+        self,
+        served: DeployedEntity,
+        facts: dict[str, Any],
+        status: EngineStatus,
+        requested_at: float | None,
+        now: float,
     ) -> int:
-        """How many there should be; asked about every second. ``wanted_at``: when a request last found none.
+        """Take in how an entity does, bill what it has reserved, and decide: the replicas that it should have.
 
-        Both times are seconds since the epoch.
+        To be called about every second. ``requested_at`` is when a request last found no replica; both times are
+        ``time.monotonic``.
         """
         measured = msgspec.convert(facts, Measured) if facts else None
         policy = self._policy(served.entity, measured)
@@ -130,12 +140,12 @@ class Autoscaler:
                 self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.most), now)
         if measured is not None:
             self._bill(served, policy, status)
-        load = _load(seen, measured, status, wanted_at, now)
+        load = _load(seen, measured, status, requested_at, now)
         seen.state = decide(policy, seen.state, load, now)
         return seen.state.replicas
 
     def forget(self, served: DeployedEntity) -> None:
-        """The entity is served no more."""
+        """Drop what is known of an entity that is served no more."""
         self._seen.pop(_place(served), None)
         with self._lock:
             self._shares.pop(_place(served), None)
@@ -164,7 +174,7 @@ class Autoscaler:
             self._shares[_place(served)] = (share, time.monotonic())
 
     def _policy(self, entity: EntityConfig, measured: Measured | None) -> ScalePolicy | None:
-        """None where there is nothing to decide."""
+        """The bounds of an entity's scaling; None where there is nothing to decide."""
         if measured is None and not entity.scale_to_zero_enabled:
             return None
         return ScalePolicy(
@@ -185,7 +195,7 @@ class Autoscaler:
 
 
 def replicas_on_this_machine(entity: EntityConfig) -> int:
-    """As many as have processors of their own: an engine that uses all of them leaves none for another."""
+    """The replicas that have processors of their own: an engine that uses all of them leaves none for another."""
     threads = entity.model.engine.threads
     if not threads:
         return 1
@@ -198,18 +208,18 @@ def _place(served: DeployedEntity) -> _Place:
     return (served.endpoint, served.version, served.entity.name)
 
 
-def _load(seen: _Seen, measured: Measured | None, status: EngineStatus, wanted_at: float | None, now: float) -> Load:
+def _load(seen: _Seen, measured: Measured | None, status: EngineStatus, requested_at: float | None, now: float) -> Load:
     """Demand is what is used of the reserve; a request of any kind keeps an entity from being idle."""
     counters, before, seconds = _Counters.of(status), seen.counters, max(now - seen.at, 0.05)
     used = 0.0
     if measured is not None:
-        prompt = max(0, counters.reserved_prompt - before.reserved_prompt)
-        used = max(0, counters.reserved - before.reserved) + prompt * measured.prompt_weight_milli / 1000
+        prompt = max(0, counters.provisioned_prompt - before.provisioned_prompt)
+        used = max(0, counters.provisioned - before.provisioned) + prompt * measured.prompt_weight_milli / 1000
     seen.rate += (used / seconds - seen.rate) * min(1.0, seconds / SMOOTH_SECONDS)
     seen.counters, seen.at = counters, now
     health = [replica.health for replica in status.replicas]
     running = sum(h.num_running + h.num_waiting for h in health) + (counters.steps != before.steps)
-    cold = not status.ready and wanted_at is not None and now - wanted_at < WANTED_SECONDS
+    cold = not status.ready and requested_at is not None and now - requested_at < WANTED_SECONDS
     return Load(
         tokens_per_second=seen.rate if running else 0.0,
         waiting=int(cold and seen.state.replicas == 0),

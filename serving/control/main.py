@@ -1,4 +1,4 @@
-"""The process that keeps a server's engines: it follows the endpoints' store and tells the workers what to serve.
+"""The controller process: it follows the endpoints' store, keeps a server's engines running and publishes the plan.
 
 ``python -m mlflow_llm.serving.control.main DIRECTORY`` reads ``DIRECTORY/spec.json``, writes one JSON line of progress
 for each step to standard output, ``{"stage": "ready"}`` once every endpoint has generated a token, and ends at the end
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     server, directory = os.getppid(), Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
     over, changed = threading.Event(), threading.Event()
-    threading.Thread(target=_await_end, args=(over, changed), daemon=True).start()
+    threading.Thread(target=_watch_stdin, args=(over, changed), daemon=True).start()
     try:
         store = Store(store_url(spec, directory))
     except (NoStore, ServingError) as error:
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
         state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=plan_directory.in_use
     )
     endpoints = EndpointStore(store, locate=_locate_nothing)
-    resolvers = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
-    found = functools.partial(with_files, find=resolvers)
+    resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
+    found = functools.partial(with_files, find=resolver_pool)
     autoscaler = Autoscaler.of(spec.settings, store)
     reconciler = Reconciler(endpoints, supervisor, plan_directory, autoscaler, find=found, say=say, over=over)
     try:
@@ -81,18 +81,18 @@ def main(argv: list[str]) -> int:
         reconciler.close()
         supervisor.close()
         if os.getppid() != server:
-            _clear(plan_directory, directory)
+            _remove_after_workers(plan_directory, directory)
     return 0
 
 
-def _await_end(over: threading.Event, changed: threading.Event) -> None:
+def _watch_stdin(over: threading.Event, changed: threading.Event) -> None:
     while os.read(0, 4096):  # not sys.stdin: its lock, held here, would be waited for when the interpreter ends
         pass
     over.set()
     changed.set()
 
 
-def _clear(plan_directory: PlanDirectory, directory: Path) -> None:
+def _remove_after_workers(plan_directory: PlanDirectory, directory: Path) -> None:
     """Remove what the server can remove no more, once its workers have finished."""
     until = time.monotonic() + ORPHANED_SECONDS
     while plan_directory.workers() and time.monotonic() < until:

@@ -27,7 +27,8 @@ from ..settings import EngineSettings
 
 
 class ResolvedModel(Struct, frozen=True, kw_only=True):
-    """``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a version, never an alias."""
+    """A model that was found. ``config`` is the saved ``model_config`` (engine settings among it); ``uri`` names a
+    version, never an alias."""
 
     bundle: Bundle
     config: dict[str, object] = {}
@@ -105,7 +106,7 @@ def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:
 
 
 def end_with_parent(lifeline: int = 0) -> None:
-    """End this process, and its session's others, when nobody holds the other end of the pipe ``lifeline`` any more."""
+    """End this process, and its session's others, when the other end of the pipe ``lifeline`` is closed everywhere."""
 
     def watch() -> None:
         while os.read(lifeline, 1):

@@ -1,4 +1,4 @@
-"""The models of served entities, found through MLflow (``entry``) and kept with the configuration."""
+"""The models of served entities, found through MLflow (``mlflow_resolver``) and kept with the configuration."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def locate(
 ) -> tuple[ModelSource, ...]:
     """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
 
-    ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is ``entry.resolve``, or
-    ``ResolverPool``, which bounds it. Raises ``NotFound`` for a model that
-    the registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
+    ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is
+    ``mlflow_resolver.resolve``, or a ``ResolverPool``, which bounds it. Raises ``NotFound`` for a model that the
+    registry does not have, ``InvalidField`` for one that cannot be served, by its place in a config.
     """
     for place, entity in enumerate(entities):
         check_defaults(entity.defaults, f"served_entities[{place}].defaults")

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from ..endpoints.config import EntityConfig, Route
 from ..engine.interface import EngineInfo
-from ..file_locks import FileLock, acquire, is_held, try_acquire
+from ..file_locks import create_locked, is_held, try_acquire
 from ..files import replace_file
 from ..settings import PrefixSharing
 
@@ -119,7 +119,7 @@ class PlanDirectory:
 
     def _locks(self) -> list[Path]:
         try:
-            return [path for path in self._workers.iterdir() if path.suffix not in (".json", ".new")]
+            return [path for path in self._workers.iterdir() if not path.suffix and not path.name.startswith(".")]
         except FileNotFoundError:
             return []
 
@@ -171,9 +171,8 @@ class WorkerFile:
     def __init__(self, workers: Path) -> None:
         name = uuid.uuid4().hex
         self._path = workers / f"{name}.json"
-        self.write(WorkerState())  # before the lock: a living worker always has one
-        self._lock: FileLock = acquire(str(workers / name), make_parent=lambda: workers.mkdir(exist_ok=True))
-        self.write(WorkerState())  # again: until it was locked, another worker took us for one that was killed
+        self.write(WorkerState())  # before the lock, by which it is found: a living worker always has one
+        self._lock = create_locked(str(workers / name))
 
     def write(self, state: WorkerState) -> None:
         replace_file(self._path, msgspec.json.encode(state))

@@ -1,8 +1,9 @@
-"""What the store says is to be served, made true: engines started and ended, the plan published, outcomes reported.
+"""The reconciler: makes true what the store says is to be served. Engines start and end, the plan is published,
+outcomes are reported.
 
 One thread calls ``tick``. An update goes: its engines warm (``rollout``), the plan with it is published, every worker
-has adopted the plan, the store is told that the endpoint is ready, the engines that nobody needs any more drain. A
-config that fails leaves plan and engines as they were.
+has adopted the plan, the endpoint is ready in the store, the engines that are needed no more drain. A config that fails
+leaves plan and engines as they were.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ COMMAND_LINE = Actor(name="command line", via="command")
 
 
 class Reconciler:
-    """``say(stage, endpoint=…, **fields)`` is told the steps of the start, which ``over`` ends."""
+    """Compares what is wanted with what runs, and acts. ``say(stage, endpoint=…, **fields)`` gets the steps of the
+    start, which ``over`` ends."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Reconciler:
         )
         self._find, self._say = find, say
         self._over = over or threading.Event()
-        self._plan = plan_directory.read()  # of a keeper that was killed: it holds until we know better
+        self._plan = plan_directory.read()  # of a controller process that was killed: it holds until we know better
         self._deployed: dict[str, DeployedEndpoint] = {}
         self._rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
@@ -69,42 +71,42 @@ class Reconciler:
 
         Raises ``PackagingError`` where one of ``declared`` cannot be; the others are tried further.
         """
-        for row in self._endpoints.rows():
-            if row.ready and not any(known.id == row.id for known in self._plan.endpoints):
+        for state in self._endpoints.states():
+            if state.ready and not any(known.id == state.id for known in self._plan.endpoints):
                 with contextlib.suppress(NotFound):
-                    self._endpoints.set_ready(row.name, False)
+                    self._endpoints.set_ready(state.name, False)
         if not self._plan.generation:  # else it was declared already, and may have been changed since
             for name, config in declared.items():
                 self._endpoints.declare(name, config, by=COMMAND_LINE)
-        for row in self._endpoints.rows():
-            self._say("loading", endpoint=row.name)
+        for state in self._endpoints.states():
+            self._say("loading", endpoint=state.name)
         began = time.monotonic()
-        told: set[str] = set()
+        said: set[str] = set()
         while not self._over.is_set() and not self._settled(declared):
             self.tick()
-            for name in {one.name for one in self._deployed.values()} - told:
-                told.add(name)
+            for name in {one.name for one in self._deployed.values()} - said:
+                said.add(name)
                 seconds = round(time.monotonic() - began, 2)
                 self._say("token", endpoint=name, seconds=seconds, kernels=self._kernels(name))
             time.sleep(TICK / 2)
 
     def _kernels(self, name: str) -> str:
-        """What the engines of an endpoint run on, in words."""
+        """Which kernels the engines of an endpoint run on, in words."""
         served = [served for one in self._deployed.values() if one.name == name for served in one.served]
         infos = [self._supervisor.status(one.key).info for one in served]
         return ", ".join(dict.fromkeys(info.kernels_summary for info in infos if info is not None))
 
     def _settled(self, declared: Iterable[str]) -> bool:
-        rows = self._endpoints.rows()
-        for row in rows:
-            states = {r.version: r for r in self._rollouts.values() if r.row.id == row.id}
-            for rollout in states.values():
-                if rollout.stage == "failed" and row.name in declared:
-                    raise PackagingError(f"{row.name}: {rollout.message}")
-            if row.pending_version is not None:
+        states = self._endpoints.states()
+        for state in states:
+            rollouts = [r for r in self._rollouts.values() if r.endpoint.id == state.id]
+            for rollout in rollouts:
+                if rollout.stage == "failed" and state.name in declared:
+                    raise PackagingError(f"{state.name}: {rollout.message}")
+            if state.pending_version is not None:
                 return False
-            failed = any(rollout.stage == "failed" for rollout in states.values())
-            if row.active_version is not None and row.id not in self._deployed and not failed:
+            failed = any(rollout.stage == "failed" for rollout in rollouts)
+            if state.active_version is not None and state.id not in self._deployed and not failed:
                 return False
         return True
 
@@ -113,47 +115,47 @@ class Reconciler:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def tick(self) -> None:
-        """Look once at everything. What fails, a store that does not answer most of all, is tried again next time."""
+        """Compare and act once. What fails, a store that does not answer most of all, is tried again next time."""
         try:
-            rows = {row.id: row for row in self._endpoints.rows()}
-            self._reconcile(rows)
-            self._advance(rows)
+            states = {state.id: state for state in self._endpoints.states()}
+            self._begin_rollouts(states)
+            self._advance(states)
             self._scale()
-            self._publish(rows)
+            self._publish(states)
             self._confirm()
-            self._tell_readiness(rows)
+            self._report_readiness(states)
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()
 
     # what is wanted
 
-    def _reconcile(self, rows: dict[str, EndpointState]) -> None:
+    def _begin_rollouts(self, states: dict[str, EndpointState]) -> None:
         wanted: set[tuple[str, int]] = set()
-        for row in rows.values():
-            now = self._deployed.get(row.id)
+        for state in states.values():
+            now = self._deployed.get(state.id)
             serving = now.version if now is not None else None
-            if row.pending_version is not None:
-                wanted.add((row.id, row.pending_version))
-            served = serving is not None and serving in (row.active_version, row.pending_version)
-            if row.active_version is not None and not served:
-                wanted.add((row.id, row.active_version))
+            if state.pending_version is not None:
+                wanted.add((state.id, state.pending_version))
+            served = serving is not None and serving in (state.active_version, state.pending_version)
+            if state.active_version is not None and not served:
+                wanted.add((state.id, state.active_version))
         for gone in self._rollouts.keys() - wanted:
             del self._rollouts[gone]
             self._published.pop(gone, None)
         for place in wanted - self._rollouts.keys():
-            self._begin(rows[place[0]], place[1])
-        for gone_id in self._deployed.keys() - rows.keys():
+            self._begin(states[place[0]], place[1])
+        for gone_id in self._deployed.keys() - states.keys():
             self._forget(self._deployed.pop(gone_id))
 
-    def _begin(self, row: EndpointState, version: int) -> None:
+    def _begin(self, state: EndpointState, version: int) -> None:
         try:
-            config = self._endpoints.config(row.name, version)
+            config = self._endpoints.config(state.name, version)
         except NotFound:
             return  # deleted just now
-        before = next((p for p in self._plan.endpoints if (p.id, p.version) == (row.id, version)), None)
-        self._rollouts[row.id, version] = Rollout(
-            row,
+        before = next((p for p in self._plan.endpoints if (p.id, p.version) == (state.id, version)), None)
+        self._rollouts[state.id, version] = Rollout(
+            state,
             version,
             config,
             supervisor=self._supervisor,
@@ -166,35 +168,35 @@ class Reconciler:
 
     # what is under way
 
-    def _advance(self, rows: dict[str, EndpointState]) -> None:
+    def _advance(self, states: dict[str, EndpointState]) -> None:
         for rollout in list(self._rollouts.values()):
             before = rollout.stage
             if rollout.generation is not None:
                 continue
             if rollout.is_stuck:
-                del self._rollouts[rollout.row.id, rollout.version]  # and begun again
+                del self._rollouts[rollout.endpoint.id, rollout.version]  # and begun again
                 continue
             stage = rollout.poll()
-            row = rows[rollout.row.id]
+            state = states[rollout.endpoint.id]
             if stage == "ready":
                 for served in rollout.served:
-                    self._plan_directory.save_failed_log(row.id, served.entity.name, "")
-                old = self._deployed.get(row.id)
-                self._deployed[row.id] = rollout.deployed()
+                    self._plan_directory.save_failed_log(state.id, served.entity.name, "")
+                old = self._deployed.get(state.id)
+                self._deployed[state.id] = rollout.deployed()
                 rollout.generation = -1  # published with the next plan
                 if old is not None:
                     self._forget(old)
             elif stage == "failed":
                 if before != "failed":
-                    logger.warning("endpoint %s, config %d: %s", row.name, rollout.version, rollout.message)
+                    logger.warning("endpoint %s, config %d: %s", state.name, rollout.version, rollout.message)
                     for entity, text in rollout.failed_logs.items():
-                        self._plan_directory.save_failed_log(row.id, entity, text or rollout.message)
-                if row.pending_version == rollout.version:  # until the store has taken it
+                        self._plan_directory.save_failed_log(state.id, entity, text or rollout.message)
+                if state.pending_version == rollout.version:  # until the store has taken it
                     with contextlib.suppress(NotFound):
-                        self._endpoints.mark_failed(row.name, rollout.version, rollout.message)
+                        self._endpoints.mark_failed(state.name, rollout.version, rollout.message)
 
     def _confirm(self) -> None:
-        """Tell the store what all workers serve."""
+        """Report to the store what all workers serve."""
         for place, rollout in list(self._rollouts.items()):
             if rollout.generation is None:
                 continue
@@ -202,7 +204,7 @@ class Reconciler:
             since = self._published.setdefault(place, time.monotonic())
             if self._plan_directory.is_adopted(rollout.generation) or time.monotonic() - since > ADOPTION_SECONDS:
                 with contextlib.suppress(NotFound):
-                    self._endpoints.mark_ready(rollout.row.name, rollout.version)
+                    self._endpoints.mark_ready(rollout.endpoint.name, rollout.version)
                 del self._rollouts[place]
                 del self._published[place]
 
@@ -216,7 +218,7 @@ class Reconciler:
                 status = self._supervisor.status(served.key)
                 facts = deployed.facts.get(served.entity.name, {})
                 found = self._plan_directory.replica_requested_at(served.key)
-                number = self._autoscaler.replicas(served, facts, status, found, time.monotonic())
+                number = self._autoscaler.step(served, facts, status, found, time.monotonic())
                 wanted[served.key] = max(number, wanted.get(served.key, 0))
         warming = {key for rollout in self._rollouts.values() for key in rollout.needs()}
         for key, number in wanted.items():
@@ -224,14 +226,14 @@ class Reconciler:
             if self._supervisor.status(key).wanted != number:
                 self._supervisor.set_replicas(key, number)
 
-    # what is told
+    # what is published and reported
 
-    def _publish(self, rows: dict[str, EndpointState]) -> None:
+    def _publish(self, states: dict[str, EndpointState]) -> None:
         planned = []
-        for row in rows.values():
-            if (deployed := self._deployed.get(row.id)) is not None:
+        for state in states.values():
+            if (deployed := self._deployed.get(state.id)) is not None:
                 planned.append(self._planned(deployed))
-            elif before := next((p for p in self._plan.endpoints if p.id == row.id), None):
+            elif before := next((p for p in self._plan.endpoints if p.id == state.id), None):
                 planned.append(before)
         if tuple(planned) != self._plan.endpoints or not self._plan.generation:
             plan = Plan(generation=self._plan.generation + 1, endpoints=tuple(planned))
@@ -242,7 +244,7 @@ class Reconciler:
         entities = []
         for served in deployed.served:
             status = self._supervisor.status(served.key)
-            assert status.info is not None, "deployed behind the first token"
+            assert status.info is not None, "deployed after the first token"
             entities.append(
                 PlannedEntity(
                     served=served.entity,
@@ -265,18 +267,18 @@ class Reconciler:
             prefix_sharing=config.prefix_sharing,
         )
 
-    def _tell_readiness(self, rows: dict[str, EndpointState]) -> None:
-        for row in rows.values():
-            deployed = self._deployed.get(row.id)
-            if deployed is None or row.active_version != deployed.version:
+    def _report_readiness(self, states: dict[str, EndpointState]) -> None:
+        for state in states.values():
+            deployed = self._deployed.get(state.id)
+            if deployed is None or state.active_version != deployed.version:
                 continue
             ready = all(self._answers(served.key) for served in deployed.served)
             if ready:
-                self._unready.pop(row.id, None)
-            since = self._unready.setdefault(row.id, time.monotonic()) if not ready else 0.0
-            if ready != row.ready and (ready or time.monotonic() - since > UNREADY_SECONDS):
+                self._unready.pop(state.id, None)
+            since = self._unready.setdefault(state.id, time.monotonic()) if not ready else 0.0
+            if ready != state.ready and (ready or time.monotonic() - since > UNREADY_SECONDS):
                 with contextlib.suppress(NotFound):
-                    self._endpoints.set_ready(row.name, ready)
+                    self._endpoints.set_ready(state.name, ready)
 
     def _answers(self, key: str) -> bool:
         status = self._supervisor.status(key)
@@ -300,7 +302,7 @@ class Reconciler:
 
 def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Replicas that have been ready; one that is being started again keeps its requests. One that cannot be is left out
-    while there is another, as is one ``elsewhere``, of which nobody knows whether it is being started."""
+    while there is another, as is one ``elsewhere``: whether it is being started is not known."""
     proven = [r for r in status.replicas if r.proven and r.index < status.wanted]
     well = [r for r in proven if r.state == "ready" or not (elsewhere or r.state == "failed")]
     return tuple(r.address for r in well or proven)

@@ -1,4 +1,4 @@
-"""The processes that look models up (``entry``), few at a time: each imports MLflow and takes some 200 MB.
+"""The processes that look models up (``mlflow_resolver``), few at a time: each imports MLflow and takes some 200 MB.
 
 A place among ``limit`` is a lock on a file of the server's directory, which all of its processes share and the kernel
 gives back when its holder dies. A question that is already being looked up, in whichever process, is not asked again:
@@ -91,7 +91,7 @@ def _locked(path: Path) -> FileLock | None:
 
 
 class _Lookup:
-    """One that this process waits for; ``found`` and ``error`` stay None where who began it was stopped."""
+    """One that this process waits for; ``found`` and ``error`` stay None where the caller that began it was stopped."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -100,8 +100,8 @@ class _Lookup:
 
 
 class ResolverPool:
-    """Called as ``entry.resolve`` is. ``directory`` is the server's, ``timeout`` (seconds) each lookup's, and that of
-    the wait for a place. Thread-safe, and for greenlets where gevent has patched the process."""
+    """Called as ``mlflow_resolver.resolve`` is. ``directory`` is the server's, ``timeout`` (seconds) each lookup's, and
+    that of the wait for a place. Thread-safe, and for greenlets where gevent has patched the process."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ResolverPool:
         self._lock, self._turn = threading.Lock(), threading.Lock()
 
     def __call__(self, uris: Uris, texts: Uris = ()) -> tuple[ResolvedModel, ...]:
-        """Raises as ``entry.resolve`` does, and ``Overloaded``, ``ShuttingDown``."""
+        """Raises as ``mlflow_resolver.resolve`` does, and ``Overloaded``, ``ShuttingDown``."""
         key = (uris, texts)
         while True:
             lookup, mine = self._join(key)

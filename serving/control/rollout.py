@@ -29,7 +29,8 @@ Find = Callable[[EntityConfig], EntityConfig]
 
 @dataclass(kw_only=True, slots=True)
 class DeployedEndpoint:
-    """A config whose engines run. ``facts`` are by the served entity's name."""
+    """An endpoint whose configuration ``version`` has its engines running. ``facts`` are by the served entity's
+    name."""
 
     name: str
     id: str
@@ -41,11 +42,12 @@ class DeployedEndpoint:
 
 
 class Rollout:
-    """Driven by ``poll``, which never blocks. ``known`` are facts of an earlier life, which are not measured again."""
+    """A configuration on its way into service, driven by ``poll``, which never blocks. ``known`` are facts of an
+    earlier controller process, which are not measured again."""
 
     def __init__(
         self,
-        row: EndpointState,
+        endpoint: EndpointState,
         version: int,
         config: EndpointConfig,
         *,
@@ -56,7 +58,7 @@ class Rollout:
         preparers: Executor,
         known: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        self.row, self.version, self.config = row, version, config
+        self.endpoint, self.version, self.config = endpoint, version, config
         self.stage: Stage = "finding"
         self.message = ""
         self.failed_logs: dict[str, str] = {}  # of engines that did not load, by served entity
@@ -77,7 +79,7 @@ class Rollout:
         return self.stage == "failed" and not self.served and time.monotonic() - self._failed_at > AGAIN_SECONDS
 
     def poll(self) -> Stage:
-        """Go as far as it goes now. A failed start is told, and goes on being tried until somebody gives up."""
+        """Go as far as it goes now. A failed start is reported, and goes on being tried until it is given up."""
         try:
             if self.stage == "finding" and self._work.done():
                 self._warm(self._work.result())
@@ -93,9 +95,9 @@ class Rollout:
 
     def deployed(self) -> DeployedEndpoint:
         return DeployedEndpoint(
-            name=self.row.name,
-            id=self.row.id,
-            created=self.row.created_ms // 1000,
+            name=self.endpoint.name,
+            id=self.endpoint.id,
+            created=self.endpoint.created_ms // 1000,
             version=self.version,
             config=self.config,
             served=self.served,
@@ -114,7 +116,7 @@ class Rollout:
                 addresses=source.addresses,
                 key_file=source.key_file,
             )
-            served = DeployedEntity(endpoint=self.row.name, version=self.version, entity=entity, key=model.key())
+            served = DeployedEntity(endpoint=self.endpoint.name, version=self.version, entity=entity, key=model.key())
             found.append((served, model))
         return found
 

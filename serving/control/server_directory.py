@@ -1,7 +1,7 @@
-"""A server's own directory: spec, plan, figures and sockets of its processes, for as long as one of them lives.
+"""A server's own directory: spec, plan, counters and sockets of its processes, for as long as one of them lives.
 
-The server removes it at its end, a keeper whose server was killed does when the workers have finished, and the next
-server's start removes what was left where all of them were killed.
+The server removes it at its end, a controller process whose server was killed does when the workers have finished, and
+the next server's start removes what was left where all of them were killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def server_directory() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove the directories of servers that were killed together with their keeper and workers."""
+    """Remove the directories of servers that were killed together with their controller process and workers."""
     with os.scandir(tempfile.gettempdir()) as found:
         named = [entry for entry in found if entry.name.startswith(PREFIX) and entry.is_dir(follow_symlinks=False)]
     for entry in named:

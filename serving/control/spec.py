@@ -1,4 +1,4 @@
-"""What is to be served, as one value that crosses from the command to keeper and workers."""
+"""What is to be served, as one value that crosses from the command to controller process and workers."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
                          │                      └─ mark_failed ─► UPDATE_FAILED             the old one stays active
                          └──── mark_ready ◄── IN_PROGRESS ◄── update ──┘
 
-``ready`` is READY while an active config is being served. Whoever runs the engines watches ``rows``, warms the pending
+``ready`` is READY while an active config is being served. The reconciler watches ``states``, warms the pending
 entities up and then calls ``mark_ready`` or ``mark_failed`` with the config's version: a report on another version than
 the pending one is stale and changes nothing.
 """
@@ -27,7 +27,6 @@ from ..metering.audit import Actor, record
 from ..metering.authorization import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
-from ..request import Task
 from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire
 from .config_body import as_written, config_body
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
@@ -48,7 +47,8 @@ from .views import endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tag
 
 
 class EndpointState(Struct, frozen=True, kw_only=True):
-    """Where an endpoint stands, without its configs. ``id`` tells it from an earlier endpoint of the same name."""
+    """Where an endpoint stands, without its configs. ``id`` differs from that of an earlier endpoint of the same
+    name."""
 
     name: str
     id: str
@@ -58,18 +58,9 @@ class EndpointState(Struct, frozen=True, kw_only=True):
     pending_version: int | None
 
 
-class Active(Struct, frozen=True, kw_only=True):
-    """What an endpoint serves now."""
-
-    name: str
-    version: int
-    tasks: tuple[Task, ...]
-    config: EndpointConfig
-    ready: bool
-
-
 class EndpointStore:
-    """``locate(entities)`` finds the models of served entities, and raises ``NotFound``, ``InvalidField``.
+    """The endpoints of a store, as the management API changes and shows them. ``locate(entities)`` finds the models of
+    served entities, and raises ``NotFound``, ``InvalidField``.
 
     It may take seconds and is called outside transactions. Methods that take a ``name`` raise ``NotFound`` for an
     unknown one.
@@ -155,7 +146,7 @@ class EndpointStore:
     def declare(self, name: str, config: EndpointConfig, *, by: Actor | None = None) -> int:
         """Make ``name`` serve ``config``, whose sources are known: the version that has it or is to have it.
 
-        For whoever runs the engines: an update that is in progress is replaced.
+        For the reconciler: an update that is in progress is replaced.
         """
 
         def work(connection: sa.Connection) -> int:
@@ -201,32 +192,19 @@ class EndpointStore:
 
         return self._store.write(work)
 
-    def rows(self) -> tuple[EndpointState, ...]:
-        """Every endpoint, by name: what to look at again and again."""
+    def states(self) -> tuple[EndpointState, ...]:
+        """Every endpoint, by name; cheap enough to be asked many times a second."""
         fields = [field for field in EndpointState.__struct_fields__ if field != "ready"]
         query = sa.select(*(endpoints.c[field] for field in fields), endpoints.c.ready).order_by(endpoints.c.name)
         found = self._store.read(lambda connection: connection.execute(query).mappings().all())
         return tuple(EndpointState(**{**row, "ready": row["ready"] == "READY"}) for row in found)
 
     def config(self, name: str, version: int) -> EndpointConfig:
-        """A stored config, which never changes."""
+        """The stored config ``version``, which never changes."""
 
         def work(connection: sa.Connection) -> EndpointConfig:
             find_row(connection, name)
             return stored_config(connection, name, version)[0]
-
-        return self._store.read(work)
-
-    def active(self, name: str) -> Active:
-        """What ``name`` serves. Raises ``NotFound`` before its first config was ready, too."""
-
-        def work(connection: sa.Connection) -> Active:
-            row = find_row(connection, name)
-            if row.active_version is None:
-                raise NotFound(f"endpoint {name!r} is not ready yet")
-            config, tasks = stored_config(connection, name, row.active_version)
-            ready = row.ready == "READY"
-            return Active(name=name, version=row.active_version, tasks=tasks, config=config, ready=ready)
 
         return self._store.read(work)
 
@@ -288,7 +266,7 @@ class EndpointStore:
         return endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
 
     def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
-        """What people decide of an endpoint, without how far it is; ``config`` is the newest that was asked for."""
+        """What the audit log keeps of an endpoint: what was asked for, not how far it is; ``config`` is the newest."""
         version = row.active_version if row.pending_version is None else row.pending_version
         config = None if version is None else config_to_wire(stored_config(connection, row.name, version)[0])
         shown = {"description": row.description, "config": config, "tags": tags_to_wire(connection, row.name)}

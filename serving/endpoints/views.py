@@ -42,7 +42,7 @@ def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[i
 
 
 def endpoint_in_brief(row: sa.Row, caller: Caller) -> dict[str, Any]:
-    """What who does not manage may know: no models, settings, limits, tags, reasons or people."""
+    """An endpoint for callers that do not manage: without models, settings, limits, tags, reasons and people."""
     return {
         "name": row.name,
         "id": row.id,

@@ -52,7 +52,7 @@ def _answer(server: Server, asked: Asked, read: Callable[[str], str], *, failed:
     if server.management is None:
         raise NotFound("this server has no store of endpoints")
     served = asked.parts["served"]
-    row = next((row for row in server.management.rows() if row.name == asked.name), None)
+    row = next((row for row in server.management.states() if row.name == asked.name), None)
     if row is None:
         raise NotFound(f"there is no endpoint {asked.name!r}")
     kept = server.follower.failed_log(row.id, served) if server.follower is not None else ""

@@ -17,8 +17,8 @@ from ..request import ValidRequest
 
 
 class ModeProfile(Struct, frozen=True, kw_only=True):
-    """Which request fields a mode takes, as the Databricks API has it (``tasks.prepare`` refuses the others);
-    ``reserves``: it keeps capacity apart."""
+    """Which request fields a mode takes, as the Databricks API has it (``tasks.prepare`` refuses the others), and
+    whether it reserves capacity."""
 
     name: str
     accepts_n: bool

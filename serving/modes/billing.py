@@ -1,4 +1,4 @@
-"""Keeps reserved time billed: each minute of each provisioned entity, as long as it is served."""
+"""Bills reserved time: each minute of each provisioned entity, as long as it is served."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Minute(Struct, frozen=True):
 
 
 class ReservedTime:
-    """``hold`` says what is reserved at this moment; once a minute, and when it grows, the ledger is told.
+    """``hold`` says what is reserved at this moment; once a minute, and when it grows, the ledger gets it.
 
-    A store that does not answer is told later, each minute as it was. Called from one thread.
+    Where the store does not answer minutes are recorded later, each as it was. Called from one thread.
     """
 
     def __init__(self, store: Store, *, now: Callable[[], float]) -> None:
@@ -38,29 +38,29 @@ class ReservedTime:
         self._now = now
         self._at = 0.0
         self._minutes = ProvisionedMinutes(store, clock=lambda: self._at)
-        self._told: dict[tuple[str, str], tuple[int, int]] = {}
+        self._recorded: dict[tuple[str, str], tuple[int, int]] = {}
         self._owed: dict[Minute, tuple[int, float]] = {}  # units, and when they were first held
         self._tenants: dict[str, str] = {}
-        self._silent_until = 0.0
+        self._retry_at = 0.0
 
     def hold(self, endpoint: str, entity: str, units: int) -> None:
-        """``units`` tokens/s are reserved now."""
+        """Take note that ``units`` tokens/s are reserved now."""
         if units < 1:
             return
         now = self._now()
         minute = int(now) // 60
-        if (last := self._told.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
-            self._told[endpoint, entity] = (minute, units)
+        if (last := self._recorded.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
+            self._recorded[endpoint, entity] = (minute, units)
             if len(self._owed) < BACKLOG:
                 self._owed[Minute(endpoint, entity, minute)] = (units, now)
         self._settle()
 
     def forget(self, endpoint: str, entity: str) -> None:
-        self._told.pop((endpoint, entity), None)
+        self._recorded.pop((endpoint, entity), None)
         self._tenants.pop(endpoint, None)
 
     def _settle(self) -> None:
-        if not self._owed or self._now() < self._silent_until:
+        if not self._owed or self._now() < self._retry_at:
             return
         for minute, (units, at) in list(self._owed.items()):
             self._at = at
@@ -69,12 +69,12 @@ class ReservedTime:
                 self._minutes.record(tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units)
             except Unavailable as error:
                 logger.warning("reserved time waits for the store: %s", error)
-                self._silent_until = self._now() + AGAIN
+                self._retry_at = self._now() + AGAIN
                 return
             del self._owed[minute]
 
     def _tenant(self, endpoint: str) -> str:
-        """Who pays: the tenant of the caller who created the endpoint."""
+        """The tenant that pays: that of the caller who created the endpoint."""
         if endpoint not in self._tenants:
             found = sa.select(endpoints.c.creator, endpoints.c.tenant).where(endpoints.c.name == endpoint)
             row = self._store.read(lambda connection: connection.execute(found).one_or_none())

@@ -18,9 +18,9 @@ DEADLINE = 120.0  # seconds that a request of it may take at most
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """Tokens/s of one replica with its batch full: generated, and of prompts read.
+    """Tokens/s of one replica with its batch full, of decode and of prefill.
 
-    An embedding engine generates none: there both are the tokens it reads.
+    An embedding engine decodes none: there both are the tokens of its prefill.
     """
 
     decode_tokens_per_second: int
@@ -53,7 +53,7 @@ def calibrate(
     prompt_tokens = max(1, min(prompt_tokens, info.max_model_len // 2))
     new_tokens = max(1, min(new_tokens, info.max_model_len - prompt_tokens))
     if set(info.tasks) == {"embeddings"}:
-        return _calibrate_reading(engine, callers, prompt_tokens, clock)
+        return _calibrate_prefill(engine, callers, prompt_tokens, clock)
     _together(engine, 1, prompt_tokens, 1)
     began = clock()
     _together(engine, 1, prompt_tokens, min(4, new_tokens))
@@ -65,7 +65,7 @@ def calibrate(
     prefill = clock() - began
     began = clock()
     generated = _together(engine, callers, prompt_tokens, new_tokens)
-    # The second run reads its prompts too: only what it took longer is decoding. At least half of it, lest a first run
+    # The second run has a prefill too: only what it took longer is decode. At least half of it, lest a first run
     # that something held up makes the engine look faster than it is.
     whole = clock() - began
     decode = max(whole - prefill, whole / 2, 1e-6)
@@ -75,7 +75,7 @@ def calibrate(
     )
 
 
-def _calibrate_reading(engine: Engine, callers: int, prompt_tokens: int, clock: Callable[[], float]) -> Capacity:
+def _calibrate_prefill(engine: Engine, callers: int, prompt_tokens: int, clock: Callable[[], float]) -> Capacity:
     _together(engine, 1, prompt_tokens, 0)
     began = clock()
     _together(engine, callers, prompt_tokens, 0)

@@ -1,4 +1,4 @@
-"""Pay-per-token: every token has a price, the engine's spare capacity serves it."""
+"""Pay-per-token: every token has a price, served as best effort."""
 
 from __future__ import annotations
 

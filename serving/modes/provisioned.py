@@ -1,8 +1,8 @@
 """Provisioned throughput: tokens/s reserved for an endpoint, paid by the minute, used first.
 
-A request within the reserve runs before every pay-per-token request and keeps its pace beside them (``engine.pace``);
-one beyond it is not refused but runs among them, on spare capacity. The reserve is a bucket in the metering store, so
-all workers and hosts draw from the same one.
+A request within the reserve runs before every pay-per-token request and keeps its pace beside them
+(``engine.best_effort``); one beyond it is not refused but runs among them, as best effort. The reserve is a bucket in
+the metering store, so all workers and hosts draw from the same one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior
 
 
 class Provisioned:
-    """``throughput`` is the reserved tokens/s of one served entity over all its replicas."""
+    """Provisioned throughput: ``throughput`` is the reserved tokens/s of one served entity over all its replicas."""
 
     def __init__(self, ledger: Ledger, *, throughput: int, prompt_weight_milli: int = 1000) -> None:
         if throughput < 1:

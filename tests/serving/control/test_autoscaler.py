@@ -118,11 +118,11 @@ def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
     """Whatever its load; none when it may scale to zero and nobody called for long enough."""
     autoscaler = Autoscaler(idle_seconds=10)
     busy = status(1, num_running=64, num_waiting=100, generated_tokens=10_000)
-    assert autoscaler.replicas(served(), {}, busy, None, 0.0) == 1
+    assert autoscaler.step(served(), {}, busy, None, 0.0) == 1
     zero = served("zero", scale_to_zero_enabled=True)
-    assert [autoscaler.replicas(zero, {}, status(1), None, float(now)) for now in (0, 9, 10)] == [1, 1, 0]
-    assert autoscaler.replicas(zero, {}, status(0), 5.0, 11.0) == 0
-    assert autoscaler.replicas(zero, {}, status(0), 11.9, 12.0) == 1
+    assert [autoscaler.step(zero, {}, status(1), None, float(now)) for now in (0, 9, 10)] == [1, 1, 0]
+    assert autoscaler.step(zero, {}, status(0), 5.0, 11.0) == 0
+    assert autoscaler.step(zero, {}, status(0), 11.9, 12.0) == 1
 
 
 def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -> None:
@@ -144,7 +144,7 @@ def test_demand_within_the_reserve_adds_replicas_and_its_end_takes_them_away() -
             now += 1
             for name, more in each.items():
                 tokens[name] += more
-            replicas = autoscaler.replicas(one, FACTS, status(replicas, **tokens), None, now)
+            replicas = autoscaler.step(one, FACTS, status(replicas, **tokens), None, now)
 
     run(30, generated_tokens=5_000, steps=10)
     assert replicas == 1
@@ -159,11 +159,11 @@ def test_a_request_during_zero_starts_the_first_replica_and_only_it() -> None:
     autoscaler = Autoscaler(idle_seconds=5)
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=400, scale_to_zero_enabled=True)
     for now in range(7):
-        replicas = autoscaler.replicas(one, FACTS, status(1), None, float(now))
+        replicas = autoscaler.step(one, FACTS, status(1), None, float(now))
     assert replicas == 0
     starting = EngineStatus(entity="key", wanted=1, replicas=())
     for now in range(10, 20):
-        assert autoscaler.replicas(one, FACTS, starting, now - 0.5, float(now)) == 1
+        assert autoscaler.step(one, FACTS, starting, now - 0.5, float(now)) == 1
 
 
 def minutes(store: Store) -> list[tuple[int, str, int, int]]:
@@ -185,7 +185,7 @@ def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
     one = served(min_provisioned_throughput=50, max_provisioned_throughput=150)
     for seconds, replicas in ((0, 1), (30, 2), (59, 1), (60, 1), (100, 1), (120, 0), (200, 3)):
         now = 6000.0 + seconds
-        autoscaler.replicas(one, FACTS, status(replicas), None, now)
+        autoscaler.step(one, FACTS, status(replicas), None, now)
     assert minutes(store) == [
         (100, "acme", 150, 1050),
         (101, "acme", 100, 700),

@@ -1,4 +1,4 @@
-"""The keeper's look at everything: what fails of one endpoint is told, and everything else goes on."""
+"""The reconciler: what fails of one endpoint is reported, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatu
 CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 
 
-class Keeper:
-    """A controller with a store and a supervisor of its own, in this process. ``missing`` is why no model is found."""
+class Controller:
+    """A reconciler with a store and a supervisor of its own, in this process. ``missing`` is why no model is found."""
 
     def __init__(self, place: Path, runtime: str, bundle: Bundle) -> None:
         self.missing = ""
@@ -46,7 +46,7 @@ class Keeper:
             ),
         )
         self.supervisor = Supervisor(state_dir=runtime)
-        self.controller = Reconciler(
+        self.reconciler = Reconciler(
             self.endpoints, self.supervisor, PlanDirectory(place), Autoscaler(), find=self._find
         )
 
@@ -60,66 +60,70 @@ class Keeper:
 
     def update(self, name: str) -> str:
         """How the last update of an endpoint went, after one more look."""
-        self.controller.tick()
+        self.reconciler.tick()
         found: str = self.endpoints.get(name)["state"]["config_update"]
         return found
 
     def close(self) -> None:
-        self.controller.close()
+        self.reconciler.close()
         self.supervisor.close()
         self._store.close()
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[Keeper]:
+def controller(tmp_path: Path) -> Iterator[Controller]:
     # a short path: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mlk-") as runtime:
         # without adapters, whose files are part of what an engine is known by
         bundle = msgspec.structs.replace(write_instant_model(tmp_path / "bundle"), adapters={})
-        keeper = Keeper(tmp_path, runtime, bundle)
-        yield keeper
-        keeper.close()
+        controller = Controller(tmp_path, runtime, bundle)
+        yield controller
+        controller.close()
 
 
-def test_an_endpoint_that_is_deleted_as_its_rollout_fails(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody deletes it between the keeper's look at the store and its word that the rollout failed."""
+def test_an_endpoint_that_is_deleted_as_its_rollout_fails(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted after the reconciler has read the store and before it reports that the rollout failed."""
     real = rollout.Rollout.poll
     deleted = []
 
     def poll(self: rollout.Rollout) -> rollout.Stage:
         stage = real(self)
         if stage == "failed" and not deleted:
-            keeper.endpoints.delete("chat")
+            controller.endpoints.delete("chat")
             deleted.append(stage)
         return stage
 
     monkeypatch.setattr(rollout.Rollout, "poll", poll)
-    keeper.missing = "files are gone"
-    keeper.create("chat")
-    until(lambda: bool(keeper.controller.tick() or deleted))
-    keeper.missing = ""
-    keeper.create("other")
-    until(lambda: keeper.update("other") == "NOT_UPDATING")
+    controller.missing = "files are gone"
+    controller.create("chat")
+    until(lambda: bool(controller.reconciler.tick() or deleted))
+    controller.missing = ""
+    controller.create("other")
+    until(lambda: controller.update("other") == "NOT_UPDATING")
 
 
-def test_a_failure_is_told_once_the_store_answers(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is away when a rollout fails hears of it later."""
-    real, refusals = keeper.endpoints.mark_failed, [Unavailable("the store is away"), ServingError("what is that")]
+def test_a_failure_is_reported_once_the_store_answers(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store is away when a rollout fails, the failure is written later."""
+    real, refusals = controller.endpoints.mark_failed, [Unavailable("the store is away"), ServingError("what is that")]
 
     def mark_failed(name: str, version: int, message: str) -> bool:
         if refusals:
             raise refusals.pop()
         return real(name, version, message)
 
-    monkeypatch.setattr(keeper.endpoints, "mark_failed", mark_failed)
-    keeper.missing = "files are gone"
-    keeper.create("chat")
-    until(lambda: keeper.update("chat") == "UPDATE_FAILED")
+    monkeypatch.setattr(controller.endpoints, "mark_failed", mark_failed)
+    controller.missing = "files are gone"
+    controller.create("chat")
+    until(lambda: controller.update("chat") == "UPDATE_FAILED")
     assert not refusals
 
 
-def test_a_plan_that_cannot_be_written_is_written_later(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk keeps an update back, and ends neither the keeper nor the update."""
+def test_a_plan_that_cannot_be_written_is_written_later(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk keeps an update back, and ends neither the reconciler nor the update."""
     real, refusals = PlanDirectory.publish, [OSError(28, "No space left on device")] * 2
 
     def publish(self: PlanDirectory, plan: object) -> None:
@@ -128,29 +132,30 @@ def test_a_plan_that_cannot_be_written_is_written_later(keeper: Keeper, monkeypa
         real(self, plan)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PlanDirectory, "publish", publish)
-    keeper.create("chat")
-    until(lambda: keeper.update("chat") == "NOT_UPDATING")
-    assert [endpoint.name for endpoint in keeper.controller._plan_directory.read().endpoints] == ["chat"]
+    controller.create("chat")
+    until(lambda: controller.update("chat") == "NOT_UPDATING")
+    assert [endpoint.name for endpoint in controller.reconciler._plan_directory.read().endpoints] == ["chat"]
 
 
-def test_an_endpoint_whose_engine_loads_no_more_fails(keeper: Keeper) -> None:
-    """An endpoint of a model that another serves, but whose engine has died and cannot be started: it is told so."""
-    keeper.create("one")
-    until(lambda: keeper.update("one") == "NOT_UPDATING")
-    (key,) = keeper.supervisor.entities()
-    Path(keeper.bundle.model_dir, "instant.json").unlink()
-    pid = keeper.supervisor.engine(key).info.pid
+def test_an_endpoint_whose_engine_loads_no_more_fails(controller: Controller) -> None:
+    """An endpoint of a model that another serves, but whose engine has died and cannot be started: its update has
+    failed, with the reason."""
+    controller.create("one")
+    until(lambda: controller.update("one") == "NOT_UPDATING")
+    (key,) = controller.supervisor.entities()
+    Path(controller.bundle.model_dir, "instant.json").unlink()
+    pid = controller.supervisor.engine(key).info.pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: gone(pid) and not keeper.supervisor.status(key).ready)
-    keeper.create("two")
-    until(lambda: keeper.update("two") == "UPDATE_FAILED")
-    assert "instant.json" in str(keeper.endpoints.get("two"))
-    assert keeper.update("one") == "NOT_UPDATING"
+    until(lambda: gone(pid) and not controller.supervisor.status(key).ready)
+    controller.create("two")
+    until(lambda: controller.update("two") == "UPDATE_FAILED")
+    assert "instant.json" in str(controller.endpoints.get("two"))
+    assert controller.update("one") == "NOT_UPDATING"
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_who_is_in_the_plan(elsewhere: bool) -> None:
-    """What cannot be started is left out while there is another; the last one is not: its requests are to be told."""
+def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: bool) -> None:
+    """Left out while there is another replica; the last one stays: its requests are to get its error."""
 
     def status(*states: str) -> EngineStatus:
         each = enumerate(states)

@@ -1,6 +1,6 @@
-from __future__ import annotations
+"""Endpoints in their store: created, updated, described and deleted, as the management API asks."""
 
-from collections import Counter
+from __future__ import annotations
 
 import msgspec
 import pytest
@@ -19,7 +19,6 @@ from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store
-from mlflow_llm.serving.routing.traffic import TrafficSplit
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
 
@@ -65,6 +64,12 @@ def state_of(view):
     return parsed.state.ready, parsed.state.config_update
 
 
+def active(endpoints):
+    """The configuration that the only endpoint serves."""
+    (endpoint,) = endpoints.states()
+    return endpoints.config(endpoint.name, endpoint.active_version)
+
+
 READY, NOT_READY = EndpointStateReady.READY, EndpointStateReady.NOT_READY
 IDLE, BUSY = EndpointStateConfigUpdate.NOT_UPDATING, EndpointStateConfigUpdate.IN_PROGRESS
 FAILED = EndpointStateConfigUpdate.UPDATE_FAILED
@@ -75,9 +80,7 @@ def test_an_endpoint_is_created_and_becomes_ready(endpoints):
     assert state_of(
         endpoints.create(body(tags=[{"key": "team", "value": "a"}]), by=Actor(name="ann", via="python"))
     ) == (NOT_READY, BUSY)
-    with pytest.raises(NotFound, match="not ready"):
-        endpoints.active("chat")
-    (row,) = endpoints.rows()
+    (row,) = endpoints.states()
     assert (row.name, row.active_version, row.pending_version, row.ready) == ("chat", None, 1, False)
     (served,) = endpoints.config("chat", 1).served_entities
     assert (served.name, served.source.uri) == ("assistant-1", "models:/assistant/1")
@@ -90,7 +93,7 @@ def test_an_endpoint_is_created_and_becomes_ready(endpoints):
     (listed,) = endpoints.list()["endpoints"]
     assert ServingEndpoint.from_dict(listed).tags[0].key == "team"
     assert "source" not in listed["config"]["served_entities"][0]
-    (row,) = endpoints.rows()
+    (row,) = endpoints.states()
     assert (row.active_version, row.pending_version, row.ready) == (1, None, True)
     with pytest.raises(AlreadyExists):
         endpoints.create(body())
@@ -105,17 +108,17 @@ def test_an_update_runs_alone_and_falls_back_when_it_fails(endpoints):
     assert state_of(endpoints.update_config("chat", body(entity(version="2"))["config"])) == (READY, BUSY)
     assert endpoints.get("chat")["pending_config"]["served_entities"][0]["entity_version"] == "2"
     assert not endpoints.mark_ready("chat", 1)
-    assert endpoints.active("chat").version == 1
+    assert endpoints.states()[0].active_version == 1
     assert endpoints.mark_failed("chat", 2, "out of memory")
     assert not endpoints.mark_ready("chat", 2)
     view = endpoints.get("chat")
     assert state_of(view) == (READY, FAILED)
     assert view["state"]["message"] == "out of memory"
-    assert endpoints.active("chat").config.served_entities[0].entity_version == "1"
+    assert active(endpoints).served_entities[0].entity_version == "1"
     endpoints.update_config("chat", body(entity(version="@champion"))["config"])
     assert endpoints.mark_ready("chat", 3)
     assert state_of(endpoints.get("chat")) == (READY, IDLE)
-    assert endpoints.active("chat").config.served_entities[0].name == "assistant-champion"
+    assert active(endpoints).served_entities[0].name == "assistant-champion"
 
 
 def test_a_dead_engine_makes_an_endpoint_not_ready(endpoints):
@@ -126,7 +129,7 @@ def test_a_dead_engine_makes_an_endpoint_not_ready(endpoints):
     endpoints.mark_ready("chat", 1)
     endpoints.set_ready("chat", False)
     assert state_of(endpoints.get("chat")) == (NOT_READY, IDLE)
-    assert not endpoints.active("chat").ready
+    assert not endpoints.states()[0].ready
 
 
 def test_entities_of_one_endpoint_have_the_same_tasks(endpoints):
@@ -274,7 +277,7 @@ def test_bad_names_and_unknown_endpoints_are_refused(endpoints):
     for call in (
         lambda: endpoints.get("none"),
         lambda: endpoints.delete("none"),
-        lambda: endpoints.active("none"),
+        lambda: endpoints.config("none", 1),
         lambda: endpoints.patch_tags("none", {}),
         lambda: endpoints.put_rate_limits("none", {}),
         lambda: endpoints.update_config("none", body()["config"]),
@@ -323,31 +326,3 @@ def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
     assert Limits(store).list() == ()
     ledger.close()
     assert endpoints.list() == {"endpoints": []}
-
-
-ROUTES = (
-    Route(served_model_name="a", traffic_percentage=80),
-    Route(served_model_name="b", traffic_percentage=0),
-    Route(served_model_name="c", traffic_percentage=13),
-    Route(served_model_name="d", traffic_percentage=7),
-)
-
-
-@pytest.mark.parametrize("start", [0, 1, 2**63, 2**64 - 1, 0xDEADBEEF])
-def test_traffic_is_split_within_one_percent(start):
-    """Over 10,000 requests every share is within 1 % of its percentage, and 0 % is nothing."""
-    split = TrafficSplit("chat", ROUTES, start=start)
-    counts = Counter(split.choose() for _ in range(10_000))
-    for route in ROUTES:
-        assert abs(counts[route.served_model_name] - 100 * route.traffic_percentage) < 100
-    assert counts["b"] == 0
-
-
-def test_a_sticky_caller_stays_with_its_entity():
-    """The same in every worker, and over many callers the split is kept within 1 %."""
-    one, other = (TrafficSplit("chat", ROUTES, start=start) for start in (1, 2))
-    chosen = {f"key_{number}": one.choose(f"key_{number}") for number in range(10_000)}
-    assert chosen == {key: other.choose(key) for key in chosen}
-    counts = Counter(chosen.values())
-    for route in ROUTES:
-        assert abs(counts[route.served_model_name] - 100 * route.traffic_percentage) < 100
