@@ -15,7 +15,7 @@ import pytest
 import transformers as tf
 from mlflow.deployments import get_deploy_client
 from processes import alive_after
-from small_cases import small_command
+from stub_deployments import stub_command
 from tiny_models import COMMON, make_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -79,8 +79,8 @@ def belongs(process: psutil.Process, root: str) -> bool:
 
 @pytest.fixture
 def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A client of target ``llm`` whose servers are small ones; what it has deployed is deleted in the end."""
-    monkeypatch.setattr(local_config, "command", small_command(local_config.command))
+    """A client of target ``llm`` whose servers are stubs; what it has deployed is deleted in the end."""
+    monkeypatch.setattr(local_config, "command", stub_command(local_config.command))
     found = get_deploy_client("llm")
     yield found
     for deployment in found.list_deployments():

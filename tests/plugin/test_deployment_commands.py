@@ -13,14 +13,14 @@ import pytest
 from click.testing import CliRunner
 from mlflow.deployments import get_deploy_client
 from mlflow.deployments.cli import commands
-from small_cases import refused
 from stores import own_registry, own_stores
+from stub_deployments import refused
 
 from mlflow_llm.flavors import llm
 
 ASKED = {"messages": [{"role": "user", "content": w} for w in ("Hi", "Ho", "Hu")], "stop": ["~~", "||", "@@"]}
 ASKED |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-SMALL = ("-C", "workers=1", "-C", "max_model_len=128", "-C", "idle_timeout=0.5")
+OPTIONS = ("-C", "workers=1", "-C", "max_model_len=128", "-C", "idle_timeout=0.5")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_life_of_a_deployment_as_commands(registered: Any, place: Path) -> N
     file = place / "request.json"
     file.write_text(json.dumps(ASKED))
     assert "assistant is created" in command(
-        "create", "--name", "assistant", "-m", "models:/assistant@champion", *SMALL
+        "create", "--name", "assistant", "-m", "models:/assistant@champion", *OPTIONS
     )
     try:
         assert "'assistant'" in command("list")

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
-from small_cases import SMALL, kill, refused
+from stub_deployments import STUB, kill, refused
 
 from mlflow_llm.plugin import processes, records
 from mlflow_llm.serving.files import STATE_VARIABLE
@@ -36,8 +36,8 @@ get_deploy_client("llm").create_deployment("a", sys.argv[2])
 
 def test_a_create_that_was_killed(client: Any, models: Path) -> None:
     """The server that it left is listed as starting, then as running, and can be deleted."""
-    environment = {**os.environ, "SMALL_WAIT": "6"}
-    creator = subprocess.Popen([sys.executable, "-c", CREATE, SMALL, str(models / "one")], env=environment)
+    environment = {**os.environ, "STUB_WAIT": "6"}
+    creator = subprocess.Popen([sys.executable, "-c", CREATE, STUB, str(models / "one")], env=environment)
     try:
         assert await_status(client, "STARTING")
         reason = "'a' is STARTING"
@@ -92,7 +92,7 @@ def test_a_record_of_an_earlier_release(client: Any, models: Path) -> None:
 def test_the_reason_is_of_this_start(client: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that earlier starts wrote to has their errors, too."""
     for said in ("Error: the first", "a last word"):
-        monkeypatch.setenv("SMALL_FAIL", said)
+        monkeypatch.setenv("STUB_FAIL", said)
         refused("INTERNAL_ERROR", f"did not start: {said}", client.create_deployment, "a", str(models / "one"))
     assert client.list_deployments() == []
 
@@ -103,7 +103,7 @@ def test_a_stopped_deployment(client: Any, models: Path, monkeypatch: pytest.Mon
     kill(made)
     refused("INVALID_STATE", "'a' is STOPPED .`update` starts it again", client.predict, "a", {"prompt": "x"})
     with monkeypatch.context() as patch:
-        patch.setenv("SMALL_FAIL", "Error: no")
+        patch.setenv("STUB_FAIL", "Error: no")
         refused("INTERNAL_ERROR", "did not start", client.update_deployment, "a")
     assert client.get_deployment("a") == made | {"status": "STOPPED"}
     assert client.update_deployment("a")["url"] == made["url"]

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
-from small_cases import refused
+from stub_deployments import refused
 
 from mlflow_llm.plugin import records
 from mlflow_llm.serving.cli import cli

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_weights_elsewhere import await_line, words_of
+from command_processes import await_line, llm_command
 
 from mlflow_llm.plugin.processes import free_port
 
@@ -44,7 +44,7 @@ def test_the_profile_numbers_choices_by_prompt(saved_model: Path, place: Path) -
     streamed, and OpenAI's flat one on OpenAI's; what the profile does not take is a 400 that says so."""
     port = free_port()
     words = ["-m", f"{saved_model}=assistant", "--profile", "databricks-provisioned", "--port", str(port)]
-    with words_of(place, "serve", "serve", *words) as log:
+    with llm_command(place, "serve", "serve", *words) as log:
         await_line(log, "listening on")
         url = f"http://127.0.0.1:{port}"
         assert indices(url + DATABRICKS) == [0, 0, 1, 1]

@@ -5,56 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaModel,
-    MistralConfig,
-    MistralModel,
-    RobertaConfig,
-    RobertaModel,
-)
+from embedding_models import MODELS, bundle_of, saved
 
-from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.bundle import EmbeddingSpec
 from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.pooling import MODES, pool, read_spec
 from mlflow_llm.serving.errors import ContextTooLong, PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 TEXTS = [(5, 6, 7), (9,), (8, 7, 6, 5, 4, 3, 2, 9, 10, 11, 12), (4, 4, 5), tuple(range(3, 33))]
-MODELS = {
-    "bert": lambda: BertModel(BertConfig(**SIZES, max_position_embeddings=40)),
-    "roberta": lambda: RobertaModel(RobertaConfig(**SIZES, max_position_embeddings=40)),
-    "llama": lambda: LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=40)),
-    "mistral": lambda: MistralModel(
-        MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6, max_position_embeddings=40)
-    ),
-}
-
-
-def saved(folder, kind):
-    torch.manual_seed(0)
-    model = MODELS[kind]().eval()
-    model.save_pretrained(folder)
-    return model
-
-
-def bundle_of(folder, **spec):
-    return Bundle(
-        content_hash="x",
-        tasks=("embeddings",),
-        model_dir=str(folder),
-        tokenizer_dir="",
-        embedding=EmbeddingSpec(**spec),
-    )
 
 
 @pytest.mark.parametrize("kind", MODELS)

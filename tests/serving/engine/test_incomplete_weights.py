@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from embedding_models import bundle_of, saved
 from safetensors.torch import load_file, save_file
-from test_embedder import bundle_of, saved
 from tiny_models import FAMILIES, make_model, save_bundle
 
 from mlflow_llm.serving.engine.embedder import load_embedder

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ledger_rows import reservation
 
-from mlflow_llm.serving.metering import Ledger, Reservation, Store
+from mlflow_llm.serving.metering import Ledger, Store
 
 
 class Clock:
@@ -18,21 +19,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def reservation(request_id: str, **changes: object) -> Reservation:
-    fields: dict[str, object] = {
-        "request_id": request_id,
-        "key_id": "key_1",
-        "tenant": "acme",
-        "endpoint": "chat",
-        "entity": "model-1",
-        "mode": "pay_per_token",
-        "task": "chat",
-        "input_tokens": 10,
-        "max_output_tokens": 20,
-    }
-    return Reservation(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture

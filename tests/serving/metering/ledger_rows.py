@@ -1,10 +1,26 @@
-"""A ledger's rows, and its process's end."""
+"""A ledger's reservations and rows, and its process's end."""
 
 from __future__ import annotations
 
+from mlflow_llm.serving.metering.lease import Reservation
 from mlflow_llm.serving.metering.ledger import Ledger
 from mlflow_llm.serving.metering.usage import Usage
 from mlflow_llm.serving.metering.usage_filter import UsageFilter
+
+
+def reservation(request_id: str, **changes: object) -> Reservation:
+    fields: dict[str, object] = {
+        "request_id": request_id,
+        "key_id": "key_1",
+        "tenant": "acme",
+        "endpoint": "chat",
+        "entity": "model-1",
+        "mode": "pay_per_token",
+        "task": "chat",
+        "input_tokens": 10,
+        "max_output_tokens": 20,
+    }
+    return Reservation(**(fields | changes))  # type: ignore[arg-type]
 
 
 def rows_of(store):

@@ -240,7 +240,7 @@ def test_a_forked_child_has_an_owner_of_its_own(store, ledger, reserve_of):
     script = f"""
 import os, sys
 from mlflow_llm.serving.metering import Ledger, Store
-from conftest import reservation
+from ledger_rows import reservation
 ledger = Ledger(Store({store.engine.url.render_as_string(hide_password=False)!r}),
                 state_dir={str(ledger.state_dir.parent)!r}, clock=lambda: {ledger.now_ms() / 1000})
 ledger.reserve(reservation("before"))

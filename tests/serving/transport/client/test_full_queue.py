@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_slow_readers import long, paused
+from long_requests import long, paused
 from transport_place import SETTINGS, by_sequence, completion, eventually
 
 from mlflow_llm.serving.engine.interface import EngineInfo, Health

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from certificates import Authority
 from mlflow.deployments import get_deploy_client
-from small_cases import kill, refused, started
 from stores import own_stores
+from stub_deployments import kill, refused, started
 
 from mlflow_llm.plugin import endpoint_calls, processes
 

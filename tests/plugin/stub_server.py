@@ -1,6 +1,6 @@
-"""A server that needs no model: the management API of one process, started with the real server's command line.
+"""A stub of the server, without a model: the management API of one process, started with the real command line.
 
-``SMALL_WAIT`` is the seconds until it listens; ``SMALL_FAIL`` what it prints before it ends instead. A model whose URI
+``STUB_WAIT`` is the seconds until it listens; ``STUB_FAIL`` what it prints before it ends instead. A model whose URI
 ends in ``slow`` is pending for good. ``GET /started`` is what it was started with.
 """
 
@@ -74,10 +74,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> int:
-    if said := os.environ.get("SMALL_FAIL"):
+    if said := os.environ.get("STUB_FAIL"):
         print(said)
         return 1
-    time.sleep(float(os.environ.get("SMALL_WAIT", "0")))
+    time.sleep(float(os.environ.get("STUB_WAIT", "0")))
     served(OPTIONS["--name"], {"entity_name": OPTIONS["-m"], "entity_version": ""})
     try:
         server = ThreadingHTTPServer((OPTIONS.get("--host", "127.0.0.1"), int(OPTIONS["--port"])), Handler)

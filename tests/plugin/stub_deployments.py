@@ -1,4 +1,4 @@
-"""What the tests with small servers share."""
+"""Deployments of the stub server, which needs no model: started, killed and asked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from mlflow.exceptions import MlflowException
 from processes import alive_after
 
-SMALL = str(Path(__file__).with_name("small_server.py"))
+STUB = str(Path(__file__).with_name("stub_server.py"))
 
 
-def small_command(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    return lambda *given: [sys.executable, SMALL, *real(*given)[5:]]
+def stub_command(real: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *given: [sys.executable, STUB, *real(*given)[5:]]
 
 
 def started(deployment: dict[str, Any]) -> Any:

@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
 import openai
-import psutil
 import pytest
-from processes import alive_after
+from command_processes import await_line, llm_command, running
 from stores import own_stores
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.plugin.processes import free_port
 from mlflow_llm.serving.control.mlflow_resolver import resolve
 from mlflow_llm.serving.transport.auth import write_key
-
-
-def words_of(place: Path, name: str, *words: str) -> contextlib.AbstractContextManager[Path]:
-    return process(place, name, sys.executable, "-m", "mlflow_llm.serving.cli", *words)
-
-
-@contextlib.contextmanager
-def process(place: Path, name: str, *words: str) -> Iterator[Path]:
-    """A command that runs, and its log; ended with SIGTERM, all its processes."""
-    log = place / f"{name}.log"
-    with log.open("wb") as sink:
-        running = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True)
-    try:
-        yield log
-    finally:
-        family = psutil.Process(running.pid).children(recursive=True) if running.poll() is None else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGTERM)
-        running.wait(240)
-        assert not alive_after(family, 240)
-
-
-def await_line(log: Path, text: str, seconds: float = 240) -> None:
-    until = time.monotonic() + seconds
-    while text not in log.read_text():
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -58,7 +26,7 @@ def registry(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     port = free_port()
     words = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     words += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", f"{place}/artifacts"]
-    with process(place, "mlflow", *words) as log:
+    with running(place, "mlflow", *words) as log:
         await_line(log, "Application startup complete")
         url = f"http://127.0.0.1:{port}"
         with own_stores(url):
@@ -89,12 +57,12 @@ def test_the_gateway_fetches_texts_only(logged: str, place: Path) -> None:
     port = free_port()
     fetched = place / "fetched"
     fetched.mkdir()
-    engine = words_of(place, "engine", "engine", "-m", logged, "--listen", address, "--key-file", key)
+    engine = llm_command(place, "engine", "engine", "-m", logged, "--listen", address, "--key-file", key)
     with engine as engine_log, pytest.MonkeyPatch.context() as patch:
         await_line(engine_log, "listening on")
         patch.setenv("TMPDIR", str(fetched))  # where MLflow keeps what it fetches
         words = ["serve", "-m", logged, "--engine", address, "--engine-key-file", key, "--port", str(port)]
-        with words_of(place, "serve", *words) as log:
+        with llm_command(place, "serve", *words) as log:
             await_line(log, "listening on")
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             reply = client.completions.create(model="assistant", prompt="Once", max_tokens=5, temperature=0)
