@@ -21,7 +21,7 @@ from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterFiles, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
-from mlflow_llm.serving.transport.engine_process.counters import Counted
+from mlflow_llm.serving.transport.engine_process.counters import CounterFiles as EngineCounterFiles
 
 PLACE = ("chat", "v1")
 INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))
@@ -125,7 +125,7 @@ def test_what_engines_have_written_counts(tmp_path: Path) -> None:
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
         kept.name(place, key)
         for engine in ("a", "b"):
-            counted = Counted(f"{key}-{engine}")
+            counted = EngineCounterFiles(f"{key}-{engine}")
             counted.keep({kept.root(key), ""}, Health(status="ready", steps=1, generated_tokens=100))
     told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_what_engines_have_written_counts(tmp_path: Path) -> None:
 
 def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
-    counted, health = Counted("a"), Health(status="ready")
+    counted, health = EngineCounterFiles("a"), Health(status="ready")
     counted.keep({str(tmp_path / "gone")}, health)
     counted.write(health)
     assert "no counts can be kept" in caplog.text
