@@ -27,6 +27,7 @@ from .forward_context import ContextHolder, ForwardContext
 from .interface import Capabilities, EngineInfo
 from .native.encoder import NativeEncoder, native_encoder
 from .native.library import NotNative
+from .packed_cache import MappedEncoder, keep_encoder, packed_key
 from .pooling import MODES, pool, transformer_dir
 from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
 
@@ -134,21 +135,58 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
     if spec.pooling not in MODES:
         raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
     device = resolve_device(settings)
+    dtype = resolve_dtype(settings, device)
     folder = str(transformer_dir(bundle.model_dir))
-    model = from_pretrained(AutoModel, folder, settings, resolve_dtype(settings, device))
+    key = packed_key("encoder", bundle, settings, device, dtype)
+    if key is not None and (mapped := _mapped(key, folder, bundle, spec, settings, holder)) is not None:
+        return mapped
+    model = from_pretrained(AutoModel, folder, settings, dtype)
     model = model.to(device).eval().requires_grad_(False)
-    max_length = _max_length(model, spec, settings)
-    embedder = Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))
+    embedder = _embedder(model, holder, bundle, spec, settings)
     tests, expected = _use_ragged_attention(embedder, model, holder)
-    linear.install(model, holder, settings)
-    int8 = settings.quantization == "int8"
-    allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
-    _check(embedder, tests, expected, allowed, int8=int8)
+    linears = linear.install(model, holder, settings)
+    _check(embedder, tests, expected, int8=settings.quantization == "int8")
+    _run_natively(embedder, model, tests, expected, settings)
+    if key is not None and embedder.native is not None:
+        keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
+    return embedder
+
+
+def _embedder(
+    model: Any, holder: ContextHolder, bundle: Bundle, spec: EmbeddingSpec, settings: EngineSettings
+) -> Embedder:
+    max_length = _max_length(model, spec, settings)
+    return Embedder(model, holder, spec, max_length, _info(bundle, model, settings, max_length))
+
+
+def _mapped(
+    key: str, folder: str, bundle: Bundle, spec: EmbeddingSpec, settings: EngineSettings, holder: ContextHolder
+) -> Embedder | None:
+    """The model from its packed file, run natively; None where there is none that passes the test."""
+    try:
+        found = MappedEncoder(folder, settings, holder, key)
+    except (LookupError, OSError, ValueError, PackagingError) as error:
+        logger.debug("packed weights: %r", error)
+        return None
+    embedder = _embedder(found.model, holder, bundle, spec, settings)
+    _attend_raggedly(found.model, holder)
+    _run_natively(embedder, found.model, found.tests, found.expected, settings)
+    if embedder.native is None:
+        logger.warning("packed weights are not used: %s", embedder.info.kernels_reason)
+        return None
+    logger.info("packed weights are mapped, not read")
+    return embedder
+
+
+def _run_natively(
+    embedder: Embedder, model: Any, tests: list[list[int]], expected: Any, settings: EngineSettings
+) -> None:
+    """Where the model can be run so and gives what its own code gave; else the reason is in its info."""
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         embedder.native = native_encoder(model, position_offset(model))
-        _check(embedder, tests, expected, allowed, int8=int8)
+        _check(embedder, tests, expected, int8=settings.quantization == "int8")
         embedder.info = msgspec.structs.replace(embedder.info, kernels="native")
     except NotNative as reason:
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=str(reason))
@@ -157,10 +195,10 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
         embedder.native = None
         told = f"the self-test at load refused them: {error}"
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=told)
-    return embedder
 
 
-def _check(embedder: Embedder, tests: list[list[int]], expected: Any, allowed: float, *, int8: bool = False) -> None:
+def _check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:
+    allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
     found = embedder.hidden(tests).float()
     distance = (relative_norm if int8 else relative_maximum)(found, expected.float())
     if not distance <= allowed:  # also true for NaN
@@ -180,14 +218,18 @@ def _use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder)
     expected = torch.cat(
         [model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0] for ids in tests]
     )
-    for module in model.modules():
-        object.__setattr__(module, HOLDER, holder)
-    model.set_attn_implementation(ragged_attention.NAME)
+    _attend_raggedly(model, holder)
     try:
-        _check(embedder, tests, expected, TOLERANCE[expected.dtype])
+        _check(embedder, tests, expected)
     except (UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{name} is not supported for embeddings: {error}") from error
     return tests, expected
+
+
+def _attend_raggedly(model: Any, holder: ContextHolder) -> None:
+    for module in model.modules():
+        object.__setattr__(module, HOLDER, holder)
+    model.set_attn_implementation(ragged_attention.NAME)
 
 
 def _max_length(model: Any, spec: EmbeddingSpec, settings: EngineSettings) -> int:

@@ -22,7 +22,7 @@ from .kv_cache import LayerShape, Row
 from .native import library
 from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
-from .packed_cache import Mapped, keep, packed_key
+from .packed_cache import MappedDecoder, keep_decoder, packed_key
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache
 
@@ -84,7 +84,7 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
     device = resolve_device(settings)
     dtype = resolve_dtype(settings, device)
-    key = packed_key(bundle, settings, device, dtype)
+    key = packed_key("decoder", bundle, settings, device, dtype)
     if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
         return mapped
     model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
@@ -108,7 +108,7 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8")
     decoder, reason = native_decoder(model, uses, test, like, settings)
     if key is not None and decoder is not None:
-        keep(key, model, linears, uses, test, settings.packed_cache)
+        keep_decoder(key, model, linears, uses, test, settings.packed_cache)
     return LoadedModel(
         model=model,
         config=config,
@@ -164,7 +164,7 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
     """The model from its packed file, which a native step runs on; None where there is none that passes the test."""
     holder = ContextHolder()
     try:
-        found = Mapped(bundle, settings, holder, key)
+        found = MappedDecoder(bundle, settings, holder, key)
     except (LookupError, OSError, ValueError, PackagingError) as error:
         logger.debug("packed weights: %r", error)
         return None

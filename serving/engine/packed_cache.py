@@ -1,9 +1,9 @@
-"""A decoder from its packed file: what a native step reads, mapped, instead of weights that are read, packed and
-compared with the model's own code. A model that was loaded in full before, by the same code, has one.
+"""A decoder or an encoder from its packed file: what runs natively, mapped, instead of weights that are read, packed
+and compared with the model's own code. A model that was loaded in full before, by the same code, has one.
 
 The model's structure is built without memory; its linears are the file's, and so are all other parameters and buffers.
-The logits that the model's own code gave are in the file too, and are asked of what is mapped before anybody is
-answered with it.
+The logits (an encoder's hidden states) that the model's own code gave are in the file too, and are asked of what is
+mapped before anybody is answered with it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import logging
 import re
 import threading
 import warnings
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ..bundle import Bundle
 from ..settings import EngineSettings
 from . import attention, linear
 from .config_bounds import in_proportion
 from .forward_context import ContextHolder
+from .linear import LinearSet
 from .native import library
 from .native.weight import NativeWeight
 from .packed_cache_file import Array, open_packed, write_packed
@@ -35,20 +37,21 @@ from .self_test import LayerUse, SelfTest
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 KEY_LENGTH = 32
 HASH = re.compile(r"[0-9a-f]{64}")
+Kind = Literal["decoder", "encoder"]
 PACKAGES = ("mlflow-llm", "torch", "transformers")
 
 
-def packed_key(bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
-    """The name of this model's packed file; None where there is none of its kind. A model without a content hash is not
+def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any, dtype: Any) -> str | None:
+    """The name of this model's packed file; None where it can have none. A model without a content hash is not
     known well enough, one with code of its own may do with its weights what it likes."""
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
     on_cpu = device.type == "cpu" and dtype == torch.float32 and library.library() is not None
     if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
         return None
-    described = (FORMAT, bundle.content_hash, settings.quantization, library.has_bf16(), _code())
+    described = (FORMAT, kind, bundle.content_hash, settings.quantization, library.has_bf16(), _code())
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:KEY_LENGTH]
 
 
@@ -59,35 +62,31 @@ def _code() -> tuple[str, ...]:
     return (kernels, *(version(name) for name in PACKAGES))
 
 
-class Mapped:
-    """What a packed file holds: ``model`` and ``linears`` as ``linear.install`` leaves them, ``uses`` of its layers."""
+class MappedModel:
+    """What a packed file holds: ``model`` and ``linears`` as ``linear.install`` leaves them."""
 
-    def __init__(self, bundle: Bundle, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
+    def __init__(self, auto: Any, folder: str, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
         """Raises ``LookupError`` where there is no such file, or its model is built otherwise today."""
         found = open_packed(key)
         if found is None:
             raise LookupError(key)
-        arrays, facts = found
-        self._arrays, self._kinds = arrays, facts["kinds"]
-        config = AutoConfig.from_pretrained(bundle.model_dir, local_files_only=True, trust_remote_code=False)
-        with in_proportion(bundle.model_dir), torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(
+        self.arrays, self.facts = found
+        self._kinds = self.facts["kinds"]
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with in_proportion(folder), torch.device("meta"):
+            self.model: Any = auto.from_config(
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
         self.model.eval().requires_grad_(False)
         self.linears = linear.install(self.model, holder, settings, self._packed)
         self._fill()
-        attention.install(self.model, holder)
-        self.model.set_attn_implementation(attention.NAME)
-        self.uses = msgspec.convert(facts["uses"], list[LayerUse])
-        count = range(facts["tests"])
-        self.test = SelfTest(
-            [arrays[f"test/{i}/tokens"] for i in count], [_tensor(arrays[f"test/{i}/expected"]) for i in count]
-        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return _tensor(self.arrays[name])
 
     def _packed(self, names: tuple[str, ...], weight: Any, bias: Any, is_head: bool) -> NativeWeight:
         name = "linear/" + "+".join(names)
-        parts = {path.rpartition("/")[2]: array for path, array in self._arrays.items() if path.startswith(f"{name}/")}
+        parts = {path.rpartition("/")[2]: array for path, array in self.arrays.items() if path.startswith(f"{name}/")}
         if name not in self._kinds or (bias is not None) != ("bias" in parts):
             raise LookupError(name)
         return NativeWeight.over(tuple(weight.shape), self._kinds[name], parts)
@@ -96,7 +95,7 @@ class Mapped:
         """Give every parameter and buffer that is left its values."""
         for kind, names in (("parameter", self.model.named_parameters()), ("buffer", self.model.named_buffers())):
             for name, value in list(names):
-                array = self._arrays[f"{kind}/{name}"]
+                array = self.arrays[f"{kind}/{name}"]
                 if array.shape != tuple(value.shape):
                     raise LookupError(name)
                 parent, _, own = name.rpartition(".")
@@ -106,6 +105,31 @@ class Mapped:
                 (module._parameters if kind == "parameter" else module._buffers)[own] = given
 
 
+class MappedDecoder(MappedModel):
+    """``uses`` of its layers, and the ``test`` that it has to pass."""
+
+    def __init__(self, bundle: Bundle, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
+        """Raises what ``MappedModel`` does."""
+        super().__init__(AutoModelForCausalLM, bundle.model_dir, settings, holder, key)
+        attention.install(self.model, holder)
+        self.model.set_attn_implementation(attention.NAME)
+        self.uses = msgspec.convert(self.facts["uses"], list[LayerUse])
+        count = range(self.facts["tests"])
+        self.test = SelfTest(
+            [self.arrays[f"test/{i}/tokens"] for i in count], [self.tensor(f"test/{i}/expected") for i in count]
+        )
+
+
+class MappedEncoder(MappedModel):
+    """``tests`` are texts of token ids, ``expected`` what the model's own code made of them, one after the other."""
+
+    def __init__(self, folder: str, settings: EngineSettings, holder: ContextHolder, key: str) -> None:
+        """Raises what ``MappedModel`` does."""
+        super().__init__(AutoModel, folder, settings, holder, key)
+        self.tests: list[list[int]] = self.facts["tests"]
+        self.expected = self.tensor("expected")
+
+
 def _tensor(array: Array) -> torch.Tensor:
     """Over the same memory, which torch says it cannot protect from being written; nothing here writes."""
     with warnings.catch_warnings():
@@ -113,24 +137,45 @@ def _tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def keep(key: str, model: Any, linears: Any, uses: list[LayerUse], test: SelfTest, limit: int) -> threading.Thread:
-    """Write the packed file on a thread: whoever loads the model next is faster for it. Failing is no error."""
+def keep_decoder(
+    key: str, model: Any, linears: LinearSet, uses: list[LayerUse], test: SelfTest, limit: int
+) -> threading.Thread:
+    """Write what ``MappedDecoder`` maps."""
     arrays: dict[str, Array] = {}
-    kinds, held = {}, []
-    for group in {id(one.group): one.group for one in linears.linears.values()}.values():
-        name = "linear/" + "+".join(group.key)
-        kinds[name] = group.packed.kind
-        arrays |= {f"{name}/{part}": array for part, array in group.packed.parts().items()}
-        held.append(group.packed)
-    arrays |= {f"parameter/{name}": value.detach().numpy() for name, value in model.named_parameters()}
-    arrays |= {f"buffer/{name}": value.numpy() for name, value in model.named_buffers()}
     for i, (tokens, expected) in enumerate(zip(test.tokens, test.expected, strict=True)):
         arrays |= {f"test/{i}/tokens": tokens, f"test/{i}/expected": expected.numpy()}
-    facts = {"kinds": kinds, "uses": [msgspec.to_builtins(use) for use in uses], "tests": len(test.tokens)}
+    facts = {"uses": [msgspec.to_builtins(use) for use in uses], "tests": len(test.tokens)}
+    return _keep(key, model, linears, arrays, facts, limit)
+
+
+def keep_encoder(
+    key: str, model: Any, linears: LinearSet, tests: list[list[int]], expected: torch.Tensor, limit: int
+) -> threading.Thread | None:
+    """Write what ``MappedEncoder`` maps; None where a linear beside its layers has no native kernel."""
+    if not all(isinstance(one.group.packed, NativeWeight) for one in linears.linears.values()):
+        return None
+    return _keep(key, model, linears, {"expected": expected.numpy()}, {"tests": tests}, limit)
+
+
+def _keep(
+    key: str, model: Any, linears: LinearSet, more: Mapping[str, Array], facts: Mapping[str, Any], limit: int
+) -> threading.Thread:
+    """Write the packed file on a thread: whoever loads the model next is faster for it. Failing is no error."""
+    arrays = dict(more)
+    kinds, held = {}, []
+    for group in {id(one.group): one.group for one in linears.linears.values()}.values():
+        packed = group.packed
+        assert isinstance(packed, NativeWeight), "others have no packed form of ours"
+        name = "linear/" + "+".join(group.key)
+        kinds[name] = packed.kind
+        arrays |= {f"{name}/{part}": array for part, array in packed.parts().items()}
+        held.append(packed)
+    arrays |= {f"parameter/{name}": value.detach().numpy() for name, value in model.named_parameters()}
+    arrays |= {f"buffer/{name}": value.numpy() for name, value in model.named_buffers()}
 
     def write() -> None:
         try:
-            write_packed(key, arrays, facts, limit)
+            write_packed(key, arrays, {**facts, "kinds": kinds}, limit)
         except (OSError, ValueError) as error:
             logger.warning("packed weights are not kept: %s", error)
         held.clear()
