@@ -25,6 +25,10 @@ from mlflow_llm.serving.errors import InvalidField
 WORKERS = 3
 PLACES = 90
 FOR_EVER = 3600.0
+PATIENT = """
+from mlflow_llm.serving.http.gunicorn import accept_balancing
+accept_balancing.PATIENCE = 240.0  # a worker that a busy machine keeps waiting is not passed over
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
     bundle = write_instant_model(tmp_path_factory.mktemp("guarded"), step_delay=0.01)
     port = free_port()
     waits = {"io_timeout": FOR_EVER, "first_byte_timeout": FOR_EVER}
-    with running(bundle, workers=WORKERS, max_connections=PLACES, probe_port=port, **waits) as server:
+    places = {"max_connections": PLACES, "max_connections_per_address": PLACES}
+    with running(bundle, workers=WORKERS, probe_port=port, in_worker=PATIENT, **places, **waits) as server:
         until(lambda: all_take(server), 120)
         yield server, f"http://127.0.0.1:{port}"
 
@@ -44,9 +49,8 @@ def workers(server: Running) -> dict[int, int]:
     for process in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.Error):
             mine = [c for c in process.net_connections("tcp") if c.laddr.port == server.port]
-            if any(c.status == psutil.CONN_LISTEN for c in mine) and "mlflow_llm.serving" not in " ".join(
-                process.cmdline()
-            ):
+            is_worker = "control.main" not in " ".join(process.cmdline())
+            if is_worker and any(c.status == psutil.CONN_LISTEN for c in mine):
                 found[process.pid] = sum(c.status == psutil.CONN_ESTABLISHED for c in mine)
     return found
 
