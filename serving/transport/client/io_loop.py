@@ -246,7 +246,7 @@ class IoLoop:
         return self._connection is not None and self._connection.send(self.state.outbox)
 
     def _pause(self) -> bool:
-        """Poller for something to do; whether the connection has broken."""
+        """Wait for something to do; whether the connection has broken."""
         searching = self._connection is None and (self.keep or self.state.busy)
         ready = self.poller.poll(self._search.pause if searching else TURN)
         if self._wake_read in ready:
