@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 POLL_INTERVAL = 0.02
 LOCK = "lock"  # in a directory whose creator holds it
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # a symbolic link is no lock of ours
 
 
 class FileLock:
@@ -28,7 +28,7 @@ class FileLock:
         _held.add(self)
 
     def release(self, *, unlink: bool = False) -> None:
-        """Unlinking happens while the lock is still held, so nobody can hold a file that is already gone."""
+        """Unlinking happens while the lock is still held, so no process can hold a file that is already gone."""
         if self.fd < 0:
             return
         if unlink:
@@ -154,12 +154,14 @@ def _hidden(path: str) -> str:
 def is_held(path: str) -> bool:
     """Whether some process (this one included) holds the lock on ``path``; a missing file is not held.
 
-    Looking takes a free lock for a moment: ``acquire`` tries again, ``try_acquire`` may take it for held. Where no file
-    can be opened it is called held: who lives must not be taken for dead."""
+    Looking takes a free lock for a moment: ``acquire`` tries again, ``try_acquire`` may take it for held. A file that
+    is there and cannot be opened (no descriptor left, no permission) counts as held: a living owner must not be taken
+    for dead.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
-        return error.errno in EXHAUSTED
+        return error.errno not in NOT_THERE
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, for the sake of a child forked just now

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from ..backoff import Backoff
 from ..errors import PackagingError, ServingError
 from .batch_asking import Answered, AskAgain, Asking, ModelAsking, ServerAsking, line_of
 from .batch_journal import Journal
@@ -167,13 +167,15 @@ class _Run:
 
     def _ask(self, asking: Asking, row: Row) -> Answered | None:
         """None where the batch has stopped meanwhile. Raises ``ClickException``."""
+        backoff = Backoff(FIRST_WAIT, LONGEST_WAIT, jitter=(0.5, 1.0))
         for attempt in range(self._retries + 1):
             try:
                 answered = asking.ask(row)
                 return None if self.stop.is_set() and answered.status == 499 else answered
             except AskAgain as again:
                 told = str(again)
-                wait = again.after or min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
+                pause = backoff.failed()
+                wait = again.after or pause
             if attempt < self._retries and self.stop.wait(wait):
                 return None
         raise click.ClickException(f"line {row.line} was not answered: {told}")

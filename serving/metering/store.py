@@ -9,7 +9,6 @@ in the order ledger, windows (sorted), buckets.
 from __future__ import annotations
 
 import os
-import random
 import time
 import weakref
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from ..backoff import Backoff
 from ..errors import Unavailable
 from . import store_checks
 from .connection_pool import ConnectionPool
@@ -179,7 +179,7 @@ class Store:
     ) -> T:
         until = time.monotonic() + (self.timeout if timeout is None else timeout)
         stuck = None if timeout is None else timeout + STUCK_SECONDS  # who names no time reads or writes a lot
-        pause = 0.001
+        backoff = Backoff(0.001, 0.05, jitter=(0.5, 1.5))
 
         def attempt() -> T:
             if time.monotonic() > until:  # it waited behind others for all its time: they found a slow store
@@ -197,10 +197,9 @@ class Store:
                     raise
                 if reason is None or not isinstance(error, PoolTimeout):  # which says only that there was no time left
                     reason = error
-                if time.monotonic() + pause > until:
+                if time.monotonic() + backoff.pause > until:
                     raise Unavailable("the metering store does not answer", retry_after=1.0) from reason
-            time.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(pause * 2, 0.05)
+            time.sleep(backoff.failed())
 
     def insert(self, table: sa.Table) -> Any:
         """The dialect's INSERT, which knows ``on_conflict_do_nothing`` and ``on_conflict_do_update``."""

@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from .. import logs
+from ..backoff import Backoff
 from .spans import mlflow_attributes, readable_span, semantic_attributes, trace_info
 from .tracing import MAX_QUEUED, SOCKET, SpanRecord
 
@@ -124,16 +125,16 @@ class Exporter:
 def _await_sinks(experiment: str) -> list[Sink] | None:
     """The sinks, tried again until they can be had (a tracking server may come later than we); None where standard
     input closes first. Meanwhile records wait in the workers, and those beyond their queues are dropped."""
-    pause = RETRY_SECONDS
+    backoff = Backoff(RETRY_SECONDS, MAX_RETRY_SECONDS)
     while True:
         try:
             return sinks(experiment)
         except Exception as error:
             told = f"{type(error).__name__}: {str(error)[:300]}"
+            pause = backoff.failed()
             logs.event("traces cannot be exported", level=40, error=told, again_after=pause)
         if select.select([sys.stdin], [], [], pause)[0]:
             return None
-        pause = min(pause * 2, MAX_RETRY_SECONDS)
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,7 @@ from ..settings import EngineSettings
 from ..transport.discovery.attacher import Attacher
 from ..transport.discovery.launcher import Launcher, engine_key
 from ..transport.process_spec import ENGINE_CORE
-from .backoff import BackoffLauncher
+from .backoff_launcher import BackoffLauncher
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):

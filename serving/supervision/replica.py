@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from ..backoff import Backoff
 from ..engine.interface import Engine
 from ..errors import EngineDied, ShuttingDown
 from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND
-from .backoff import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
+from .backoff_launcher import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
 from .engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Replica:
             return True
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
+        backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         try:
             while not self._over():
                 self._ready_since = None
@@ -110,9 +111,8 @@ class Replica:
                     self.message = str(error)
                     self._set("failed")
                     if self._was_healthy():
-                        pause = FIRST_PAUSE
-                    self._sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                        backoff.succeeded()
+                    self._sleep(backoff.failed())
         finally:
             self._is_over = True
             self._ended(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -61,3 +62,36 @@ def test_a_missing_file_is_not_created_on_request(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         try_acquire(str(tmp_path / "one"), create=False)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("code", "held"), [(errno.EMFILE, True), (errno.EACCES, True), (errno.ENOENT, False)])
+def test_a_lock_that_cannot_be_looked_at_counts_as_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, held: bool
+) -> None:
+    """A living owner must not be taken for dead; a file that is not there has no owner."""
+
+    def refuse(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(file_locks.os, "open", refuse)
+    assert is_held(str(tmp_path / "x")) is held
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
+    """The lock is free once the parent's descriptor is closed, though the child lives."""
+    lock = create_locked_directory(str(tmp_path / "x"))
+    (forked, has_forked), (end, ended) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(has_forked, b"x")  # after what is registered to run in a forked child
+        os.close(ended)
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        os.read(forked, 1)
+        lock.give_away()  # as a death would: without unlocking
+        assert not is_held(str(tmp_path / "x" / "lock"))
+    finally:
+        for fd in (forked, has_forked, end, ended):
+            os.close(fd)
+        os.waitpid(child, 0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import zmq
 
+from ...backoff import Backoff
 from ...errors import PackagingError, ServingError, ShuttingDown
 from .protocol_state import died
 
@@ -23,16 +24,17 @@ class Search:
 
     def __init__(self, told: Callable[[str], object]) -> None:
         self._told = told
-        self._pause = FIRST_PAUSE
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._failing_since: float | None = None
 
     @property
     def pause(self) -> float:
         """Seconds before the next try."""
-        return self._pause
+        return self._backoff.pause
 
     def found(self) -> None:
-        self._pause, self._failing_since = FIRST_PAUSE, None
+        self._backoff.succeeded()
+        self._failing_since = None
         self._told("")
 
     def failed(self, error: Exception) -> ServingError | None:
@@ -41,7 +43,7 @@ class Search:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._backoff.failed()
         if not isinstance(error, ShuttingDown):
             self._told(str(error))
         if isinstance(error, ServingError):

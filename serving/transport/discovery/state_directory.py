@@ -202,8 +202,8 @@ class StateDirectory:
     def keep_load_log(self, start: int) -> None:
         """What the log has from byte ``start`` on, by itself: the log goes on."""
         text = tail(self.file(LOG), LOG_BYTES, start=start)
-        with contextlib.suppress(OSError), open(self.file(LOAD_LOG), "w", encoding="utf-8", opener=_private) as file:
-            file.write(text)
+        with contextlib.suppress(OSError):
+            replace_file(self.file(LOAD_LOG), text.encode())
 
 
 def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
@@ -215,10 +215,6 @@ def tail(path: str, num_bytes: int, *, start: int = 0) -> str:
             return file.read(num_bytes).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def sweep(runtime: str) -> None:

@@ -11,7 +11,7 @@ from ...engine.interface import Health
 logger = logging.getLogger(__name__)
 
 
-class CounterFiles:
+class CounterWriter:
     """``generation`` names the files. One that cannot be written is left out and logged: serving goes on."""
 
     def __init__(self, generation: str) -> None:

@@ -23,7 +23,7 @@ from ...request import ValidRequest
 from ...settings import EngineSettings
 from .. import protocol as m
 from ..discovery.state_directory import StateDirectory
-from .counters import CounterFiles
+from .counters import CounterWriter
 from .drain import Drain
 from .journal import MeteredRequests
 from .standby import WarmStandby
@@ -85,7 +85,7 @@ class EngineServer:
         self._left_at = time.monotonic()
         self._runtime_adapters: dict[str, str] = {}
         self._metered = MeteredRequests(generation)
-        self._counters = CounterFiles(generation)
+        self._counters = CounterWriter(generation)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""

@@ -29,6 +29,7 @@ from typing import Any, Literal
 import msgspec
 
 from ... import child
+from ...backoff import Backoff
 from ...file_locks import FileLock
 from ..discovery.state_directory import StateDirectory, Status
 
@@ -61,7 +62,7 @@ class WarmStandby:
         self._control: socket.socket | None = None
         self._starters: list[subprocess.Popen[bytes]] = []  # each forks the standby and ends
         self._pid = 0
-        self._pause = 0.0
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
         self._since = time.monotonic()
 
     @property
@@ -74,7 +75,7 @@ class WarmStandby:
         now = time.monotonic()
         if self._control is not None:
             self._listen(now)
-        elif now - self._since >= self._pause:
+        elif now - self._since >= self._backoff.pause:
             self._since = now
             try:
                 self._start()
@@ -133,14 +134,15 @@ class WarmStandby:
         *lines, _ = told.split(b"\n")
         for line in lines:
             if line == LOADED:
-                self.state, self._pause = "ready", 0.0
+                self.state = "ready"
+                self._backoff.succeeded(at_once=True)
                 logger.info("a standby is ready, pid %d", self._pid)
             else:
                 self._pid = int(line)
 
     def _fail(self) -> None:
         if self.state == "loading":  # one that was ready and ended is replaced at once
-            self._pause = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
+            self._backoff.failed()
             if self._pid:
                 with contextlib.suppress(OSError):
                     os.kill(self._pid, signal.SIGKILL)

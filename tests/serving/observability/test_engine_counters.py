@@ -21,7 +21,7 @@ from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterFiles, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
-from mlflow_llm.serving.transport.engine_process.counters import CounterFiles as EngineCounterFiles
+from mlflow_llm.serving.transport.engine_process.counters import CounterWriter as EngineCounterFiles
 
 PLACE = ("chat", "v1")
 INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))

@@ -14,8 +14,8 @@ from processes import gone
 from transport_place import CORE, SETTINGS, eventually
 
 from mlflow_llm.serving.errors import EngineDied, NotFound, Unavailable
-from mlflow_llm.serving.supervision import backoff, replica
-from mlflow_llm.serving.supervision.backoff import BackoffLauncher
+from mlflow_llm.serving.supervision import backoff_launcher, replica
+from mlflow_llm.serving.supervision.backoff_launcher import BackoffLauncher
 from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 
@@ -137,7 +137,7 @@ def test_a_long_load_that_fails_is_no_healthy_life(place, make_bundle, monkeypat
         pass_by(10.0)
         raise EngineDied("killed while it loaded")
 
-    monkeypatch.setattr(backoff, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_by))
+    monkeypatch.setattr(backoff_launcher, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_by))
     monkeypatch.setattr(Launcher, "find", find)
     launcher = BackoffLauncher(make_bundle(), SETTINGS, state_dir=place.runtime, core=CORE, over=lambda: False)
     waited = []
@@ -147,3 +147,22 @@ def test_a_long_load_that_fails_is_no_healthy_life(place, make_bundle, monkeypat
             launcher.find("", lambda: False)
         waited.append(now[0] - began - 10.0)
     assert waited == pytest.approx([0.0, 0.0, 0.25, 0.5, 1.0], abs=0.06)
+
+
+def test_a_crashing_engine_is_not_started_as_fast_as_it_crashes(place, make_bundle, monkeypatch):
+    """Pauses double from the second early death on, and a healthy life forgets them."""
+    now = [0.0]
+
+    def pass_by(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(backoff_launcher, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=pass_by))
+    monkeypatch.setattr(Launcher, "find", lambda self, stalled, cancelled: "ipc://socket")
+    launcher = BackoffLauncher(make_bundle(), SETTINGS, state_dir=place.runtime, core=CORE, over=lambda: False)
+    waited = []
+    for life in (0.1, 0.1, 0.1, 0.1, 10.0, 0.1, 0.1):
+        began = now[0]
+        launcher.find("", lambda: False)
+        waited.append(now[0] - began)
+        pass_by(life)
+    assert waited == pytest.approx([0.0, 0.0, 0.25, 0.5, 1.0, 0.0, 0.0], abs=0.06)

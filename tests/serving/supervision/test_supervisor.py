@@ -13,7 +13,6 @@ import pytest
 from transport_place import CORE, SETTINGS, completion, eventually, timeless
 
 from mlflow_llm.serving.errors import Conflict, NotFound, PackagingError
-from mlflow_llm.serving.supervision.backoff import Backoff
 from mlflow_llm.serving.supervision.supervisor import EngineSpec, Supervisor
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
@@ -143,13 +142,6 @@ def test_a_model_that_does_not_load_is_tried_again(place, make_bundle, supervise
     supervisor.add("a", model_of(msgspec.structs.replace(bundle, model_dir=elsewhere, tokenizer_dir=elsewhere)))
     with pytest.raises(Conflict, match="another model"):
         supervisor.add("a", EngineSpec(bundle=bundle, core=CORE))
-
-
-def test_a_crashing_engine_is_not_started_as_fast_as_it_crashes():
-    """Pauses double from the second early death on, up to half a minute, and a healthy life forgets them."""
-    backoff = Backoff()
-    assert [backoff.died_after(0.1) for _ in range(10)] == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert backoff.died_after(10.0) == backoff.died_after(0.1) == 0.0
 
 
 def test_greenlets(place, make_bundle):

@@ -6,35 +6,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..backoff import Backoff
 from ..transport.discovery.launcher import Launcher
 
 TURN = 0.05  # seconds between looks whether to go on waiting
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds
 HEALTHY_LIFE = 2.0  # seconds; an engine that lived so long is started again at once
 
 
-class Backoff:
-    """Pauses between starts: none before the first and after a healthy life, else doubling."""
-
-    def __init__(self) -> None:
-        self._pause = 0.0
-
-    def died_after(self, seconds: float) -> float:
-        """The seconds to wait before the next start."""
-        if seconds >= HEALTHY_LIFE:
-            self._pause = 0.0
-            return 0.0
-        pause, self._pause = self._pause, min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
-        return pause
-
-
 class BackoffLauncher(Launcher):
-    """A launcher that does not start a crashing engine as fast as it can crash."""
+    """A launcher that waits before it starts an engine again that has just crashed. ``over`` ends the wait."""
 
     def __init__(self, *args: Any, over: Callable[[], bool], **options: Any) -> None:
         super().__init__(*args, **options)
         self._over = over
-        self._backoff = Backoff()
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, at_once=True)
         self._has_looked = False
         self._found_at: float | None = None  # by the last search; None where it found nothing, however long it took
 
@@ -43,11 +29,17 @@ class BackoffLauncher(Launcher):
             return self._over() or cancelled()
 
         if self._has_looked:
-            lived = 0.0 if self._found_at is None else time.monotonic() - self._found_at
-            until = time.monotonic() + self._backoff.died_after(lived)
+            until = time.monotonic() + self._pause()
             while time.monotonic() < until and not ended():
                 time.sleep(TURN)
         self._has_looked, self._found_at = True, None
         found = super().find(stalled, ended)
         self._found_at = time.monotonic()
         return found
+
+    def _pause(self) -> float:
+        """Seconds before the next start."""
+        if self._found_at is not None and time.monotonic() - self._found_at >= HEALTHY_LIFE:
+            self._backoff.succeeded(at_once=True)
+            return 0.0
+        return self._backoff.failed()

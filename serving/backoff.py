@@ -1,0 +1,32 @@
+"""Exponential backoff: how long to wait before something that has failed is tried again."""
+
+from __future__ import annotations
+
+import random
+
+
+class Backoff:
+    """Pauses in seconds: ``first``, then each twice the one before, up to ``longest``. Not thread-safe.
+
+    ``at_once`` puts a pause of 0 before the first. ``jitter`` is the range of a factor drawn for each pause, so that
+    those who failed together do not come back together.
+    """
+
+    __slots__ = ("_first", "_jitter", "_longest", "pause")
+
+    def __init__(
+        self, first: float, longest: float, *, at_once: bool = False, jitter: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        self._first, self._longest, self._jitter = first, longest, jitter
+        self.pause = 0.0 if at_once else first
+        """The pause that ``failed`` returns next, without jitter."""
+
+    def failed(self) -> float:
+        """The seconds to wait now; the next pause is longer."""
+        pause = self.pause
+        self.pause = min(max(self._first, 2 * pause), self._longest)
+        return pause * random.uniform(*self._jitter)
+
+    def succeeded(self, *, at_once: bool = False) -> None:
+        """Begin again with the first pause; ``at_once`` as for a new one."""
+        self.pause = 0.0 if at_once else self._first
