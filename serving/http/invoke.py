@@ -127,7 +127,7 @@ def _accept(
         raw = server.offload(len(body), _decode, incoming, body)
         endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
         record.endpoint, record.stream = endpoint.name, raw.stream
-        adapter = endpoint.view.find_adapter(raw.model, raw.adapter)
+        adapter = endpoint.view.find_adapter(None, raw.adapter)
         server.endpoints.check_use(incoming.caller, endpoint, adapter)
         user = endpoint.view.said(raw, "user")
         record.user = user and user[:MAX_USER]

@@ -7,11 +7,11 @@ does not take, more of anything than the profile allows. Every refusal is a ``Re
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -35,8 +35,7 @@ def _shares_nothing(asked: str | None) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Struct, frozen=True, kw_only=True):
     """What bounds one request beside its endpoint's profile.
 
     ``timeout``: seconds that the server and the caller's headers leave it, None for no limit. ``cache_salt`` makes
@@ -156,8 +155,13 @@ def _check_embedding(raw: RawEmbedding, endpoint: EndpointView) -> None:
 
 def _deadline(now: float | None, *timeouts: float | None) -> float | None:
     """After the shortest of the request's, the server's and the endpoint's time: a caller cannot lengthen theirs."""
-    set_ = [timeout for timeout in timeouts if timeout is not None]
-    return (time.monotonic() if now is None else now) + min(set_) if set_ else None
+    shortest = math.inf
+    for timeout in timeouts:
+        if timeout is not None and timeout < shortest:
+            shortest = timeout
+    if shortest == math.inf:
+        return None
+    return (time.monotonic() if now is None else now) + shortest
 
 
 def _generation(
