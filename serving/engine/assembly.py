@@ -18,7 +18,7 @@ from .interface import EngineInfo
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
 from .lora import LoraPool
-from .native.decoder import NativeDecoder
+from .native_decoder import NativeDecoder
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache

@@ -25,8 +25,8 @@ from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .forward_context import ContextHolder, ForwardContext
 from .interface import Capabilities, EngineInfo
-from .native.encoder import NativeEncoder, native_encoder
 from .native.library import NotNative
+from .native_encoder import NativeEncoder, native_encoder
 from .packed_cache import MappedEncoder, keep_encoder, packed_key
 from .pooling import MODES, pool, transformer_dir
 from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm

@@ -20,8 +20,8 @@ from .config_bounds import in_proportion
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
 from .native import library
-from .native.decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .native.library import NotNative
+from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights
 from .packed_cache import MappedDecoder, keep_decoder, packed_key
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
 from .slot_cache import SlotKVCache

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from ..errors import Aborted
+from .lease_owner import LeaseOwner
 from .limits import LimitStatus
 from .settlement import Settlement, Status
-
-if TYPE_CHECKING:
-    from .lease_owner import LeaseOwner
-    from .ledger import Ledger
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
@@ -56,6 +54,14 @@ class Began(Struct, frozen=True):
     monotonic: float
 
 
+class LeaseCloser(Protocol):
+    """Where a lease is settled: the ledger that gave it out."""
+
+    @property
+    def monotonic(self) -> Callable[[], float]: ...
+    def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None: ...
+
+
 class Lease:
     """Use as a context manager: leaving it settles, whatever happened. Thread-safe.
 
@@ -65,7 +71,7 @@ class Lease:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: LeaseCloser,
         owner: LeaseOwner,
         reservation: Reservation,
         *,

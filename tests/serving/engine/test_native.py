@@ -21,7 +21,6 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
-from mlflow_llm.serving.engine.native.decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import (
     AMX,
     EMULATED_TILES,
@@ -35,6 +34,7 @@ from mlflow_llm.serving.engine.native.library import (
 )
 from mlflow_llm.serving.engine.native.sampler import draw as native_draw
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
+from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.engine.randomness import exponentials
 from mlflow_llm.serving.engine.runner import ModelForward

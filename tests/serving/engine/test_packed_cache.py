@@ -19,8 +19,8 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import loader, packed_cache_file
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.lora import LoraPool
-from mlflow_llm.serving.engine.native.decoder import NativeDecoder
 from mlflow_llm.serving.engine.native.library import library
+from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..kv_cache import Row
-from ..linear import EngineLinear
-from ..self_test import LayerUse
-from ..slot_cache import SlotKVCache
-from . import library
-from .adapters import AdapterTables, Pool
-from .library import LANES, NotNative
-from .weight import NativeWeight
+from .kv_cache import Row
+from .linear import EngineLinear
+from .native import library
+from .native.adapters import AdapterTables, Pool
+from .native.library import LANES, NotNative
+from .native.weight import NativeWeight
+from .self_test import LayerUse
+from .slot_cache import SlotKVCache
 
 # Layers of one form: norm, attention, residual; norm, gated silu MLP, residual; rotation of the whole head by halves.
 DECODERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}

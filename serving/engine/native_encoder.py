@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import library
-from .decoder import check_plain
-from .library import LANES, NotNative
-from .weight import NativeWeight
+from .native import library
+from .native.library import LANES, NotNative
+from .native.weight import NativeWeight
+from .native_decoder import check_plain
 
 # Of one form: words, positions and types are added, then a norm; layers of attention, residual, norm; GELU MLP,
 # residual, norm.
