@@ -282,7 +282,7 @@ def test_doctor_of_no_model(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str, seconds: float = 240) -> str:
-    """What the terminal shows, up to ``text``."""
+    """What the terminal shows, up to ``text`` at least: what came with it is not shown again."""
     shown, end = "", time.monotonic() + seconds
     while text not in shown:
         assert time.monotonic() < end, shown
@@ -333,14 +333,11 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
         read_until(ours, "> ")
         os.write(ours, b"Nothing of")
         read_until(ours, "Nothing of")
-        while not select.select([ours], [], [], 0.5)[
-            0
-        ]:  # what comes just before readline waits is seen at the next key
+        while not select.select([ours], [], [], 0.5)[0]:  # one just before readline waits is seen at the next key
             process.send_signal(signal.SIGINT)
         read_until(ours, "[Ctrl-D ends]\r\n> ")
         os.write(ours, b"Hello\n")
-        read_until(ours, f"Hello\r\n{first}\r\n")
-        read_until(ours, "> ")
+        read_until(ours, f"Hello\r\n{first}\r\n> ")
         os.write(ours, b"\x04")
         assert process.wait(240) == 0
 
