@@ -84,7 +84,7 @@ class AccessRecord:
             if self.first is None:
                 self.first = self.last
             self.delivered += delta.num_tokens
-            # tokens that came together with the choice's first one tell nothing of the time between tokens
+            # tokens that came together with the choice's first one say nothing of the time between tokens
             self.counts[delta.index] = self.counts[delta.index] + delta.num_tokens if delta.index in self.counts else 0
         if self.replies is not None:
             self.replies.setdefault(delta.index, []).append(delta.text)

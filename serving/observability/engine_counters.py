@@ -2,10 +2,10 @@
 
 An engine process counts from 0, and a worker knows of those only that it was connected to, each as of its last
 heartbeat. Were their counts summed as they are, the sum would fall whenever one of several ends or starts again, which
-Prometheus takes for a new beginning: it would count once more all that the others had. So every worker tells what it
-knows by engine process, and of each the highest figures stay, in one file of all workers::
+Prometheus takes for a new beginning: it would count once more all that the others had. So every worker notes what
+it knows by engine process, and of each the highest counts stay, in one file of all workers::
 
-    engines.json    {endpoint: {served entity: {engine process: [figure, …]}}}
+    engines.json    {endpoint: {served entity: {engine process: [count, …]}}}
 
 An engine of this host keeps its counts in a file of its own instead (``serving.counts``), which says all that it ever
 counted, also of a process that came and went between two scrapes, up to the step in which it was killed::
@@ -29,15 +29,15 @@ from ..files import replace_file
 from .worker_counters import locked
 
 FILE = "engines.json"
-KEPT = 256  # engine processes of an entity; what longer nobody has told of is added up
+KEPT = 256  # engine processes of an entity; the counts of those not heard of for longest are added up
 EARLIER = ""  # under which it is
 
 Place = tuple[str, str]  # endpoint, served entity
 _Known = dict[str, dict[str, dict[str, list[int]]]]
 
 
-class CounterFiles:
-    """The files of one server's engines below ``directory``."""
+class CounterDirectory:
+    """Below ``directory``, the files in which one server's engines keep their counters."""
 
     def __init__(self, directory: Path) -> None:
         self._engines, self._places = directory / "engines", directory / "places"
@@ -48,8 +48,8 @@ class CounterFiles:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         return str(root)
 
-    def name(self, place: Place, key: str) -> None:
-        """The engines of ``key`` serve ``place``."""
+    def assign(self, place: Place, key: str) -> None:
+        """Note that the engines of ``key`` serve ``place``."""
         named = self._places / _name(place) / key
         named.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         named.touch()
@@ -66,26 +66,27 @@ def _name(place: Place) -> str:
 
 
 class EngineCounters:
-    """Of all workers that have the same ``directory``, or for None of this object alone."""
+    """The counters of all workers that have the same ``directory``, or for None of this object alone."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
         self._known: _Known = {}
 
-    def add(self, told: Iterable[tuple[Place, Mapping[str, Health]]]) -> dict[Place, dict[str, int]]:
-        """Take what this process knows; the sums of ``COUNTERS`` of the same places, over all that was ever told.
+    def merge(self, seen: Iterable[tuple[Place, Mapping[str, Health]]]) -> dict[Place, dict[str, int]]:
+        """Merge what this process has seen, by place and engine process, into what all have; the sums of ``COUNTERS``
+        of the same places, over all that was ever seen.
 
         Raises ``FileNotFoundError`` where the directory is gone.
         """
-        kept = CounterFiles(self._directory).counts if self._directory is not None else lambda _: {}
-        found = [(place, figures, kept(place)) for place, figures in told]
-        others = [(place, {n: f for n, f in figures.items() if n not in own}) for place, figures, own in found]
+        in_files = CounterDirectory(self._directory).counts if self._directory is not None else lambda _: {}
+        found = [(place, health, in_files(place)) for place, health in seen]
+        others = [(place, {n: h for n, h in health.items() if n not in own}) for place, health, own in found]
         if self._directory is None:
-            _take(self._known, others)
+            _merge(self._known, others)
         else:
-            with locked(self._directory, alone=True):
+            with locked(self._directory, exclusive=True):
                 self._known = _read(self._directory / FILE)
-                if _take(self._known, others):
+                if _merge(self._known, others):
                     replace_file(self._directory / FILE, msgspec.json.encode(self._known))
         return {place: self._sums(place, own) for place, _, own in found}
 
@@ -94,12 +95,12 @@ class EngineCounters:
         return dict(zip(COUNTERS, map(sum, columns), strict=True))
 
 
-def _take(known: _Known, told: Iterable[tuple[Place, Mapping[str, Health]]]) -> bool:
-    """Whether there was anything new. Those that were told of last stand last."""
+def _merge(known: _Known, seen: Iterable[tuple[Place, Mapping[str, Health]]]) -> bool:
+    """Merge ``seen`` into ``known``; whether there was anything new. Engines that were seen last stand last."""
     new = False
-    for (endpoint, entity), figures in told:
+    for (endpoint, entity), engines_seen in seen:
         engines = known.setdefault(endpoint, {}).setdefault(entity, {EARLIER: [0] * len(COUNTERS)})
-        for generation, health in figures.items():
+        for generation, health in engines_seen.items():
             before = engines.pop(generation, None)
             found = [getattr(health, name) for name in COUNTERS]
             engines[generation] = found if before is None else [max(pair) for pair in zip(before, found, strict=True)]

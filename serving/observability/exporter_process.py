@@ -1,4 +1,4 @@
-"""Starts the trace exporter beside a server that traces, and ends it behind the last span."""
+"""Starts the trace exporter beside a server that traces, and ends it after the last span."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Prometheus scrapes: counters and histograms of all workers, and the engines' own figures at scrape time.
+"""What Prometheus scrapes: counters and histograms of all workers, and those of the engines at scrape time.
 
-Workers are processes, so prometheus_client keeps their figures in memory-mapped files of one directory
+Workers are processes, so prometheus_client keeps their counters in memory-mapped files of one directory
 (``PROMETHEUS_MULTIPROC_DIR``, set by the server before it forks) and a scrape of any worker adds them up.
 """
 
@@ -69,7 +69,7 @@ E2E = Histogram(
 
 
 class Entity(Protocol):
-    """A served entity as far as metrics name it."""
+    """What metrics need of a served entity: ``name`` is its endpoint's."""
 
     @property
     def name(self) -> str: ...
@@ -86,7 +86,7 @@ class Entities(Protocol):
 
 
 class EngineCollector(Collector):
-    """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``tally``."""
+    """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``counters``."""
 
     LABELS = ("endpoint", "entity")
     INFO = ("kernels", "kernels_reason", "dtype", "quantization", "device")
@@ -106,8 +106,8 @@ class EngineCollector(Collector):
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
     )
 
-    def __init__(self, endpoints: Entities, tally: EngineCounters) -> None:
-        self.endpoints, self.tally = endpoints, tally
+    def __init__(self, endpoints: Entities, counters: EngineCounters) -> None:
+        self.endpoints, self.counters = endpoints, counters
 
     def collect(self) -> Iterator[Metric]:
         entities = list(self.endpoints.entities())
@@ -117,7 +117,8 @@ class EngineCollector(Collector):
             for labels, health in found:
                 gauge.add_metric(labels, float(getattr(health, field)))
             yield gauge
-        sums = self.tally.add(((entity.name, entity.entity), entity.engine.process_health()) for entity in entities)
+        seen = [((entity.name, entity.entity), entity.engine.process_health()) for entity in entities]
+        sums = self.counters.merge(seen)
         for name, text, field in self.COUNTERS:
             counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
             for labels, counted in sums.items():
@@ -156,27 +157,27 @@ class LedgerCollector(Collector):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
 
 
-_ALONE: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # of processes that share no directory
+_UNSHARED: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # of processes that share no directory
 
 
 def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
     """All metrics of all workers in Prometheus' text format. Raises ``ShuttingDown`` where the server has ended."""
     if DIRECTORY not in os.environ:
-        return generate_latest(OWN) + _read(endpoints, _ALONE.setdefault(endpoints, EngineCounters()), ledger)
+        return generate_latest(OWN) + _read(endpoints, _UNSHARED.setdefault(endpoints, EngineCounters()), ledger)
     directory = Path(os.environ[DIRECTORY])
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
     try:
-        with locked(directory, alone=False):
+        with locked(directory, exclusive=False):
             counted = generate_latest(workers)
         return counted + _read(endpoints, EngineCounters(directory), ledger)
     except FileNotFoundError:
         raise ShuttingDown("the server has ended; this worker still finishes its replies") from None
 
 
-def _read(endpoints: Entities, tally: EngineCounters, ledger: Ledger | None) -> bytes:
+def _read(endpoints: Entities, counters: EngineCounters, ledger: Ledger | None) -> bytes:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(endpoints, tally))
+    registry.register(EngineCollector(endpoints, counters))
     if ledger is not None:
         registry.register(LedgerCollector(ledger))
     return generate_latest(registry)

@@ -118,8 +118,8 @@ class Exporter:
                 if records:
                     target.export(records)
             except Exception as error:  # whatever a store or a network does: the next records may do better
-                told = f"{type(error).__name__}: {str(error)[:300]}"
-                logs.event("traces not exported", level=40, lost=len(records), error=told)
+                text = f"{type(error).__name__}: {str(error)[:300]}"
+                logs.event("traces not exported", level=40, lost=len(records), error=text)
 
 
 def _await_sinks(experiment: str) -> list[Sink] | None:
@@ -130,9 +130,9 @@ def _await_sinks(experiment: str) -> list[Sink] | None:
         try:
             return sinks(experiment)
         except Exception as error:
-            told = f"{type(error).__name__}: {str(error)[:300]}"
+            text = f"{type(error).__name__}: {str(error)[:300]}"
             pause = backoff.failed()
-            logs.event("traces cannot be exported", level=40, error=told, again_after=pause)
+            logs.event("traces cannot be exported", level=40, error=text, again_after=pause)
         if select.select([sys.stdin], [], [], pause)[0]:
             return None
 

@@ -1,4 +1,4 @@
-"""The figures of workers that have ended, added up in one file of each kind.
+"""The counters of workers that have ended, added up in one file of each kind.
 
 prometheus_client leaves a dead worker's files lying, for its counts must not be lost, and reads all of them at every
 scrape. Here they are moved into ``<kind>_ended.db``, under a lock that scrapes share, so that no scrape sees them
@@ -20,22 +20,22 @@ KINDS = ("counter", "histogram")
 
 
 @contextlib.contextmanager
-def locked(directory: Path, *, alone: bool) -> Iterator[None]:
-    """Hold the lock, shared or ``alone``. It is held for milliseconds.
+def locked(directory: Path, *, exclusive: bool) -> Iterator[None]:
+    """Hold the lock, shared or ``exclusive``. It is held for milliseconds.
 
     Raises ``FileNotFoundError`` where the directory is gone: it goes with its server, which a worker may outlive.
     """
     with open(directory / LOCK, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         yield
 
 
 def merge_ended(directory: Path, pid: int) -> None:
-    """Move the figures of the ended process ``pid`` to those of its predecessors.
+    """Move the counters of the ended process ``pid`` to those of its predecessors.
 
-    Harmless where it left none, and where the server has ended and nobody will read them.
+    Does nothing where it left none, or where the server has ended.
     """
-    with contextlib.suppress(FileNotFoundError), locked(directory, alone=True):
+    with contextlib.suppress(FileNotFoundError), locked(directory, exclusive=True):
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
             if path.exists():

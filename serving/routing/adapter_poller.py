@@ -1,7 +1,7 @@
-"""The names of an engine's adapters as far as a worker has heard, so that no request waits for the engine to tell them.
+"""The names of an engine's adapters, polled, so that no request waits for the engine to list them.
 
-Any client of an engine may load and unload adapters, in other processes too, and the engine tells nobody. So a greenlet
-asks it again and again, and that one may wait as long as the engine is away.
+Any client of an engine may load and unload adapters, in other processes too, and the engine notifies no other. So a
+greenlet asks it again and again, and that one may wait as long as the engine is away.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ INTERVAL = 1.0  # seconds from an answer to the next question
 
 
 class AdapterPoller:
-    """Call it for the names: ``known`` before the first answer, then those of the last one. Never blocks, and any
-    thread may call. ``answered`` is set when the engine has answered once, or refused to.
+    """Polls an engine for its adapters. Call it for the names: ``known`` before the first answer, then those of the
+    last one. Never blocks, and any thread may call. ``answered`` is set when the engine has answered once, or refused
+    to.
 
     A name that has just been unloaded may still be among them: the engine itself refuses it then.
     """

@@ -1,4 +1,4 @@
-"""Whether a request may enter now: refused while the server drains, the engine's queue is full, or too much of it is
+"""Load shedding: a request is refused at once while the server drains, the engine's queue is full, or too much of it is
 the caller's own."""
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ FLOOR = 16  # a tenant may always have this part of the queue
 
 
 class LoadShedder:
-    """One a worker, of ``workers``. The engine's own queue bound is exact; this one answers before any work is done.
+    """Admits requests to engines' queues, one object in each of ``workers`` processes. The engine's own queue bound is
+    exact; this one answers before any work is done.
 
     The number of waiting requests comes with the engine's heartbeat, so it lags by at most one step or beat; what has
-    entered counts this worker's requests that the heartbeat may not have seen yet. Requests to endpoints that reserve
-    capacity are counted apart, so that no queue of others keeps them out. While an engine is away nothing waits in it:
-    what has entered here waits for the next one, and alone bounds what may. An engine that is given up is closed only
-    once nothing that entered for it is left.
+    entered counts this worker's requests that the heartbeat may not have seen yet. Requests to endpoints with
+    provisioned throughput are counted apart, so that no queue of others keeps them out. While an engine is away nothing
+    waits in it: what has entered here waits for the next one, and alone bounds what may. An engine that is given up is
+    closed only once nothing that entered for it is left.
 
     Callers with keys share the queue by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may have as many
     requests waiting as places are left, a key half as many. So one key alone fills a third of the queue, the keys of
-    one tenant half, of two tenants a third each, and there is always room for who comes next. A tenant with less than
+    one tenant half, of two tenants a third each, and there is always room for the next to come. A tenant with less than
     a ``FLOOR``-th of the queue waiting here is let in even where other workers' requests have filled it.
     """
 
@@ -39,7 +40,8 @@ class LoadShedder:
             raise ShuttingDown("the server is shutting down", retry_after=DRAIN_RETRY_AFTER)
 
     def enter(self, endpoint: str, engine: Engine, *, reserves: bool = False, caller: Caller | None = None) -> None:
-        """Count a request in; ``leave`` counts it out. ``caller`` None: all callers are one, and there are no shares.
+        """Count a request in; ``leave`` counts it out. ``reserves``: to an endpoint with provisioned throughput.
+        ``caller`` None: all callers are one, and there are no shares.
 
         Raises ``ShuttingDown``, ``Overloaded``.
         """
@@ -77,9 +79,9 @@ class LoadShedder:
         left = self.max_queued - max(waiting, len(queued))
         if of_tenant < self.max_queued // FLOOR or (of_tenant < left and 2 * of_key < left):
             return
-        who = "key" if 2 * of_key >= left else "tenant"
-        text = f"this {who}'s share of the {self.max_queued} requests that may wait for endpoint {endpoint} is used up"
-        raise Overloaded(text, retry_after=self.retry_after)
+        holder = "key" if 2 * of_key >= left else "tenant"
+        most = f"the {self.max_queued} requests that may wait for endpoint {endpoint}"
+        raise Overloaded(f"this {holder}'s share of {most} is used up", retry_after=self.retry_after)
 
     def running(self, engine: Engine) -> int:
         """Requests of this worker that have entered for ``engine``."""

@@ -1,4 +1,5 @@
-"""Keeps a worker at what the keeper's plan says: new engines first, then the traffic, then the old engines go."""
+"""The plan follower: a worker serves what the controller's plan says. New engines come first, then the traffic, then
+the old engines go."""
 
 from __future__ import annotations
 
@@ -13,29 +14,28 @@ from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, 
 from ..dialects.defaults import defaults_of
 from ..endpoints.config import ModelSource
 from ..engine.interface import AdapterInfo, Engine
-from ..observability.engine_counters import CounterFiles
+from ..observability.engine_counters import CounterDirectory
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
 from .adapter_poller import AdapterPoller
-from .admission_mode import mode_of
+from .admission import PROFILES, mode_of, profile_in
 from .load_shedding import LoadShedder
-from .profiles import PROFILES, profile_in
 from .replica_set import ReplicaSet
 from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
 TURN = 0.05  # seconds between looks at the plan
-FIRST_NAMES = 1.0  # seconds in which engines tell their adapters before requests come
-FIRST_SECONDS = 5.0  # for an engine of another host, which the keeper has just been connected to
+FIRST_NAMES = 1.0  # seconds in which engines list their adapters before requests come
+FIRST_SECONDS = 5.0  # for an engine of another host, which the controller process has just been connected to
 RETRY = 20  # turns after which a replica that did not answer is tried again
 
 
 class PlanFollower:
-    """``open`` (``client_gevent.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
+    """``open`` (``gevent_client.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
     that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
-    ``kept``: where engines keep their counts.
+    ``counter_directory``: where engines keep their counters.
 
-    One greenlet runs ``run`` (or the worker's start ``adopt``); nobody else changes what is here.
+    One greenlet runs ``run`` (or the worker's start ``adopt``), and it alone changes what is here.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class PlanFollower:
         profile: str = "open",
         profiles: Mapping[str, Profile] = PROFILES,
         engine_timeout: float | None = None,
-        kept: CounterFiles | None = None,
+        counter_directory: CounterDirectory | None = None,
     ) -> None:
         self._plan_directory, self._endpoints, self._load_shedder = plan_directory, endpoints, load_shedder
         self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
-        self._engine_timeout, self._kept = engine_timeout, kept
+        self._engine_timeout, self._counter_directory = engine_timeout, counter_directory
         self._engines: dict[str, ReplicaSet] = {}
         self._retiring: dict[str, ReplicaSet] = {}
         self._adapters: dict[str, AdapterPoller] = {}  # of those in both
         self._texts: dict[tuple[Any, ...], TextModel] = {}
         self._splits: dict[tuple[str, int], TrafficSplit] = {}
         self._worker_file = plan_directory.add_worker()
-        self._held = WorkerState()
+        self._reported = WorkerState()
         self._stamp: tuple[int, int] | None = None
         self._complete = True
         self.generation = -1
@@ -78,7 +78,7 @@ class PlanFollower:
             try:
                 if self._plan_directory.stamp() != self._stamp or (not self._complete and turns % RETRY == 0):
                     self.adopt()
-                self._let_go()
+                self._release_idle()
             except Exception:
                 logs.event("the plan could not be followed; it is tried again", level=40, exc_info=True)
                 gevent.sleep(1.0)
@@ -88,18 +88,18 @@ class PlanFollower:
         stamp = self._plan_directory.stamp()
         plan = self._plan_directory.read()
         planned = {entity.key: entity for endpoint in plan.endpoints for entity in endpoint.entities}
-        # told before we attach, so that the keeper ends none of them under our hands
-        self._tell(self.generation, {a for entity in planned.values() for a in entity.addresses})
+        # before we attach, so that the controller process ends none of them meanwhile
+        self._report(self.generation, {a for entity in planned.values() for a in entity.addresses})
         reached = [self._reach(key, entity) for key, entity in planned.items()]
         self._complete = all(reached)
         gevent.wait([names.answered for names in self._adapters.values()], timeout=FIRST_NAMES)
-        self._endpoints.replace(tuple(self._routed(endpoint) for endpoint in plan.endpoints))
+        self._endpoints.replace(tuple(self._endpoint(endpoint) for endpoint in plan.endpoints))
         for key in self._engines.keys() - planned.keys():
             self._retiring[key] = self._engines.pop(key)
         self._forget(plan)
-        told, self._stamp, self.generation = self.generation, stamp, plan.generation
-        self._tell(plan.generation)
-        if plan.generation != told:  # not each time that a replica was looked for again
+        before, self._stamp, self.generation = self.generation, stamp, plan.generation
+        self._report(plan.generation)
+        if plan.generation != before:  # not each time that a replica was looked for again
             logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
 
     def close(self) -> None:
@@ -113,17 +113,18 @@ class PlanFollower:
         source = entity.served.model
         engine = self._engines.get(key) or self._retiring.pop(key, None)
         if engine is None:
+            counters = "" if self._counter_directory is None else self._counter_directory.root(key)
             engine = ReplicaSet(
                 entity.info,
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
-                open=functools.partial(self._attach, source, "" if self._kept is None else self._kept.root(key)),
-                want=functools.partial(self._plan_directory.request_replica, key),
+                open=functools.partial(self._attach, source, counters),
+                request_replica=functools.partial(self._plan_directory.request_replica, key),
                 away_timeout=self._engine_timeout if source.addresses else None,
             )
         engine.update_info(entity.info)
         self._engines[key] = engine
         complete = engine.set_addresses(entity.addresses)
-        if key not in self._adapters:  # not before there is somebody to ask
+        if key not in self._adapters:  # not before there is an engine to ask
             self._adapters[key] = AdapterPoller(engine, source.bundle.adapters)
         return complete
 
@@ -138,7 +139,7 @@ class PlanFollower:
         )
         return engine
 
-    def _routed(self, planned: PlannedEndpoint) -> ServedEndpoint:
+    def _endpoint(self, planned: PlannedEndpoint) -> ServedEndpoint:
         profile = self._profiles[planned.profile or self._profile]
         entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
         split = None
@@ -150,8 +151,8 @@ class PlanFollower:
 
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> ServedEntity:
         source, engine = entity.served.model, self._engines[entity.key]
-        if self._kept is not None:
-            self._kept.name((planned.name, entity.served.name), entity.key)
+        if self._counter_directory is not None:
+            self._counter_directory.assign((planned.name, entity.served.name), entity.key)
         mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,
@@ -188,26 +189,26 @@ class PlanFollower:
         self._texts = {place: text for place, text in self._texts.items() if place in texts}
         self._splits = {place: split for place, split in self._splits.items() if place in splits}
 
-    def _let_go(self) -> None:
-        """Close what has no request left; the keeper ends it then."""
+    def _release_idle(self) -> None:
+        """Close what has no request left; the controller process ends it then."""
         for engine in (*self._engines.values(), *self._retiring.values()):
             engine.rescue()
-        changed = [engine.let_go() for engine in (*self._engines.values(), *self._retiring.values())]
+        changed = [engine.release_idle() for engine in (*self._engines.values(), *self._retiring.values())]
         over = [key for key, engine in self._retiring.items() if not self._load_shedder.running(engine)]
         for key in over:
             if key in self._adapters:  # it is not where an engine could never be reached
                 self._adapters.pop(key).close()
             self._retiring.pop(key).close()
         if over or any(changed):
-            self._tell(self.generation)
+            self._report(self.generation)
 
-    def _tell(self, generation: int, more: Iterable[str] = ()) -> None:
+    def _report(self, generation: int, more: Iterable[str] = ()) -> None:
         engines = (*self._engines.values(), *self._retiring.values())
         addresses = set(more).union(*(engine.addresses for engine in engines))
-        held = WorkerState(generation=generation, addresses=tuple(sorted(addresses)))
-        if held != self._held:
-            self._held = held
-            self._worker_file.write(held)
+        state = WorkerState(generation=generation, addresses=tuple(sorted(addresses)))
+        if state != self._reported:
+            self._reported = state
+            self._worker_file.write(state)
 
 
 def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from ..events import Event, Failed
 from ..request import ValidRequest
 
 ASK_AGAIN = 1.0  # seconds after which a waiting request asks for a replica again
-RETRY_AFTER = 5.0  # seconds, for those who were told that there is no engine
+RETRY_AFTER = 5.0  # seconds, for callers that are refused because there is no engine
 BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], ...] = (
     "ready",
     "draining",
@@ -26,11 +26,11 @@ BEST_FIRST: tuple[Literal["ready", "draining", "stalled", "starting", "dead"], .
     "dead",
 )
 NOT_SUMMED = ("status", "last_step_age", "processor_wait")
-PAST = 64  # engine processes of former replicas of which the last figures are kept
+PAST = 64  # engine processes of former replicas of which the last counters are kept
 
 
 class _Replica:
-    """``streams`` are those that somebody still holds: what runs here for this worker."""
+    """One engine process of the set. ``streams`` are those that are still held: what runs here for this worker."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -59,10 +59,11 @@ class _Replica:
 
 
 class ReplicaSet(Engine):
-    """``open(address)`` attaches to a replica and may block; ``want()`` asks for one where there is none. Requests wait
-    ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that are wanted.
+    """The replicas of one model as one engine, used by the greenlets of one worker.
 
-    ``info`` is that of one replica. Used by the greenlets of one worker.
+    ``open(address)`` attaches to a replica and may block; ``request_replica()`` asks for one where there is none.
+    Requests wait ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that
+    are requested. ``info`` is that of one replica.
     """
 
     def __init__(
@@ -71,17 +72,17 @@ class ReplicaSet(Engine):
         adapters: tuple[AdapterInfo, ...],
         *,
         open: Callable[[str], Engine],
-        want: Callable[[], object],
+        request_replica: Callable[[], object],
         away_timeout: float | None = None,
     ) -> None:
         self._info = info
         self._adapters = adapters
-        self._open, self._want, self._away_timeout = open, want, away_timeout
+        self._open, self._request_replica, self._away_timeout = open, request_replica, away_timeout
         self._expected = False
         self._active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
-        self._past: dict[str, Health] = {}  # figures of those that are closed
-        self._wanted_at = 0.0
+        self._past: dict[str, Health] = {}  # the last counters of those that are closed
+        self._requested_at = 0.0
         self._arrived = Signal()
         self._closed = False
 
@@ -118,19 +119,19 @@ class ReplicaSet(Engine):
 
     def rescue(self) -> None:
         """What runs on a replica that makes no progress goes on where there is one that does; where there is none it
-        waits, and says so: an engine that is not there cannot tell that it has work."""
+        waits, and asks for a replica: an engine that is not there cannot report that it has work."""
         for replica in (replica for replica in self._each() if len(replica.streams) and not replica.is_ready):
             if others := [other for other in self._active.values() if other.is_ready]:
                 replica.hand_over(min(others, key=lambda other: other.load))
-            elif time.monotonic() - self._wanted_at > ASK_AGAIN:
-                self._wanted_at = time.monotonic()
+            elif time.monotonic() - self._requested_at > ASK_AGAIN:
+                self._requested_at = time.monotonic()
                 with contextlib.suppress(OSError):  # the server's directory went with it; we still finish what runs
-                    self._want()
+                    self._request_replica()
 
     def _each(self) -> tuple[_Replica, ...]:
         return (*self._active.values(), *(replica for _, replica in self._leaving))
 
-    def let_go(self) -> bool:
+    def release_idle(self) -> bool:
         """Close the clients of former replicas on which nothing runs any more; whether there were any."""
         over = [(address, replica) for address, replica in self._leaving if not len(replica.streams)]
         for address, replica in over:
@@ -145,12 +146,12 @@ class ReplicaSet(Engine):
         """To the replica with the fewest of this worker's requests; where there is none, the request waits for one."""
         replicas = self._active
         if not replicas:
-            return _Late(self, request)
+            return _WaitingStream(self, request)
         if len(replicas) == 1:
             return next(iter(replicas.values())).submit(request)
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
 
-    def await_one(self, deadline: float | None) -> Failed | None:
+    def await_replica(self, deadline: float | None) -> Failed | None:
         """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came."""
         since = time.monotonic()
         while not self._active:
@@ -160,7 +161,7 @@ class ReplicaSet(Engine):
                 return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
             if deadline is not None and time.monotonic() >= deadline:
                 return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, ASK_AGAIN)
-            self._want()
+            self._request_replica()
             left = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.monotonic()))
             self._arrived.wait(left)
         return None
@@ -219,7 +220,7 @@ class ReplicaSet(Engine):
         self._active, self._leaving = {}, []
 
 
-class _Late:
+class _WaitingStream:
     """The events of a request that waits for its engine to come."""
 
     def __init__(self, replicas: ReplicaSet, request: ValidRequest) -> None:
@@ -234,7 +235,7 @@ class _Late:
         if self._over:
             raise StopIteration
         if self._stream is None:
-            failed = self._replicas.await_one(self._request.deadline)
+            failed = self._replicas.await_replica(self._request.deadline)
             if failed is not None:
                 self._over = True
                 return failed

@@ -41,7 +41,8 @@ class ServedEntity:
         return self.view.known_adapters()
 
     def entity_shown_to(self, caller: Caller) -> str:
-        """The served model's name; a URI or path only to who manages, the endpoint's name to others."""
+        """The served model's name; a URI or path is shown to callers that manage alone, others see the endpoint's
+        name."""
         return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.name
 
 
@@ -70,7 +71,8 @@ class ServedEndpoint:
 
 
 class ServedEndpoints:
-    """What this worker serves. Names are unique; the order is the order of adding. Replaced as a whole."""
+    """All endpoints that this worker serves. Names are unique; the order is the order of adding. Replaced as a
+    whole."""
 
     def __init__(self, *endpoints: ServedEntity) -> None:
         self._by_name: dict[str, ServedEndpoint] = {}
@@ -79,16 +81,16 @@ class ServedEndpoints:
             tuple(ServedEndpoint(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints)
         )
 
-    def replace(self, routed: tuple[ServedEndpoint, ...]) -> None:
-        """Requests that come from now on find these."""
-        self._by_name = {one.name: one for one in routed}
+    def replace(self, served: tuple[ServedEndpoint, ...]) -> None:
+        """Serve these instead: requests that come from now on find them."""
+        self._by_name = {one.name: one for one in served}
 
     def seen_by(self, caller: Caller) -> ServedEndpoints:
         """Those that ``caller`` may know of, as they are now; in their errors there is no word of the others."""
         if caller.endpoints is None:
             return self
         seen = ServedEndpoints()
-        seen._by_name = {name: routed for name, routed in self._by_name.items() if caller.may_see(name)}
+        seen._by_name = {name: served for name, served in self._by_name.items() if caller.may_see(name)}
         seen._caller = caller
         return seen
 
@@ -111,14 +113,14 @@ class ServedEndpoints:
 
     def __iter__(self) -> Iterator[ServedEntity]:
         """One of each endpoint: its first served entity."""
-        return iter(tuple(routed.first for routed in self._by_name.values()))
+        return iter(tuple(served.first for served in self._by_name.values()))
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     def entities(self) -> Iterator[ServedEntity]:
         """Every served entity of every endpoint."""
-        return iter(tuple(entity for routed in self._by_name.values() for entity in routed.entities.values()))
+        return iter(tuple(entity for served in self._by_name.values() for entity in served.entities.values()))
 
     def find(
         self,
@@ -155,18 +157,18 @@ class ServedEndpoints:
         of_path, adapter = self.find(called, sticky_key=sticky_key, caller=caller)
         if model == of_path.name:
             return of_path, adapter
-        routed = self._by_name.get(of_path.name)
-        if routed is not None and model in routed.entities:
-            return routed.entities[model], adapter
+        served = self._by_name.get(of_path.name)
+        if served is not None and model in served.entities:
+            return served.entities[model], adapter
         found, wanted = self.find(model, sticky_key=sticky_key, caller=caller)
         if found.name != of_path.name or (adapter is not None and wanted != adapter):
             raise InvalidField("model", model, f"{called}, as in the path")
         return found, wanted
 
     def _named(self, name: str, sticky_key: str | None, caller: str | None) -> ServedEntity | None:
-        routed = self._by_name.get(name)
-        if routed is not None:
-            return routed.choose(sticky_key, caller)
+        served = self._by_name.get(name)
+        if served is not None:
+            return served.choose(sticky_key, caller)
         found = [entity for entity in self.entities() if entity.entity == name]
         if len(found) > 1:
             owners = " and ".join(entity.name for entity in found)

@@ -20,7 +20,7 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.http.app import create_app, make_server
 from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.modes import Mode
-from mlflow_llm.serving.routing.profiles import profile_in
+from mlflow_llm.serving.routing.admission import profile_in
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile

@@ -17,12 +17,12 @@ from ...control.resolver_pool import ResolverPool
 from ...control.settings import ServerSettings, ledger_dir
 from ...control.spec import ServeSpec, store_url
 from ...endpoints.store import EndpointStore
-from ...observability.engine_counters import CounterFiles
+from ...observability.engine_counters import CounterDirectory
 from ...observability.metrics import DIRECTORY as METRICS
 from ...observability.metrics import STORE_OUTAGES
 from ...observability.tracing import OFF, Outbox, Tracer
+from ...routing.admission import profiles_of
 from ...routing.plan_follower import PlanFollower
-from ...routing.profiles import profiles_of
 from ...routing.served_endpoints import ServedEndpoints
 from ...supervision.warm_up import generate_one
 from ...transport.client.gevent_client import attach
@@ -59,7 +59,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
         profile=spec.profile,
         profiles=profiles_of(spec.settings),
         engine_timeout=spec.settings.engine_timeout,
-        kept=CounterFiles(Path(os.environ[METRICS])) if METRICS in os.environ else None,
+        counter_directory=CounterDirectory(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )
     follower.adopt()
     for endpoint in endpoints.entities():

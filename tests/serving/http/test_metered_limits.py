@@ -19,7 +19,7 @@ from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.metering.limits import check_integrity, plain
 from mlflow_llm.serving.metering.money import units
 from mlflow_llm.serving.modes import PayPerToken
-from mlflow_llm.serving.routing.profiles import profiles_of
+from mlflow_llm.serving.routing.admission import profiles_of
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint
 
 BODY = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True}

@@ -18,10 +18,10 @@ from serving_process import running
 from mlflow_llm.serving.engine.interface import Engine as EngineProtocol
 from mlflow_llm.serving.engine.interface import Health
 from mlflow_llm.serving.observability import metrics
-from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterFiles, EngineCounters
+from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterDirectory, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
-from mlflow_llm.serving.transport.engine_process.counters import CounterWriter as EngineCounterFiles
+from mlflow_llm.serving.transport.engine_process.counters import CounterWriter
 
 PLACE = ("chat", "v1")
 INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))
@@ -50,7 +50,7 @@ class Engine:
 
 def worker(**engines: Engine) -> ServedEndpoints:
     """What a worker serves: ``chat`` with the entity v1 on replicas."""
-    replicas = ReplicaSet(INFO, (), open=engines.__getitem__, want=lambda: None)
+    replicas = ReplicaSet(INFO, (), open=engines.__getitem__, request_replica=lambda: None)
     replicas.set_addresses(tuple(engines))
     return ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=replicas))
 
@@ -82,7 +82,7 @@ def test_a_replica_that_leaves_takes_nothing_away() -> None:
     replicas.set_addresses(("one",))
     assert generated(endpoints) == 1_000_400
     engines["other"].told["b"] = Health(status="ready", generated_tokens=500)
-    replicas.let_go()
+    replicas.release_idle()
     assert generated(endpoints) == 1_000_500
 
 
@@ -109,35 +109,35 @@ def test_every_worker_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     """Of engine processes that nobody tells of any more only the sum is kept."""
-    tally = EngineCounters(tmp_path)
+    counters = EngineCounters(tmp_path)
     lasting = Health(status="ready", steps=1)
     for number in range(3 * KEPT):
         figures = {"lasting": lasting, f"g{number}": Health(status="dead", steps=2)}
-        assert tally.add([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
+        assert counters.merge([(PLACE, figures)])[PLACE]["steps"] == 1 + 2 * (number + 1)
     assert (tmp_path / FILE).stat().st_size < 50 * KEPT
-    assert len(tally._known["chat"]["v1"]) == KEPT + 1
+    assert len(counters._known["chat"]["v1"]) == KEPT + 1
 
 
 def test_what_engines_have_written_counts(tmp_path: Path) -> None:
     """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
     a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
-    kept, tally = CounterFiles(tmp_path), EngineCounters(tmp_path)
+    kept, counters = CounterDirectory(tmp_path), EngineCounters(tmp_path)
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
-        kept.name(place, key)
+        kept.assign(place, key)
         for engine in ("a", "b"):
-            counted = EngineCounterFiles(f"{key}-{engine}")
+            counted = CounterWriter(f"{key}-{engine}")
             counted.keep({kept.root(key), ""}, Health(status="ready", steps=1, generated_tokens=100))
     told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
     for _ in range(2):
-        sums = tally.add([(PLACE, told)])[PLACE]
+        sums = counters.merge([(PLACE, told)])[PLACE]
         assert (sums["steps"], sums["generated_tokens"]) == (4, 409)
     counted.write(Health(status="ready", generated_tokens=105))
-    assert tally.add([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
+    assert counters.merge([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
 
 
 def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
-    counted, health = EngineCounterFiles("a"), Health(status="ready")
+    counted, health = CounterWriter("a"), Health(status="ready")
     counted.keep({str(tmp_path / "gone")}, health)
     counted.write(health)
     assert "no counts can be kept" in caplog.text

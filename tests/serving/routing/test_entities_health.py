@@ -42,7 +42,7 @@ def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
 
 def replicas(*engines: object) -> ReplicaSet:
     each = dict(zip(map(str, range(len(engines))), engines, strict=True))
-    found = ReplicaSet(NATIVE, (), open=each.__getitem__, want=lambda: None)
+    found = ReplicaSet(NATIVE, (), open=each.__getitem__, request_replica=lambda: None)
     found.set_addresses(tuple(each))
     return found
 

@@ -103,7 +103,7 @@ def replicated(instant_bundle: Bundle, engine: InstantEngine) -> Callable[[], Re
             return InstantEngine(instant_bundle, EngineSettings(max_model_len=256))
 
         adapters = (AdapterInfo(name="pirate", rank=0, path=""),)
-        found = ReplicaSet(engine.info, adapters, open=open, want=lambda: wanted.append(1))
+        found = ReplicaSet(engine.info, adapters, open=open, request_replica=lambda: wanted.append(1))
         found.wanted = wanted  # type: ignore[attr-defined]
         return found
 
@@ -129,13 +129,13 @@ def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> N
     streams = [replicas.submit(request()) for _ in range(2)]
     replicas.set_addresses(("x",))
     assert replicas.addresses == {"x", "y"}
-    assert not replicas.let_go()
+    assert not replicas.release_idle()
     assert len({id(stream) for stream in [*streams, replicas.submit(request())]}) == 3
     for stream in streams:
         assert isinstance(list(stream)[-1], Finished)
     del stream
     streams.clear()
-    assert replicas.let_go()
+    assert replicas.release_idle()
     assert replicas.addresses == {"x"}
     replicas.close()
 
@@ -182,7 +182,7 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
             close=lambda: None,
         )
 
-    replicas = ReplicaSet(engine.info, (), open=open, want=lambda: wanted.append(1))
+    replicas = ReplicaSet(engine.info, (), open=open, request_replica=lambda: wanted.append(1))
     replicas.set_addresses(("x", "y"))
     replicas.rescue()
     assert not wanted
@@ -190,11 +190,11 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
     replicas.rescue()
     replicas.rescue()
     assert len(wanted) == 1
-    replicas._wanted_at -= 2.0
+    replicas._requested_at -= 2.0
     replicas.rescue()
     assert len(wanted) == 2
     states["y"] = "ready"
-    replicas._wanted_at -= 2.0
+    replicas._requested_at -= 2.0
     replicas.rescue()
     assert len(wanted) == 2
     stream.close()
@@ -202,10 +202,10 @@ def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) ->
 
 def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
     """What has entered is known by engine until it leaves, so that no engine is closed under a request."""
-    gate = LoadShedder(max_queued=1, retry_after=1.0)
-    gate.enter("chat", engine)
-    gate.enter("chat", engine)
-    assert gate.running(engine) == 2
-    gate.leave(engine)
-    gate.leave(engine)
-    assert gate.running(engine) == 0
+    shedder = LoadShedder(max_queued=1, retry_after=1.0)
+    shedder.enter("chat", engine)
+    shedder.enter("chat", engine)
+    assert shedder.running(engine) == 2
+    shedder.leave(engine)
+    shedder.leave(engine)
+    assert shedder.running(engine) == 0

@@ -1,0 +1,54 @@
+"""How the requests of a served entity are admitted: the mode, and the profile of fields and limits that they have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..control.settings import ServerSettings
+from ..endpoints.config import EntityConfig
+from ..modes import Mode, PayPerToken, Provisioned
+from ..modes.provisioned import Measured, reserved_units
+from ..tasks.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
+
+PROFILES: Mapping[str, Profile] = {
+    "open": Profile(),
+    "databricks-provisioned": DATABRICKS_PROVISIONED,
+    "databricks-pay-per-token": DATABRICKS_PAY_PER_TOKEN,
+}
+
+
+def profiles_of(settings: ServerSettings) -> Mapping[str, Profile]:
+    """The profiles that an endpoint may have, by name, with the limits of a server."""
+    tokens, size = settings.default_max_tokens, settings.max_reply_bytes
+    return {
+        name: dataclasses.replace(profile, default_max_tokens=tokens, max_reply_bytes=size)
+        for name, profile in PROFILES.items()
+    }
+
+
+def profile_in(mode: Mode | None, profile: Profile) -> Profile:
+    """``profile`` with the fields that the mode takes: an entity's mode decides, whatever its server's profile is."""
+    if mode is None:
+        return profile
+    takes = mode.profile
+    return dataclasses.replace(profile, allow_n=takes.accepts_n, allow_error_behavior=takes.accepts_error_behavior)
+
+
+def mode_of(entity: EntityConfig, facts: dict[str, Any], ledger: Any, replicas: int = 1) -> Mode | None:
+    """The mode that admits the requests of ``entity``; None without a ledger: all are admitted and nothing is counted.
+
+    ``facts`` are those of ``Autoscaler.prepare``. A provisioned entity's reserve is what its ``replicas`` give; while
+    it has none and a request makes it start, one.
+    """
+    if ledger is None:
+        return None
+    if not entity.provisioned:
+        return PayPerToken(ledger)
+    measured = msgspec.convert(facts, Measured)
+    maximum = entity.max_provisioned_throughput or 1
+    throughput = reserved_units(measured.tokens_per_second, maximum, max(1, replicas))
+    return Provisioned(ledger, throughput=throughput, prompt_weight_milli=measured.prompt_weight_milli)
