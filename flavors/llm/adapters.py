@@ -1,4 +1,4 @@
-"""Adapters on their way into a model: named, written in peft's layout, and checked against the base."""
+"""LoRA adapters of a model: named, written in peft's layout, and checked against the base."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICKLED_WEIGHTS = "adapter_model.bin"
 
 
 def check_name(name: Any) -> str:
-    """An adapter's name is a folder here and a part of ``endpoint:adapter`` on the wire."""
+    """``name``, which is a folder here and a part of ``endpoint:adapter`` on the wire. Raises ``PackagingError``."""
     if not isinstance(name, str) or not is_adapter_name(name):
         raise PackagingError(
             f"adapters: the name {shown(name)} is not allowed; expected up to 128 letters, digits, '_', '-' and '.',"
@@ -30,7 +30,10 @@ def check_name(name: Any) -> str:
 
 
 def place_adapters(adapters: dict[str, Any] | None, peft_model: Any, root: Path, *, link: bool = False) -> list[str]:
-    """Write ``adapters`` and those inside ``peft_model`` under ``root/adapters``; gives their names, sorted."""
+    """Write ``adapters`` and those inside ``peft_model`` under ``root/adapters`` and return their names, sorted.
+
+    Raises ``PackagingError``.
+    """
     if adapters is not None and not isinstance(adapters, dict):
         raise PackagingError(f"adapters: {shown(adapters)} is not allowed; expected {{name: PeftModel or directory}}")
     given = {check_name(name): source for name, source in (adapters or {}).items()}
@@ -100,7 +103,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _write_config(config: dict[str, Any], file: Path) -> None:
-    """Keep the base's name where it is a hub id; a path of the machine it was trained on means nothing elsewhere."""
+    """Write ``config`` without the base's name, unless that is a hub id: a path is meaningless on other machines."""
     base = config.get("base_model_name_or_path")
     if isinstance(base, str) and (not re.fullmatch(r"[\w.-]+/[\w.-]+", base) or base.startswith(".")):
         config = config | {"base_model_name_or_path": None}

@@ -1,8 +1,8 @@
-"""The asynchronous twin of ``language_model.LanguageModel``: ``await model.aio.chat(…)``.
+"""The object API for coroutines, the asynchronous twin of ``language_model``: ``await model.aio.chat(…)``.
 
-A request holds no thread: its events come from the engine's client through ``LoopQueue``, which wakes the coroutine
-that waits for them. Threads of the event loop's executor do what takes long before a request runs: starting the engine,
-the template and the tokens. A cancelled task, like a stream that is closed or dropped, aborts its sequences.
+A request occupies no thread: the engine's client puts its events into a ``LoopQueue``, which wakes the coroutine that
+awaits them. The slow work before a request runs (starting the engine, template, tokenization) is done on threads of the
+event loop's executor. A cancelled task aborts its sequences, as does a stream that is closed or dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from .session import Session
 
 
 class LoopQueue:
-    """Written by any thread, read by one coroutine of the loop it was made on: ``wait`` until there is something, then
-    ``get`` does not block. ``close`` ends a wait with nothing."""
+    """A queue written by any thread and read by one coroutine of the loop it was created on.
+
+    After ``wait`` there is an event, which ``get`` returns at once, or the queue was closed.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -38,15 +40,15 @@ class LoopQueue:
 
     def put(self, event: Event) -> None:
         self._events.append(event)
-        self._tell()
+        self._notify()
 
     def close(self) -> None:
         self._closed = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._waiter is not None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and with it the reader
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -56,7 +58,7 @@ class LoopQueue:
     async def wait(self) -> None:
         self._waiter = self._loop.create_future()
         try:
-            if not self._events and not self._closed:  # asked behind the waiter: what comes from now on wakes it
+            if not self._events and not self._closed:  # checked after the waiter is set: a later event wakes it
                 await self._waiter
         finally:
             self._waiter = None
@@ -69,7 +71,7 @@ class LoopQueue:
 
 
 class AsyncPieces:
-    """The pieces of one reply as they come, ``Done`` last; what ``tasks.pieces.Pieces`` is to threads."""
+    """The pieces of one reply as they are generated, ``Done`` last: ``tasks.pieces.Pieces`` for coroutines."""
 
     def __init__(self, session: Session, request: ValidRequest) -> None:
         self._queue = LoopQueue()
@@ -113,7 +115,7 @@ class AsyncPieces:
         self._ready.extend(self._run.feed(event))
 
     def close(self) -> None:
-        """Abort what still runs; harmless when repeated."""
+        """Abort the sequences that still run. Closing twice is harmless."""
         self._ended = True
         self._stream.close()
         self._queue.close()
@@ -124,9 +126,11 @@ class AsyncPieces:
 
 
 class AsyncTextStream:
-    """Pieces of text as they come (``async for``); ``usage``, ``finish_reason`` and ``text`` once it has ended.
+    """A reply as it is generated: ``async for`` yields pieces of its text (one choice).
 
-    Leaving an ``async with`` early, or ``close``, aborts the request. Only choice 0 is streamed here.
+    ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
+    before. ``close``, or leaving an ``async with`` early, aborts the request. Iterating raises the ``MlflowException``
+    that the request fails with.
     """
 
     def __init__(self, pieces: AsyncPieces) -> None:
@@ -163,8 +167,10 @@ class AsyncTextStream:
 
 
 class AsyncLanguageModel:
-    """``LanguageModel`` for coroutines: the same methods, fields and errors, over the same engine. Any number of tasks
-    may share one; their requests run in one batch."""
+    """``LanguageModel`` for coroutines: the same methods, arguments, results and errors, over the same engine.
+
+    Any number of tasks may share one object; their requests run in one batch.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -180,7 +186,7 @@ class AsyncLanguageModel:
     async def chat(
         self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | AsyncTextStream:
-        """Answer a conversation, or one user's text. ``stream=True`` gives an ``AsyncTextStream``."""
+        """Answer a conversation, as ``LanguageModel.chat``; ``stream=True`` gives an ``AsyncTextStream``."""
         return await self._generate({"messages": turns_of(messages), "adapter": adapter, **fields}, stream)
 
     @overload
@@ -194,7 +200,7 @@ class AsyncLanguageModel:
     async def complete(
         self, prompt: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | AsyncTextStream:
-        """Continue a text; several prompts give one ``Answer`` with a choice for each."""
+        """Continue a text, as ``LanguageModel.complete``; ``stream=True`` gives an ``AsyncTextStream``."""
         return await self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
     @overload
@@ -208,7 +214,10 @@ class AsyncLanguageModel:
     async def embed(
         self, texts: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Vectors | AsyncIterator[Vectors]:
-        """Vectors as float32: ``[dim]`` for one text, ``[n, dim]`` for n. ``stream=True`` yields them one by one."""
+        """Embed texts, as ``LanguageModel.embed``: float32, ``[dim]`` for one text and ``[n, dim]`` for n.
+
+        ``stream=True`` gives an asynchronous iterator over vectors ``[dim]``, in the order of the texts.
+        """
         request = await self._valid({"input": texts, "adapter": adapter, **fields}, stream=False)
         if stream:
             return _vectors(AsyncPieces(self._session, request))
@@ -217,7 +226,7 @@ class AsyncLanguageModel:
         return vectors[0] if isinstance(texts, str) else vectors
 
     async def close(self) -> None:
-        """As ``LanguageModel.close``: it closes both."""
+        """Give the engine up, as ``LanguageModel.close``: it closes both objects."""
         await asyncio.to_thread(self._session.close)
 
     async def __aenter__(self) -> AsyncLanguageModel:
@@ -250,7 +259,7 @@ class AsyncLanguageModel:
 
 
 async def _vectors(pieces: AsyncPieces) -> AsyncIterator[Vectors]:
-    """In the order of the texts: the engine computes them in another."""
+    """Vectors in the order of the texts; the engine computes them in another."""
     early: dict[int, bytes] = {}
     following = 0
     try:

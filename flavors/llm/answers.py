@@ -19,21 +19,29 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Answer:
-    """A whole answer. ``str(answer)`` is its text; ``choices`` has all of them where ``n`` or prompts were more."""
+    """A whole reply. ``str(answer)`` is the text of its first choice.
+
+    Attributes:
+        choices: one for each prompt and each of ``n``, in order: text, finish reason, tool calls, log probabilities.
+        usage: tokens of the prompt (``prompt_tokens``, ``cached_tokens``) and of all choices (``completion_tokens``).
+    """
 
     choices: tuple[Choice, ...]
     usage: Usage
 
     @property
     def text(self) -> str:
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def texts(self) -> list[str]:
+        """The text of each choice."""
         return [choice.text for choice in self.choices]
 
     @property
     def finish_reason(self) -> str:
+        """Why the first choice ended: ``stop``, ``length`` or ``tool_calls``."""
         return self.choices[0].finish_reason
 
     def __str__(self) -> str:
@@ -46,14 +54,16 @@ class Answer:
 
 
 def turns_of(messages: Messages) -> Any:
-    """A text is what the user says; what is no conversation is refused by its name, as in a request."""
+    """``messages`` as a request has them: a text is one message of the user. Checked where requests are."""
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
 def check_streamable(request: ValidRequest) -> None:
+    """Raises ``InvalidField`` for more than one choice: a ``TextStream`` is one text."""
     if len(request.sequences) > 1:
         raise InvalidField("stream", True, "false with more than one choice; predict_stream streams several")
 
 
-def vector_of(data: bytes) -> npt.NDArray[np.float32]:
+def vector_of(data: bytes) -> Vectors:
+    """Little-endian float32 as an array ``[dim]``."""
     return np.frombuffer(data, dtype="<f4").astype(np.float32)

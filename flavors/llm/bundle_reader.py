@@ -31,7 +31,8 @@ def load_bundle(model_uri: str | os.PathLike[str], verify: Verify | None = None)
             None takes the environment variable MLFLOW_LLM_VERIFY.
 
     Raises:
-        MlflowException: the model is damaged, was changed, is of a later format, or its base cannot be had.
+        MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
+            damaged, was changed, is of a later format, or its base cannot be fetched.
     """
     return read_bundle(local_root(model_uri), verify=verify)
 
@@ -63,7 +64,10 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
 def configured(
     root: Path, overrides: dict[str, Any] | None = None, *, weights: bool = True
 ) -> tuple[Bundle, configs.ModelConfig]:
-    """The bundle and its configuration under ``overrides``, where the default adapter may be another or none."""
+    """The bundle under ``root`` and its configuration with ``overrides``, which may change the default adapter.
+
+    Raises ``PackagingError``.
+    """
     bundle = read_bundle(root, weights=weights)
     config = configs.parse({"default_adapter": bundle.default_adapter}, saved_config(root), overrides)
     chosen = config.default_adapter

@@ -1,4 +1,4 @@
-"""Write the parts of a model under its root and prove that they belong together."""
+"""Write a ``Bundle``: the parts of a model under its root, checked to fit each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
 class Parts(Struct, frozen=True, kw_only=True):
-    """What a caller gave. ``model`` or ``base`` is set, not both."""
+    """The arguments of ``save_model`` that are parts of the model. ``model`` or ``base`` is set, not both."""
 
     model: Any = None
     base: str | None = None
@@ -38,10 +38,10 @@ class Parts(Struct, frozen=True, kw_only=True):
 
 
 def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
-    """Write model, tokenizer, adapters, templates and the manifest under ``root``; the manifest, and where the model's
-    own files are: there, or those of its base.
+    """Write model, tokenizer, adapters, templates and manifest under ``root``.
 
-    Raises ``PackagingError`` for anything that would fail when it is served.
+    Returns the manifest, and the directory of the model's own files: under ``root``, or its base's. Raises
+    ``PackagingError`` for anything that would fail when it is served.
     """
     if (parts.model is None) == (parts.base is None):
         raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
@@ -74,7 +74,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
 
 
 def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
-    """An adapter alone: no weights of the base, which is named by URI and content hash."""
+    """Write an adapter alone: its base is referred to by URI and content hash, not copied."""
     if not parts.adapters:
         raise PackagingError("base: it needs adapters= to put over it")
     reference, base_root = pinned_base(str(parts.base))

@@ -1,7 +1,7 @@
 """Weights on disk: the shapes in safetensors headers, and pickled checkpoints turned into safetensors.
 
-Only this file reads a pickle, at log time, with ``torch.load(weights_only=True)``: tensors and plain containers come
-out of it and nothing is executed.
+Pickles are read here alone, at log time, with ``torch.load(weights_only=True)``, which yields tensors and plain
+containers and executes nothing.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ def place_file(
 
 
 def real_file(source: Path, within: Path) -> Path:
-    """Where ``source`` lies. Raises ``PackagingError`` where that is outside of ``within``: a link in a model that was
-    downloaded may point at any file of this machine. A snapshot in the hub's cache links to the blobs beside it.
+    """``source`` with its symbolic links resolved. Raises ``PackagingError`` where that leaves ``within``.
+
+    A link in a downloaded model could point at any file of this machine. Only a snapshot in the hub's cache may link to
+    the blobs beside it.
     """
     real, root = source.resolve(), within.resolve()
     allowed = [root]
@@ -92,7 +94,7 @@ def real_file(source: Path, within: Path) -> Path:
 
 
 def convert(pickled: Path, target: Path, within: Path | None = None) -> list[str]:
-    """Write the tensors of a pickled state dict as safetensors; gives their names."""
+    """Write the tensors of a pickled state dict as safetensors and return their names. Raises ``PackagingError``."""
     from safetensors.torch import save_file
 
     tensors = _separate(_load(real_file(pickled, within or pickled.parent)))
@@ -127,7 +129,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _load(pickled: Path) -> dict[str, Any]:
-    """The state dict in ``pickled``, also where it is wrapped once as ``{"state_dict": …}``."""
+    """The state dict in ``pickled``, possibly wrapped as ``{"state_dict": …}``."""
     import torch
 
     try:
@@ -147,8 +149,7 @@ def _load(pickled: Path) -> dict[str, Any]:
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Safetensors holds no two tensors in one memory: those that share it (tied weights) each get their own copy,
-    which loads in every case; a tensor that is a view of a larger one is made contiguous."""
+    """Copies of tensors that share memory, as tied weights do, which safetensors cannot store; views are contiguous."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():

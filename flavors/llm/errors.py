@@ -1,8 +1,9 @@
-"""The errors of ``serving.errors`` as callers of MLflow meet them: each is an ``MlflowException`` too.
+"""The public errors of the flavor: each class of ``serving.errors`` with a twin that is a ``MlflowException`` too.
 
-One tree, class by class (a test walks both): ``except MlflowException``, ``except llm.errors.RequestError`` and
-``except mlflow_llm.serving.errors.RequestError`` all take an ``InvalidField`` of the object API and of ``predict``.
-They keep ``kind``, ``param``, ``retry_after`` and the status that an HTTP caller gets.
+The two trees have the same classes (a test walks both), and a twin inherits from its original: ``except
+MlflowException``, ``except llm.errors.RequestError`` and ``except mlflow_llm.serving.errors.RequestError`` all catch an
+``InvalidField`` of the object API or of ``predict``. Errors keep ``kind``, ``param``, ``retry_after`` and the status
+that an HTTP caller gets.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ R = TypeVar("R")
 
 
 class ServingError(errors.ServingError, MlflowException):
-    """``message`` cannot be changed: MLflow's scoring server would put the whole input in front of it, prompts and all.
+    """Root of the errors of requests and engines. Created by ``mlflow_error`` alone.
 
-    Made by ``mlflow_error`` only: each class of the tree has arguments of its own.
+    ``message`` is read-only: MLflow's scoring server would prefix it with the whole input, prompts included.
     """
 
     _message = ""
@@ -157,7 +158,7 @@ class ModelNotFound(errors.ModelNotFound, PackagingError):
 
 
 def _mirrored(cls: type[ServingError]) -> dict[type[errors.ServingError], type[ServingError]]:
-    """Serving's class → the one here, from ``cls`` down."""
+    """Class of ``serving.errors`` → its twin here, for ``cls`` and its subclasses."""
     found: dict[type[errors.ServingError], type[ServingError]] = {cls.__mro__[1]: cls}
     for child in cls.__subclasses__():
         found |= _mirrored(child)

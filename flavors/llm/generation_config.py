@@ -1,8 +1,8 @@
 """The sampling defaults in a model's ``generation_config.json``, as request fields.
 
-As with vLLM, values that the file states become the model's defaults; what transformers would assume where the file is
-silent does not. ``do_sample: false`` is greedy decoding. Settings that have no counterpart here stay in the packaged
-file and are told by name when the model is logged.
+As in vLLM, values in the file become the model's defaults; those that transformers assumes for missing ones do not.
+``do_sample: false`` is greedy decoding. Settings without a counterpart here stay in the packaged file, and a warning
+names them when the model is logged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FIELDS = {
     "stop_strings": "stop",
 }
 OWN = frozenset(FIELDS.values())
-# Read elsewhere (ids of tokens), of another program, or said of the file itself.
-SILENT = frozenset(
+# Read elsewhere (token ids), for another program, or about the file itself.
+IGNORED = frozenset(
     [
         "bos_token_id",
         "eos_token_id",
@@ -58,7 +58,7 @@ SILENT = frozenset(
         "low_memory",
     ]
 )
-# What asks for nothing: the value at which a setting without counterpart is off.
+# Values at which a setting without a counterpart is off.
 OFF: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -96,8 +96,10 @@ def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def of_caller(values: Any) -> dict[str, Any]:
-    """The defaults that ``values`` are: a dict or ``transformers.GenerationConfig``, by transformers' names or by those
-    of the request fields. Raises ``PackagingError`` for one that is neither or that has no effect here."""
+    """The defaults in ``values``, a dict or ``transformers.GenerationConfig``, by transformers' or the fields' names.
+
+    Raises ``PackagingError`` for another type, and for a setting that has no effect here.
+    """
     values = values.to_diff_dict() if hasattr(values, "to_diff_dict") else values
     if not isinstance(values, Mapping):
         raise PackagingError(f"generation_config: {shown(values)} is not allowed; expected a dict of sampling defaults")
@@ -118,7 +120,7 @@ def _sorted(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if value is None or str(name).startswith("_"):
             continue
         if field is None:
-            if name not in SILENT and not _is_off(value, OFF.get(name, ())):
+            if name not in IGNORED and not _is_off(value, OFF.get(name, ())):
                 rest[name] = value
         elif _is_allowed(field, value):
             found[field] = value

@@ -1,4 +1,4 @@
-"""The model as an object for people: ``.chat``, ``.complete``, ``.embed``; answers that print as their text."""
+"""The object API: a loaded model with ``chat``, ``complete`` and ``embed``, and streams of text."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from .session import Session
 
 
 class TextStream:
-    """Pieces of text as they come; ``usage``, ``finish_reason`` and ``text`` once it has ended.
+    """A reply as it is generated: iterating yields pieces of its text (one choice).
 
-    Leaving a ``with`` early, or ``close``, aborts the request. Only choice 0 is streamed here.
+    ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
+    before. ``close``, or leaving a ``with`` early, aborts the request. Iterating raises the ``MlflowException`` that
+    the request fails with.
     """
 
     def __init__(self, session: Session, request: ValidRequest) -> None:
@@ -55,13 +57,14 @@ class TextStream:
 
 
 class LanguageModel:
-    """A loaded model; use it in a ``with``, ``close`` it, or let go of it: its engine process ends with its last user.
+    """A loaded model, the object API: ``chat``, ``complete``, ``embed``, and ``aio`` for coroutines.
 
-    It can be pickled and copied: a copy is a client of its own, which finds the running engine or starts one.
+    Its engine process starts at the first request and ends with its last client: use the object in a ``with``,
+    ``close`` it, or drop it. A pickled or copied object is a client of its own, of the running engine or of a new one.
 
-    Methods take any request field by its name (``max_tokens=64, temperature=0``) and raise an ``InvalidField`` that
-    names field, value and what is allowed; all errors are ``MlflowException`` (``errors``). Threads may share one
-    object: their requests run in one batch.
+    Methods take any request field by its name (``max_tokens=64, temperature=0``). They raise ``errors.InvalidField``,
+    which names field, value and what is allowed; every error is a ``MlflowException`` of ``errors``. Thread-safe: the
+    requests of all threads run in one batch.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
@@ -69,26 +72,29 @@ class LanguageModel:
 
     @classmethod
     def over(cls, session: Session) -> LanguageModel:
-        """Another face of a loaded model: closing either closes both."""
+        """The object API over a session that exists: closing either closes both."""
         model = cls.__new__(cls)
         model._session = session
         return model
 
     @property
     def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may ask for, sorted."""
         return self._session.adapter_names()
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """What the model can do, its first task first: of ``chat``, ``completions`` and ``embeddings``."""
         return self._session.bundle.tasks
 
     @property
     def settings(self) -> EngineSettings:
+        """The engine settings, with those given to ``load_model``."""
         return self._session.settings
 
     @property
     def aio(self) -> AsyncLanguageModel:
-        """The same model for coroutines: ``await model.aio.chat("Hi")``."""
+        """The same model for coroutines: ``await model.aio.chat("Hi")``. Closing either closes both."""
         return AsyncLanguageModel(self._session)
 
     @overload
@@ -102,7 +108,18 @@ class LanguageModel:
     def chat(
         self, messages: Messages, *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | TextStream:
-        """Answer a conversation, or one user's text. ``stream=True`` gives a ``TextStream``."""
+        """Answer a conversation.
+
+        Args:
+            messages: messages in OpenAI's form (``[{"role": "user", "content": "Hi"}]``), or the user's text.
+            adapter: the adapter that answers; None is the model's default.
+            stream: give a ``TextStream`` instead of waiting for the whole ``Answer``.
+            fields: any other request field by its name, such as ``max_tokens=64``.
+
+        Raises:
+            MlflowException: ``InvalidField`` for a field that is not allowed, ``ContextTooLong`` for too many tokens,
+                others of ``errors``.
+        """
         return self._generate({"messages": turns_of(messages), "adapter": adapter, **fields}, stream)
 
     @overload
@@ -116,7 +133,10 @@ class LanguageModel:
     def complete(
         self, prompt: str | list[str], *, adapter: str | None = None, stream: bool = False, **fields: Any
     ) -> Answer | TextStream:
-        """Continue a text; several prompts give one ``Answer`` with a choice for each."""
+        """Continue a text. Several prompts give one ``Answer`` with a choice for each, in order.
+
+        Arguments and errors are those of ``chat``, with ``prompt`` for ``messages``.
+        """
         return self._generate({"prompt": prompt, "adapter": adapter, **fields}, stream)
 
     @raises_mlflow
@@ -128,7 +148,20 @@ class LanguageModel:
         stream: bool = False,
         **fields: Any,
     ) -> Any:
-        """Vectors as float32: ``[dim]`` for one text, ``[n, dim]`` for n. ``stream=True`` yields them one by one."""
+        """Embed texts.
+
+        Args:
+            texts: one text, or n of them.
+            adapter: the adapter that embeds; None is the model's default.
+            stream: give an iterator over vectors ``[dim]``, in the order of the texts, as they are computed.
+            fields: any other request field by its name, such as ``dimensions=256``.
+
+        Returns:
+            A float32 array: ``[dim]`` for one text, ``[n, dim]`` for a list of n.
+
+        Raises:
+            MlflowException: as ``chat``.
+        """
         request = self._session.valid({"input": texts, "adapter": adapter, **fields})
         if stream:
             return self._vectors(request)
@@ -137,6 +170,7 @@ class LanguageModel:
         return vectors[0] if isinstance(texts, str) else vectors
 
     def close(self) -> None:
+        """Give the engine up; its process ends when it has no other client. Closing twice is harmless."""
         self._session.close()
 
     def __enter__(self) -> LanguageModel:
@@ -162,7 +196,7 @@ class LanguageModel:
         return Answer(choices=reply.choices, usage=reply.usage)
 
     def _vectors(self, request: ValidRequest) -> Iterator[Vectors]:
-        """In the order of the texts: the engine computes them in another."""
+        """Vectors in the order of the texts; the engine computes them in another."""
         early: dict[int, bytes] = {}
         following = 0
         with as_mlflow(), self._session.pieces(request) as pieces:

@@ -27,13 +27,19 @@ M = TypeVar("M", bound="LanguageModel | PyfuncModel | PyFuncModel")
 
 @raises_mlflow
 def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]) -> LanguageModel:
-    """The model as an object for people: ``.chat``, ``.complete``, ``.embed``.
+    """Load a logged model as an object with ``chat``, ``complete`` and ``embed``.
+
+    Its engine starts at the first request, not here.
 
     Args:
-        model_uri: a local directory, or any URI that MLflow can download.
+        model_uri: a local directory, or any URI that MLflow can download (``models:/assistant@champion``).
         dst_path: an existing local directory to download to; None lets MLflow choose.
         settings: engine settings (``serving.settings.EngineSettings``) that replace the saved ones, such as
             ``dtype="bfloat16"``; also ``default_adapter``, ``defaults`` and ``generation_config`` (``{}`` for none).
+
+    Raises:
+        MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
+            damaged, of a later format, or a setting is not allowed.
     """
     root = local_root(model_uri, dst_path)
     bundle, config = configured(root, dict(settings))
@@ -43,7 +49,7 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
 
 @raises_mlflow
 def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> PyfuncModel:
-    """What ``mlflow.pyfunc.load_model`` calls; ``path`` is the model's root."""
+    """Load the model under ``path`` for ``mlflow.pyfunc.load_model``, whose entry point this is."""
     signature_enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
@@ -51,10 +57,10 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
 
 
 def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:
-    """Give up the engine of what ``load_model`` or ``mlflow.pyfunc.load_model`` returned.
+    """Give up the engine of a model that ``load_model`` or ``mlflow.pyfunc.load_model`` returned.
 
-    What runs on this object ends with an error; the engine process ends when no other client uses it. Closing twice is
-    harmless. An object that nobody holds any more gives its engine up by itself.
+    Its running requests end with an error; the engine process ends when it has no other client. Closing twice is
+    harmless. An object that is dropped gives its engine up by itself.
 
     Raises:
         MlflowException: ``model`` is no model of this flavor.
@@ -64,7 +70,11 @@ def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:
 
 @contextlib.contextmanager
 def closing(model: M) -> Iterator[M]:
-    """``with closing(mlflow.pyfunc.load_model(uri)) as model:`` closes the model at the end of the block."""
+    """Close ``model`` at the end of the block: ``with closing(mlflow.pyfunc.load_model(uri)) as model:``.
+
+    Raises:
+        MlflowException: ``model`` is no model of this flavor.
+    """
     own = _own(model)
     try:
         yield model

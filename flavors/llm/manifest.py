@@ -2,9 +2,9 @@
 
 The content hash is SHA-256 over the lines ``<path> <sha256 of the file>`` in order of path: the same hash means the
 same bytes wherever they lie. Sizes and the list of files are checked on every load; the files themselves are hashed
-again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte. What a Python environment is
-made of (requirements and the project's own wheel) is recorded too, and hashed on every load; it is no part of the
-content hash.
+again on request (``verify="full"`` or ``MLFLOW_LLM_VERIFY=full``), which reads every byte. The files of the Python
+environment (requirements and the project's own wheel) are recorded too, and hashed on every load; they are no part of
+the content hash.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ class FileEntry(Struct, frozen=True, kw_only=True):
 
 
 class BaseReference(Struct, frozen=True, kw_only=True):
-    """The registered model that an adapter logged alone needs: where it is, and what it must contain."""
+    """The registered base of an adapter that was logged alone, by URI and content hash."""
 
     uri: str
     content_hash: str
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is elsewhere.
+    """The content of a saved model.
+
+    ``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is another model's.
     ``default_adapter`` answers requests that name none. ``environment`` are the files of the Python environment, None
-    where an earlier release saved the model."""
+    where an earlier release saved the model.
+    """
 
     format_version: int = FORMAT_VERSION
     content_hash: str
@@ -74,7 +77,7 @@ def describe(
     default_adapter: str | None = None,
     embedding: EmbeddingSpec | None = None,
 ) -> Manifest:
-    """The manifest of the files that now lie under ``root``; reads each of them once."""
+    """A manifest of the files under ``root``, each of which is read once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
     return Manifest(
         content_hash=_content_hash(files),
@@ -87,7 +90,7 @@ def describe(
 
 
 def with_environment(manifest: Manifest, root: Path) -> Manifest:
-    """``manifest`` with the environment's files that now lie under ``root``."""
+    """``manifest`` with the files of the Python environment under ``root``."""
     return msgspec.structs.replace(manifest, environment=_entries(root, ENVIRONMENT))
 
 
@@ -115,12 +118,12 @@ def read(root: Path) -> Manifest:
 
 
 def is_adapter_name(name: str) -> bool:
-    """An adapter's name is a folder here and a part of ``endpoint:adapter`` on the wire."""
+    """Whether ``name`` can be an adapter's, which is a folder here and a part of ``endpoint:adapter`` on the wire."""
     return ADAPTER_NAME.fullmatch(name) is not None and not name.endswith(".")
 
 
 def _check_paths(manifest: Manifest) -> None:
-    """Before any of them is fetched or opened: each lies where this package puts such files."""
+    """Raises ``PackagingError`` for a path outside of this package's layout, before any file is fetched or opened."""
     for path in (*manifest.files, *(manifest.environment or ())):
         top, *rest = path.split("/")
         plain = "\\" not in path and "\0" not in path and all(part not in ("", ".", "..") for part in rest)
@@ -132,7 +135,7 @@ def _check_paths(manifest: Manifest) -> None:
 
 
 def is_weights(path: str) -> bool:
-    """Whether only an engine needs the file; who asks an engine elsewhere needs no more than all the others."""
+    """Whether the file is needed by an engine alone; a client of a remote engine does without it."""
     return path.startswith(("model/", "adapters/")) and path.endswith(".safetensors")
 
 
@@ -159,7 +162,10 @@ def check(manifest: Manifest, root: Path, verify: Verify | None = None, *, weigh
 
 
 def _check_environment(environment: dict[str, FileEntry] | None, root: Path, *, weights: bool) -> None:
-    """It is small, and decides which code runs: hashed every time. Without weights it may not have been fetched."""
+    """Hash the environment's files, which are small and decide which code runs. Raises ``PackagingError``.
+
+    Without ``weights`` they may not have been fetched.
+    """
     if environment is None:
         return
     present = set(_walk(root, ENVIRONMENT))
@@ -187,9 +193,9 @@ def _entries(root: Path, names: tuple[str, ...]) -> dict[str, FileEntry]:
 
 
 def _walk(root: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """Every file of the covered folders; dot files are the desktop's and the network file system's, not ours.
+    """Relative paths of all files in the folders ``names``; hidden files (of desktops, of network file systems) apart.
 
-    Raises ``PackagingError`` for a symbolic link that leaves the model: it could be any file of this machine.
+    Raises ``PackagingError`` for a symbolic link that leaves the model: it could point at any file of this machine.
     """
     whole = root.resolve()
     for name in names:

@@ -1,4 +1,4 @@
-"""The model built without memory (on torch's meta device): names and shapes of its modules, nothing of its weights."""
+"""A model on torch's meta device: names and shapes of its modules, without memory for its weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def build(model_dir: Path, *, trust_remote_code: bool = False) -> Any:
-    """An empty model of the architecture in ``model_dir``, no larger than its weights are.
+    """The architecture in ``model_dir`` on the meta device, bounded by the size of its weights.
 
-    Raises ``PackagingError`` where transformers has none, or cannot make one of this configuration.
+    Raises ``PackagingError`` where transformers lacks it, or cannot build it from this configuration.
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -57,8 +57,8 @@ def check_weights(skeleton: Any, shapes: dict[str, tuple[int, ...]]) -> None:
 def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_code: bool = False) -> None:
     """Raises ``PackagingError`` where the weights lack tensors of the model that an engine would load.
 
-    By the loader's own way to torch's meta device, which finds every tensor and reads none. Where that way ends
-    otherwise nothing is said: the engine's machine may have what this one has not.
+    They are loaded as the engine loads them, but onto the meta device, which finds every tensor and reads none. Any
+    other failure is ignored: the engine's machine may have what this one lacks.
     """
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -88,7 +88,10 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
 
 
 def linear_shapes(skeleton: Any) -> tuple[dict[str, tuple[int, int]], str | None]:
-    """(out, in) of each linear by module name, and the name of the output head. GPT-2's Conv1D stores [in, out]."""
+    """Shapes ``(out, in)`` of linears by module name, and the name of the output head, None where there is none.
+
+    GPT-2's ``Conv1D`` stores ``[in, out]``.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 

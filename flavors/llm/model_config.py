@@ -24,6 +24,8 @@ from .signature import request_fields
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
+    """The parsed configuration of a model."""
+
     settings: EngineSettings = EngineSettings()
     default_adapter: str | None = None
     defaults: dict[str, Any] = {}
@@ -31,7 +33,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def request_defaults(self) -> dict[str, Any]:
-        """Of a request that says nothing. Null in ``defaults`` takes one of the model's own away."""
+        """The defaults of request fields. A null in ``defaults`` removes a default of the model's own."""
         return request_defaults(self.generation_config, self.defaults)
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,9 +43,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
-    """One configuration from several; a later one wins. Each is a dict or the path of a YAML file.
+    """One configuration from several layers, of which later ones override earlier ones.
 
-    Raises ``PackagingError`` for an unknown key, a value of a wrong type, or a default that is no request field.
+    A layer is a dict or the path of a YAML file. Raises ``PackagingError`` for an unknown key, a value of a wrong type,
+    or a default that is no request field.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -61,8 +64,8 @@ def parse(*layers: dict[str, Any] | str | Path | None) -> ModelConfig:
     )
 
 
-def says(layer: dict[str, Any] | str | Path | None, key: str) -> bool:
-    """Whether a layer has a value of its own for ``key``."""
+def has_value(layer: dict[str, Any] | str | Path | None, key: str) -> bool:
+    """Whether ``layer`` sets ``key`` to anything but null."""
     return _as_dict(layer).get(key) is not None
 
 

@@ -1,4 +1,4 @@
-"""A model with adapters taken apart: the base as it was before them, and each adapter in peft's layout.
+"""A model with adapters split up: the base as it was before them, and each adapter in peft's layout.
 
 peft replaces modules in place: ``q_proj`` becomes a wrapper whose ``base_layer`` is the old module, and a module of
 ``modules_to_save`` a wrapper whose ``original_module`` is. The base is written through a second model of the same
@@ -23,6 +23,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapter_names(model: Any) -> list[str]:
+    """Names of the adapters in a model that ``has_adapters``."""
     return list(model.peft_config)
 
 

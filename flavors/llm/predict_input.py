@@ -1,15 +1,15 @@
-"""What callers hand to ``predict``, as requests.
+"""The input of ``predict`` as requests.
 
 ==================================================  ===================================================
-given                                               is
+input                                               requests
 ==================================================  ===================================================
 a dict, a text                                      one request, answered with one object
-a list, tuple, array or Series of dicts or texts    a request an entry, answered with a list, also of one
-a DataFrame with request fields for columns         a request a row; a null of pandas' says nothing
+a list, tuple, array or Series of dicts or texts    a request each, answered with a list, also of one
+a DataFrame with request fields for columns         a request a row; a null of pandas' is no value
 a DataFrame of one other column that holds texts    a request a row
 ==================================================  ===================================================
 
-A text is what the model's first task makes of it: a chat with one message of the user, a prompt, or an input.
+By the model's first task a text is a chat with one message of the user, a prompt, or an input to embed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ...serving.errors import InvalidField
 from ...serving.request import Task
 from .signature import request_fields
 
-MAX_DEPTH = 128  # more than any field may have: that field is then refused by its own name
+MAX_DEPTH = 128  # above what any field may have, so that a deep field is refused by its own name
 FORMS = "an object with messages, prompt or input; a text; a list of either; or a DataFrame with a row for each"
 SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
 def requests_of(model_input: Any, task: Task) -> tuple[list[dict[str, Any]], bool]:
-    """``(requests, single)``: plain dicts in order, and whether one object is to be answered with one object.
+    """``(requests, single)``: dicts of JSON types in order, and whether the answer is one object instead of a list.
 
-    ``task`` is the model's first. Raises ``InvalidField`` for anything else, and for a column that is no field.
+    ``task`` is the model's first. Raises ``InvalidField`` for any other input, and for a column that is no field.
     """
     given = model_input.item() if isinstance(model_input, np.ndarray) and model_input.ndim == 0 else model_input
     if isinstance(given, str | Mapping):
@@ -59,7 +59,7 @@ def _request(given: Any, task: Task, where: str) -> dict[str, Any]:
 
 
 def of_text(text: str | None, task: Task) -> dict[str, Any]:
-    """The request that a bare text is. A null is passed on, and refused by its field's name."""
+    """The request for a bare text. A null is passed on, to be refused by its field's name."""
     if task == "chat":
         return {"messages": text if text is None else [{"role": "user", "content": text}]}
     return {"prompt" if task == "completions" else "input": text}
@@ -102,7 +102,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """JSON's own types all the way down, where pandas, numpy and Parquet put theirs."""
+    """``value`` with JSON's types at every level, for those of pandas, numpy and Parquet. Raises ``InvalidField``."""
     if depth > MAX_DEPTH:
         raise InvalidField("body", "a deep nest of objects and lists", f"at most {MAX_DEPTH} levels")
     if isinstance(value, dict):

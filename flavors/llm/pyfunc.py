@@ -1,4 +1,4 @@
-"""What ``mlflow.pyfunc.load_model`` gives: ``predict`` and ``predict_stream`` over one engine."""
+"""The model that ``mlflow.pyfunc.load_model`` returns: ``predict`` and ``predict_stream`` over one engine."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .signature_enforcement import Given
 logger = logging.getLogger(__name__)
 
 CONTENT = ("messages", "prompt", "input")  # of which each row has its own
-PROGRESS_FROM = 9  # rows: fewer are answered before anybody wonders
+PROGRESS_FROM = 9  # rows
 PROGRESS = "MLFLOW_LLM_PROGRESS"
 
 
 class PyfuncModel:
-    """Thread-safe: the scoring server's threads and workers are batched together in one engine.
+    """A loaded model as MLflow calls it. Thread-safe: the scoring server's threads and workers share an engine's batch.
 
-    The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that a server that
-    says it is ready is. It ends with the last object that uses it. Copies, pickled ones too, load again.
+    The engine starts at the first request; under ``mlflow models serve`` it starts at load, so that the server is ready
+    when it says so. It ends with the last object that uses it. Copies, pickled ones too, are clients of their own.
     """
 
     def __init__(self, bundle: Bundle, settings: EngineSettings, defaults: Mapping[str, Any] | None = None) -> None:
@@ -47,7 +47,7 @@ class PyfuncModel:
         self.session = Session(bundle, settings, defaults, profile)
         if is_server:
             scoring_server.admit(settings.max_num_seqs)
-            with _told():
+            with _mlflow_errors():
                 self.session.connect()
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> Any:
@@ -55,7 +55,7 @@ class PyfuncModel:
 
         Args:
             model_input: a request in OpenAI's form (``messages``, ``prompt`` or ``input``) or a text; a list of them;
-                or a DataFrame with a row for each (``frames``).
+                or a DataFrame with a row for each (``predict_input``).
             params: request fields for all rows, used where a row says nothing of a field itself; and ``on_error``, what
                 is made of a request that is refused or fails: "raise" (the default) ends the call, "null" gives None
                 in its place, "return" ``{"error": {"message", "type", "param", "code"}}``. The others are answered.
@@ -68,7 +68,7 @@ class PyfuncModel:
             MlflowException: with the status an HTTP caller gets; of many rows, the first that is wrong is named. Input
                 that holds no requests, wrong ``params``, and a model that was closed or cannot be loaded raise always.
         """
-        with _told():
+        with _mlflow_errors():
             bodies, single = self._requests(model_input)
             on_error = _check_params(params)
             rows = [_with_params(body, params) for body in bodies]
@@ -81,27 +81,27 @@ class PyfuncModel:
             return self._predict_rows(rows)
 
     def _predict_each(self, rows: list[dict[str, Any]], on_error: str) -> list[dict[str, Any] | None]:
-        """Each answered or failed for itself."""
+        """A reply, an error or None for each row, independently of the others."""
         if rows:
             self.session.connect()
         asked = [self._valid_or_error(body) for body in rows]
         requests = [request for request in asked if isinstance(request, ValidRequest)]
         outcomes = iter(self.session.outcomes(requests, _progress if _shows_progress(len(rows)) else None))
-        told: list[dict[str, Any] | None] = []
+        answers: list[dict[str, Any] | None] = []
         failed: list[str] = []
         for row, request in enumerate(asked):
             outcome = next(outcomes) if isinstance(request, ValidRequest) else request
             if isinstance(outcome, ShuttingDown):
                 raise outcome
             if isinstance(request, ValidRequest) and isinstance(outcome, Reply):
-                told.append(self.session.encode(request, outcome))
+                answers.append(self.session.encode(request, outcome))
             else:
                 assert isinstance(outcome, ServingError)
                 failed.append(f"row {row}: {outcome.logged}")
-                told.append(openai_error(outcome) if on_error == "return" else None)
+                answers.append(openai_error(outcome) if on_error == "return" else None)
         if failed:
             logger.warning("predict: %d of %d requests failed; %s", len(failed), len(rows), failed[0])
-        return told
+        return answers
 
     def _valid_or_error(self, body: dict[str, Any]) -> ValidRequest | RequestError:
         try:
@@ -123,14 +123,22 @@ class PyfuncModel:
         return [self.session.encode(request, reply) for request, reply in zip(requests, replies, strict=True)]
 
     def predict_stream(self, model_input: Any, params: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """Chunks of one reply in OpenAI's form as they come; the last with choices carries ``usage``.
+        """Stream one reply as chunk objects in OpenAI's form.
 
-        Closing the iterator aborts the request. Raises ``MlflowException``.
+        Args:
+            model_input: one request, in any form that ``predict`` takes.
+            params: request fields, used where the request leaves one out.
+
+        Returns:
+            An iterator over chunks; the last one with choices carries ``usage``. Closing it aborts the request.
+
+        Raises:
+            MlflowException: as ``predict``, when the iteration reaches the error.
         """
-        with _told():
+        with _mlflow_errors():
             bodies, _ = self._requests(model_input)
             if _check_params(params) != "raise":
-                raise RequestError("params.on_error: it is for predict; a stream tells its error where it comes")
+                raise RequestError("params.on_error: it is for predict; a stream raises its error where it occurs")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
             request = self.session.valid(_with_params(bodies[0], params), stream=True)
@@ -141,14 +149,15 @@ class PyfuncModel:
         return requests_of(given, self.session.bundle.tasks[0])
 
     def get_raw_model(self) -> LanguageModel:
-        """For ``PyFuncModel.get_raw_model``: the same model as an object for people."""
+        """The object API over the same model, for ``PyFuncModel.get_raw_model``."""
         return LanguageModel.over(self.session)
 
     def close(self) -> None:
+        """Give the engine up; its process ends when it has no other client. Closing twice is harmless."""
         self.session.close()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that may have loaded no model yet."""
+        """Unpickle in a process that may have loaded no model yet."""
         signature_enforcement.install()
         self.__dict__.update(state)
 
@@ -160,7 +169,7 @@ class PyfuncModel:
 
 
 def _check_params(params: Any) -> str:
-    """What is to be done on an error. Raises ``InvalidField``."""
+    """Check ``params`` and return its ``on_error``. Raises ``InvalidField``."""
     if params is not None and not isinstance(params, dict):
         raise InvalidField("params", params, "an object of request fields")
     known = [name for name in (*request_fields(), ON_ERROR) if name not in CONTENT]
@@ -172,10 +181,10 @@ def _check_params(params: Any) -> str:
 
 
 def _with_params(body: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any]:
-    """``body`` with what ``params`` says of the fields that it leaves out or gives as null."""
-    said = {name: value for name, value in (params or {}).items() if name != ON_ERROR}
-    given = {name: value for name, value in said.items() if value is not None and body.get(name) is None}
-    return {**body, **given}
+    """``body`` with the fields of ``params`` that it leaves out or gives as null."""
+    fields = {name: value for name, value in (params or {}).items() if name != ON_ERROR}
+    added = {name: value for name, value in fields.items() if value is not None and body.get(name) is None}
+    return {**body, **added}
 
 
 def _unstreamed(body: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +199,8 @@ def _in_row(error: ServingError, row: int) -> ServingError:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors as MLflow's, short, and never a stack trace: that goes to the log."""
+def _mlflow_errors() -> Iterator[None]:
+    """Every error inside leaves as a short ``MlflowException``; the stack trace of an unknown one goes to the log."""
     try:
         yield
     except ServingError as error:

@@ -1,4 +1,4 @@
-"""What a saved model needs: exact versions of what is installed now, and the project's own wheel beside them.
+"""A saved model's Python requirements: exact versions of what is installed, and the project's own wheel.
 
 The list is explicit: MLflow's inference would load the whole model in another process to see what it imports.
 MLflow's private names are used here alone (``mlflow.utils.environment``).
@@ -38,13 +38,14 @@ Requirements = list[str] | str | None
 
 
 def get_default_pip_requirements() -> list[str]:
-    """``name==version`` of each dependency that is installed, mlflow first, without the project's own line."""
+    """``name==version`` of each installed dependency, mlflow first, without mlflow-llm itself."""
     needed = [Requirement(line) for line in distribution().requires or ()]
     names = [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
     return [pin for name in [*names, *TOKENIZER_PACKAGES] if (pin := _pinned(name)) is not None]
 
 
 def get_default_conda_env() -> dict[str, Any]:
+    """A conda environment of Python, pip and ``get_default_pip_requirements``, as MLflow's flavors return it."""
     return _mlflow_conda_env(additional_pip_deps=get_default_pip_requirements(), install_mlflow=False)
 
 
@@ -74,10 +75,10 @@ def write_environment(
 
 
 def check_requirements(*, pip_requirements: Requirements, extra_pip_requirements: Requirements, conda_env: Any) -> None:
-    """Packages by name and version, from whatever index the environment is built with. A line that brings a file, a URL
-    or an index of its own along would decide, in a model, what code is run where the model is served.
+    """Allow packages by name and version alone. Raises ``PackagingError`` naming any other line.
 
-    Raises ``PackagingError`` naming the line.
+    A file, a URL or an index in a model would decide which code runs where the model is served: the index is that of
+    the environment's builder.
     """
     for given in (pip_requirements, extra_pip_requirements, _pip_lines(conda_env)):
         _check_lines(given)
@@ -132,7 +133,7 @@ def _pip_lines(conda_env: Any) -> list[str] | None:
 
 
 def _pinned(name: str) -> str | None:
-    """The public version: a build such as torch 2.13.0+cpu is on no common index under its local label."""
+    """``name==version``, None where it is not installed; without a local label (``+cpu``), which no index has."""
     try:
         return f"{name}=={Version(importlib.metadata.version(name)).public}"
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``save_model`` and ``log_model``: a language model and all that belongs to it become one MLflow model."""
+"""``save_model`` and ``log_model``: a language model with all that belongs to it, as one MLflow model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def save_model(
         settings: engine settings (``serving.settings.EngineSettings``), such as ``dtype="bfloat16"``.
 
     Raises:
-        MlflowException: something given is not allowed or would fail when served; the message says what.
+        MlflowException: ``errors.PackagingError`` where an argument is not allowed or the model would fail when it is
+            served; the message names it. Nothing is left in ``path`` then.
     """
     own = _given(default_adapter=default_adapter, defaults=defaults, generation_config=generation_config)
     config = configs.parse(model_config, dict(settings), own)
@@ -117,9 +118,9 @@ def save_model(
     try:
         manifest, model_dir = write_bundle(root, parts)
         found, without_effect = generation_configs.read(model_dir)
-        if not configs.says(model_config, "generation_config") and generation_config is None:
+        if not configs.has_value(model_config, "generation_config") and generation_config is None:
             config = msgspec.structs.replace(config, generation_config=found)
-            _tell(without_effect)
+            _warn(without_effect)
         write_environment(
             root,
             pip_requirements=pip_requirements,
@@ -182,8 +183,12 @@ def log_model(
     ``registered_model_name`` to ``auth_policy`` are those of ``mlflow.models.Model.log``, all others of ``save_model``;
     ``link_files`` is on: the files are uploaded from a temporary directory that is removed at once.
 
+    Returns:
+        MLflow's description of the logged model, with its ``model_uri`` and ``model_id``.
+
     Raises:
-        MlflowException: something given is not allowed or would fail when served; the message says what.
+        MlflowException: ``errors.PackagingError`` where an argument is not allowed or the model would fail when it is
+            served; the message names it. Others come from MLflow's store.
     """
     return Model.log(
         artifact_path=None,
@@ -285,14 +290,14 @@ def _write_mlmodel(
     )
 
 
-def _tell(without_effect: dict[str, Any]) -> None:
+def _warn(without_effect: dict[str, Any]) -> None:
     if without_effect:
-        told = ", ".join(f"{name}={shown(value)}" for name, value in without_effect.items())
-        logger.warning("generation_config.json: kept in the model, without effect here: %s", told)
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in without_effect.items())
+        logger.warning("generation_config.json: kept in the model, without effect here: %s", listed)
 
 
 def _example(given: Any, manifest: Manifest, *, run_at_log_time: Any) -> Any:
-    """The caller's example; else a default one, unless MLflow would start an engine to try it."""
+    """The caller's example, else a default one; None where MLflow would start an engine to run a default one."""
     if given is False or (given is None and run_at_log_time):
         return None
     return default_example(manifest.tasks) if given is None else given
@@ -303,7 +308,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _remove_partial(root: Path, *, keep_folder: bool) -> None:
-    """Leave nothing half written behind a refusal."""
+    """Remove what a refused save has written."""
     if not keep_folder:
         shutil.rmtree(root, ignore_errors=True)
         return

@@ -1,9 +1,9 @@
-"""MLflow's scoring server, as far as it must be known: whether we run in it, how many callers it lets in at once, and
-what it makes of a body. MLflow's private names of the server are used here (and replaced in ``enforcement``) alone.
+"""MLflow's scoring server: whether this process is one, how many callers it lets in at once, and how it parses a body.
 
-It answers each request in the event loop's default executor, which asyncio makes at the first request with the number
-of cores and four more threads: on two cores six callers enter ``predict`` and the others wait while the engine has
-room. The loop does not run yet when the model is loaded, and neither MLflow nor uvicorn has a setting for it.
+Its private names are used here alone, and replaced in ``signature_enforcement``. It answers each request in the event
+loop's default executor, which asyncio creates at the first request with as many threads as cores and four more: on two
+cores six callers enter ``predict`` and the others wait, while the engine has room. The loop does not run yet when the
+model is loaded, and neither MLflow nor uvicorn has a setting for it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def is_scoring_server() -> bool:
 
 
 def admit(callers: int) -> None:
-    """Let ``callers`` requests into ``predict`` at once, by the size of the executor that asyncio will make for itself.
+    """Let ``callers`` requests into ``predict`` at once, by the size of asyncio's default executor.
 
-    Replaces the name asyncio looks up, in this process, for executors that bear asyncio's own prefix and no size.
+    Replaces the class that asyncio looks up, in this process; others than its default executor are unaffected.
     """
     plain = concurrent.futures.ThreadPoolExecutor
 
@@ -52,7 +52,7 @@ def admit(callers: int) -> None:
 
 
 def parsing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``_parse_json_data`` that leaves a body of ours whole.
+    """``_parse_json_data`` that leaves the body of a request to this flavor whole.
 
     MLflow's moves fields that the signature lists as ``params`` out of the request and holds them to its types (its
     refusals repeat the whole prompt), casts rows by the signature, and drops what stands beside ``inputs``.

@@ -1,4 +1,4 @@
-"""One loaded model and the engine that answers for it: what ``PyfuncModel`` and ``LanguageModel`` have in common."""
+"""A loaded model and its engine: what ``PyfuncModel`` and ``LanguageModel`` have in common."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ Watch = Callable[[Iterator[Any], int], Iterator[Any]]
 
 
 class Session:
-    """Thread-safe. The engine starts at the first request or ``connect``, not before: a model that is only looked
-    at, as when it is logged, costs no engine."""
+    """A client of one model's engine. Thread-safe.
+
+    The engine starts at the first request or ``connect``: a model that is only inspected, as when it is logged, costs
+    no engine.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Session:
         *,
         uri: str = "",
     ) -> None:
-        """``uri`` is where the model can be had again; "" where nobody knows."""
+        """``uri`` is where a copy on another host fetches the model from; "" where that is unknown."""
         self.bundle = bundle
         self.settings = settings
         self.uri = uri
@@ -67,8 +70,8 @@ class Session:
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy loads again: engine, threads and locks are this object's alone."""
-        return _again, (self.bundle, self.settings, self._given, self._profile, self.uri)
+        """A copy loads the model itself: engine, threads and locks are not shared."""
+        return _rebuilt, (self.bundle, self.settings, self._given, self._profile, self.uri)
 
     def connect(self) -> EndpointView:
         """The endpoint's view, with its engine running. Raises ``PackagingError``, ``EngineDied``, ``ShuttingDown``."""
@@ -81,12 +84,12 @@ class Session:
             if self._view is None:
                 text = TextModel(self.bundle, trust_remote_code=self.settings.trust_remote_code)
                 self._engine = engine = _start(self.bundle, self.settings)
-                _tell_kernels(engine.info, self.settings)
+                _log_kernels(engine.info, self.settings)
                 self._view = EndpointView(
                     name=NAME,
                     info=engine.info,
                     text=text,
-                    adapters=partial(_adapter_names, self.bundle, engine),  # which does not hold the session
+                    adapters=partial(_adapter_names, self.bundle, engine),  # does not reference the session
                     default_adapter=self.bundle.default_adapter,
                     defaults=self._defaults,
                     profile=self._profile,
@@ -102,7 +105,7 @@ class Session:
         return self._engine
 
     def adapter_names(self) -> tuple[str, ...]:
-        """The saved adapters, and those that were added to the running engine since."""
+        """The saved adapters and those added to the running engine since, sorted."""
         return _adapter_names(self.bundle, self._engine)
 
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
@@ -116,7 +119,7 @@ class Session:
         return prepare(self._dialect.read(asked, task), view, Limits(cache_salt=salt))
 
     def pieces(self, request: ValidRequest) -> Any:
-        """The reply's pieces as they come; ``close`` aborts."""
+        """The pieces of the reply as they are generated; closing the iterator aborts the request."""
         if request.task == "embeddings":
             return embed.run(self.engine, request)
         return generate.run(self.engine, request, self.connect().text)
@@ -137,11 +140,11 @@ class Session:
                 yield from _events(encoder.encode(piece))
 
     def replies(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply]:
-        """Replies in order. The first error stops the rest and is raised; ``failed_at`` on it is the row's number."""
+        """Replies in order. The first error aborts the others and is raised, with the row's number as ``failed_at``."""
         return self._batch(requests, self.reply, watch)
 
     def outcomes(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply | ServingError]:
-        """Replies in order, and in the place of one that failed its error."""
+        """Replies in order; a request that fails has its error in place of its reply."""
 
         def outcome(request: ValidRequest, stop: threading.Event) -> Reply | ServingError:
             try:
@@ -157,10 +160,9 @@ class Session:
         ask: Callable[[ValidRequest, threading.Event], T],
         watch: Watch | None,
     ) -> list[T]:
-        """All run in one batch: as many are under way at a time as the engine runs at once.
+        """Run all requests, as many at a time as the engine runs at once.
 
-        Each is read by a thread of its own, so that a stop string ends its text when it comes, not when its turn to
-        be read does.
+        Each has a thread of its own that reads its events, so that a stop string ends its generation at once.
         """
         stop = threading.Event()
         width = max(1, min(len(requests), self.settings.max_num_seqs))
@@ -184,27 +186,31 @@ class Session:
 
 
 def _secret() -> bytes:
-    """Of this process and, as multiprocessing hands its key down, of its workers: those of one ``mlflow models serve``
-    share prefixes, two servers do not."""
+    """The secret of cache salts: this process's and, by multiprocessing's authkey, that of its workers.
+
+    So the workers of one ``mlflow models serve`` share prefixes, and two servers do not.
+    """
     return hashlib.sha256(b"mlflow-llm cache salt" + multiprocessing.current_process().authkey).digest()
 
 
-def _again(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
-    """Of the same files where they are, as on the host that it was loaded on, else of those that ``uri`` names."""
+def _rebuilt(bundle: Bundle, settings: EngineSettings, defaults: dict[str, Any], profile: Profile, uri: str) -> Session:
+    """Unpickle a session: over the same files where they exist, else over those that ``uri`` names."""
     if missing := [path for path in (bundle.model_dir, *bundle.adapters.values()) if not os.path.isdir(path)]:
         bundle = _fetched(bundle, missing[0], uri)
     return Session(bundle, settings, defaults, profile, uri=uri)
 
 
 def _fetched(bundle: Bundle, missing: str, uri: str) -> Bundle:
-    """Raises ``MlflowException``."""
+    """The model at ``uri``, which must be the same as ``bundle``. Raises ``MlflowException``."""
     if not uri:
-        told = f"this copy of a loaded model has no files here: there is no {missing}; load the model where it is used"
-        raise MlflowException(told, error_code=RESOURCE_DOES_NOT_EXIST)
+        message = (
+            f"this copy of a loaded model has no files here: there is no {missing}; load the model where it is used"
+        )
+        raise MlflowException(message, error_code=RESOURCE_DOES_NOT_EXIST)
     found = load_bundle(uri)
     if found.content_hash != bundle.content_hash:
-        told = f"{uri} is no longer the model that was loaded: its content hash is {found.content_hash[:12]}…"
-        raise MlflowException(f"{told}, expected {bundle.content_hash[:12]}…", error_code=RESOURCE_DOES_NOT_EXIST)
+        message = f"{uri} is no longer the model that was loaded: its content hash is {found.content_hash[:12]}…"
+        raise MlflowException(f"{message}, expected {bundle.content_hash[:12]}…", error_code=RESOURCE_DOES_NOT_EXIST)
     return msgspec.structs.replace(found, default_adapter=bundle.default_adapter)
 
 
@@ -223,8 +229,8 @@ def _start(bundle: Bundle, settings: EngineSettings) -> Engine:
     return connect(bundle, settings)
 
 
-def _tell_kernels(info: EngineInfo, settings: EngineSettings) -> None:
-    """A warning where a processor could be used better and nobody asked for less."""
+def _log_kernels(info: EngineInfo, settings: EngineSettings) -> None:
+    """Log the kernels in use: a warning where the native ones do not fit the processor and were not turned off."""
     slow = info.kernels == "torch" and info.device == "cpu" and settings.kernels == "auto"
     logger.log(logging.WARNING if slow else logging.INFO, "kernels: %s", info.kernels_summary)
 
@@ -246,7 +252,7 @@ def _until(pieces: Iterator[Piece], stop: threading.Event) -> Iterator[Piece]:
 
 
 def _events(encoded: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in server-sent events; ``[DONE]`` says nothing here."""
+    """The JSON objects of server-sent events, without ``[DONE]``."""
     for line in encoded.split(b"\n\n"):
         data = line.removeprefix(b"data: ")
         if data and data != b"[DONE]":

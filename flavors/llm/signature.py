@@ -1,12 +1,11 @@
-"""The signature and the examples of a model. Lossless: it lists every request field as it is, of any type.
+"""A model's signature and examples. The signature is lossless: every request field is a column of any type.
 
-Registries and pages show it, Unity Catalog asks for it. Input is not held to it (``enforcement``), but where some other
-program does so nothing known is lost: MLflow drops a key that the signature does not list, and converts one that it
-lists with a type. So every field of every task is a column of any type, none required. One further column of type array
-is never sent: MLflow wraps a single request into one row only where some column is an array
-(``mlflow.models.utils._enforce_schema``).
+Registries and pages show it, Unity Catalog requires it. ``signature_enforcement`` bypasses it here; where another
+program enforces it no field is lost, while MLflow drops keys that a signature does not list and casts those that it
+types. One further column, of type array, is never sent: MLflow wraps a single request into one row only where some
+column is an array (``mlflow.models.utils._enforce_schema``).
 
-``params`` have one type each in a signature: listed are the fields whose value is one number, word or flag.
+A signature's ``params`` have one scalar type each: listed are the fields whose value is a number, string or boolean.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ...serving.dialects import FIELDS, REFUSED_FIELDS
 from ...serving.dialects.tables import MLFLOW
 from ...serving.request import Task
 
-ON_ERROR = "on_error"  # of predict itself, no field of a request
+ON_ERROR = "on_error"  # a parameter of predict itself, not a request field
 ROW_MARKER = "_one_request_per_row"
 
 REPLY_FIELDS = {
@@ -49,13 +48,15 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
 
 
 def request_fields() -> tuple[str, ...]:
-    """Every field that a request of any task may carry, with those that are refused by name: a signature without
-    them would have MLflow drop them unseen."""
+    """Every field of a request of any task, and those that are refused by name.
+
+    A signature without the latter would have MLflow drop them instead of having them refused.
+    """
     return tuple(dict.fromkeys([*(name for names in FIELDS.values() for name in names), *REFUSED_FIELDS]))
 
 
 def params_schema() -> ParamSchema:
-    """The fields that ``params=`` may give for all rows: of one scalar type in every task, and with an effect."""
+    """The fields that ``params=`` may set for all rows: of one scalar type in every task, and with an effect."""
     kinds: dict[str, set[str]] = {}
     for table in MLFLOW.values():
         for name, field in table.fields.items():
@@ -67,11 +68,12 @@ def params_schema() -> ParamSchema:
 
 
 def is_lossless(schema: Schema | None) -> bool:
-    """Whether ``schema`` is the input of a lossless signature, of this release or another."""
+    """Whether ``schema`` is the input schema of a lossless signature, of this release or another."""
     return schema is not None and bool(schema.has_input_names()) and ROW_MARKER in schema.input_names()
 
 
 def lossless_signature() -> ModelSignature:
+    """The signature of every model that is logged without one of the caller's own."""
     columns = [ColSpec(AnyType(), name, required=False) for name in request_fields()]
     columns.append(ColSpec(Array(AnyType()), ROW_MARKER, required=False))
     replies = [ColSpec(kind, name, required=False) for name, kind in REPLY_FIELDS.items()]

@@ -1,4 +1,4 @@
-"""Past MLflow's signature enforcement: what a caller gives reaches ``predict`` whole.
+"""MLflow's signature enforcement, bypassed for models of this flavor: input reaches ``predict`` whole.
 
 MLflow drops what a signature does not list (a field, a column, a parameter) with a line in its log, and no signature
 says otherwise: a schema of inputs lets through its own columns only, one without inputs loses ``params``, and one "from
@@ -39,7 +39,7 @@ _installed = False
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A caller's input as it came. MLflow, which converts frames, arrays and lists on their way, leaves it alone."""
+    """A caller's input, wrapped so that MLflow converts none of its frames, arrays and lists."""
 
     data: Any
 
@@ -76,7 +76,7 @@ PROBE = {"prompt": "x", "no such field": 1}
 
 
 class _Echo:
-    """Answers with what reached it."""
+    """A model that returns the input that reached it."""
 
     def predict(self, model_input: Any, params: Any = None) -> Any:
         return [getattr(model_input, "data", None), params]
@@ -86,7 +86,7 @@ class _Echo:
 
 
 def prove() -> None:
-    """Raises ``PackagingError`` where anything of a request is lost on its way through this MLflow."""
+    """Prove that this MLflow passes requests on whole. Raises ``PackagingError`` where it does not."""
     meta = Model(signature=lossless_signature(), flavors={pyfunc.FLAVOR_NAME: {pyfunc.MAIN: LOADER_MODULE}})
     given = {"no such parameter": [1]}
     expected = [PROBE, given]

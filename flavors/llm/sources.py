@@ -1,8 +1,8 @@
-"""The forms a model may come in, each written to ``model/`` as config and safetensors.
+"""Sources of a model, each written to ``model/`` as config and safetensors.
 
-A local Hugging Face directory is taken as it is, file by file, with nothing loaded into memory. A hub id is fetched
-and is then such a directory; a GGUF file is dequantised to float32; a model object is saved, and a ``PeftModel`` is
-taken apart into its pristine base and its adapters (``peft_split``).
+The files of a Hugging Face directory are copied or linked, none is loaded into memory. A hub id is fetched first
+(``hub``); a GGUF file is dequantised to float32; a model object is saved (``pretrained``), and a ``PeftModel`` is split
+into its base and its adapters (``peft_split``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ OTHER_FILES = frozenset({"trainer_state.json", "model.safetensors.index.json", "
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """What came with a model: where its tokenizer is (a directory or an object) and adapters still inside it."""
+    """What came with a model: its tokenizer (a directory or an object), and a ``PeftModel`` whose adapters remain."""
 
     tokenizer: Any = None
     peft_model: Any = None
 
 
 def place_model(model: Any, target: Path, *, link: bool = False, revision: str | None = None) -> Placed:
-    """Write ``model`` to the directory ``target``. Raises ``PackagingError`` for a form that is not known."""
+    """Write ``model`` to the directory ``target``; ``link`` makes hard links of local files, ``revision`` is a hub's.
+
+    Raises ``PackagingError`` for an unknown form, or files that cannot be read.
+    """
     target.mkdir(parents=True, exist_ok=True)
     if isinstance(model, str | os.PathLike):
         return _place_path(model, target, link=link, revision=revision)
@@ -83,7 +86,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
 
 
 def _transformer_folder(source: Path) -> Path:
-    """Where the Hugging Face model of a sentence-transformers directory lies: mostly its root, else ``0_…``."""
+    """The folder with the Hugging Face model of a sentence-transformers directory: its root, or ``0_…``."""
     if (source / "config.json").is_file():
         return source
     inside = sorted(p.parent for p in source.glob("0_*/config.json"))
@@ -93,7 +96,7 @@ def _transformer_folder(source: Path) -> Path:
 
 
 def _further_modules(source: Path, transformer: Path) -> Iterator[Path]:
-    """Sentence-transformers modules in folders of their own: ``1_Pooling``, ``2_Dense``, …"""
+    """Folders of sentence-transformers modules: ``1_Pooling``, ``2_Dense``, …"""
     if (source / "modules.json").is_file():
         yield from (p for p in sorted(source.glob("[0-9]*_*/")) if p != transformer)
 
@@ -106,7 +109,7 @@ def _place_module_weights(module: Path, target: Path, source: Path, *, link: boo
 
 
 def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
-    """Config, code and notes; without weights (placed apart), the tokenizer (stored apart) and hidden files."""
+    """Relative paths of config, code and notes: all but weights, tokenizer and hidden files."""
     folders = [source, transformer, *_further_modules(source, transformer)]
     for file in (f for folder in dict.fromkeys(folders) for f in sorted(folder.iterdir())):
         hidden = file.name.startswith(".")
@@ -116,7 +119,7 @@ def _plain_files(source: Path, transformer: Path) -> Iterator[str]:
 
 
 def _place_gguf(file: Path, target: Path) -> Placed:
-    """Dequantise with transformers' own reader; the tokenizer is read from the same file."""
+    """Dequantise a GGUF file with transformers' own reader, and read the tokenizer from it."""
     try:
         import gguf  # noqa: F401
     except ImportError:

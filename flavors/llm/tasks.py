@@ -1,4 +1,4 @@
-"""Which tasks a model can answer, read from its files."""
+"""The tasks of a model (chat, completions, embeddings), read from its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_TASKS: tuple[Task, ...] = get_args(Task)
 
 
 def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tuple[Task, ...]:
-    """The tasks of a model: as ``asked`` (a name or several; MLflow's ``llm/v1/chat`` too), else by what it is.
+    """The tasks of a model: those ``asked`` for (names, MLflow's ``llm/v1/chat`` too), else those it can answer.
 
     A causal language model answers completions, and chat where it has a template; a sentence-transformers directory
     or an encoder answers embeddings. Raises ``PackagingError`` for a task that the model cannot answer.
@@ -38,6 +38,7 @@ def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tup
 
 
 def parse_tasks(asked: Any) -> tuple[Task, ...]:
+    """One task or several by name. Raises ``PackagingError``."""
     names = [asked] if isinstance(asked, str) else asked
     if not isinstance(names, list | tuple) or not names:
         raise PackagingError(f"task: {shown(asked)} is not allowed; expected one or several of {', '.join(ALL_TASKS)}")
@@ -54,8 +55,11 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
 
 
 def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> EmbeddingSpec | None:
-    """How token vectors become one: ``given`` (a spec or its fields), else from the model's files, else by its kind:
-    the mean for an encoder, the last token for a decoder."""
+    """How token vectors are pooled into one; None for a model without embeddings.
+
+    ``given`` (a spec, or fields over the one found) or what the model's files say, else the mean for an encoder and the
+    last token for a decoder. Raises ``PackagingError``.
+    """
     if "embeddings" not in tasks:
         return None
     found = _found_spec(model_dir)  # first: a module that cannot be run is refused whatever is given
@@ -70,11 +74,12 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
 
 
 def is_sentence_transformer(model_dir: Path) -> bool:
+    """Whether the directory is sentence-transformers', with modules of its own."""
     return (model_dir / "modules.json").is_file()
 
 
 def is_causal(config: dict[str, Any]) -> bool:
-    """Whether the architecture is a language model that continues text. Raises for an encoder-decoder."""
+    """Whether the architecture is a causal language model. Raises ``PackagingError`` for an encoder-decoder."""
     if config.get("is_encoder_decoder"):
         raise PackagingError(
             f"model: {config.get('model_type')!r} is an encoder-decoder; decoder and encoder models can be served"
@@ -84,7 +89,10 @@ def is_causal(config: dict[str, Any]) -> bool:
 
 
 def config_file(model_dir: Path) -> Path:
-    """config.json of the model; a sentence-transformers directory may have it one folder down."""
+    """The model's config.json, which a sentence-transformers directory may have one folder down.
+
+    Raises ``PackagingError`` where there is none.
+    """
     candidates = [model_dir / "config.json", *sorted(model_dir.glob("0_*/config.json"))]
     if (found := next((c for c in candidates if c.is_file()), None)) is None:
         raise PackagingError("model: it holds no config.json")
@@ -92,6 +100,7 @@ def config_file(model_dir: Path) -> Path:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
+    """The parsed config.json; empty where it is no object. Raises ``PackagingError``."""
     try:
         config = json.loads(config_file(model_dir).read_text())
     except (OSError, ValueError, RecursionError):
@@ -116,7 +125,7 @@ def _found_spec(model_dir: Path) -> EmbeddingSpec:
 
 
 def is_decoder(model_dir: Path) -> bool:
-    """Encoder families (BERT, RoBERTa, …) have causal variants too; they are decoders only where the config says."""
+    """Whether the model is a decoder. Of encoder families (BERT, RoBERTa, …) only their causal variants are."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = read_config(model_dir)

@@ -1,6 +1,6 @@
-"""Chat templates: where they come from, and the proof at log time that they render.
+"""Chat templates: collected when a model is logged, and rendered once to prove that they work.
 
-Names: ``default`` answers a chat request; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
+The template ``default`` answers chat requests; others (``tool_use``, ``rag``, a caller's own) are stored beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Templates = str | os.PathLike[str] | dict[str, Any] | list[dict[str, str]] | Non
 
 
 def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
-    """Template texts by name: ``given`` where it is not None, else the tokenizer's own. Empty where there is none."""
+    """Template texts by name: those ``given``, else the tokenizer's own; empty where there is none.
+
+    Raises ``PackagingError``.
+    """
     chosen = given if given is not None else getattr(tokenizer, "chat_template", None)
     if chosen is None:
         return {}
@@ -50,10 +53,10 @@ def collect(given: Templates, tokenizer: Any) -> dict[str, str]:
 
 
 def check(templates: dict[str, str], tokenizer: Any) -> None:
-    """Render each template as it is when served (``tasks.rendering``). Raises ``PackagingError`` saying why not.
+    """Render each template as serving does (``tasks.rendering``). Raises ``PackagingError`` with the reason.
 
-    The default must show the user's words, with a system message or, for a template that refuses one, without; the
-    others must render for some of: a conversation, a conversation with tools, one with documents.
+    The user's message must be in the text: of the default template with a system message or, where it refuses one,
+    without; of the others for one of a conversation, a conversation with tools, and one with documents.
     """
     for name, template in templates.items():
         attempts: list[tuple[list[dict[str, str]], dict[str, Any]]] = [([SYSTEM, *TURNS], {}), (TURNS, {})]
@@ -63,6 +66,7 @@ def check(templates: dict[str, str], tokenizer: Any) -> None:
 
 
 def write(templates: dict[str, str], root: Path) -> None:
+    """Write the templates under the model root."""
     for name, template in templates.items():
         file = root / DEFAULT_TEMPLATE if name == DEFAULT else root / "chat_templates" / f"{name}.jinja"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +105,7 @@ def _check_one(name: str, template: str, tokenizer: Any, attempts: list[tuple[li
 
 
 def _text(template: Any) -> str:
-    """A template's text, from a path (an object, or a string that names an existing file) or from itself."""
+    """A template's text, read where ``template`` is a path: an object, or a string that names an existing file."""
     if isinstance(template, os.PathLike):
         return _read(Path(template))
     if not isinstance(template, str) or not template.strip():

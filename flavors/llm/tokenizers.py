@@ -1,4 +1,4 @@
-"""The tokenizer of a model: taken from a directory or an object, stored in ``tokenizer/``, and checked."""
+"""A model's tokenizer: written to ``tokenizer/`` from a directory or an object, loaded, and checked."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ EMBEDDING_NAMES = (
 
 
 def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name belongs to the tokenizer, and not to the model."""
     return name in TOKENIZER_FILES or name.endswith(TOKENIZER_SUFFIXES)
 
 
 def place_tokenizer(tokenizer: Any, target: Path, *, link: bool = False) -> None:
-    """Write ``tokenizer`` (an object, a directory, or a hub id) to ``target``."""
+    """Write ``tokenizer`` (an object, a directory, or a hub id) to ``target``. Raises ``PackagingError``."""
     target.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, str | os.PathLike):
         _place_directory(_directory(tokenizer), target, link=link)
@@ -60,7 +61,7 @@ def place_tokenizer(tokenizer: Any, target: Path, *, link: bool = False) -> None
 
 
 def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer stored in ``directory``. Raises ``PackagingError`` with the reason where it cannot be read."""
+    """The tokenizer in ``directory``. Raises ``PackagingError`` with the reason where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     from ...serving.tasks.tokenizer_check import check_tokenizer

@@ -1,6 +1,6 @@
-"""The project's own wheel, made from the package that is running, so that a model works where no index has it.
+"""The project's own wheel, built from the running package, so that a model loads where no index has mlflow-llm.
 
-A wheel is a zip of the package's files and its metadata (PEP 427). Both are at hand however the package was installed
+A wheel is a zip of the package's files and metadata (PEP 427). Both are available however the package was installed
 (wheel or editable), so it is written directly: no build tool, no network, the same bytes every time.
 
 The native kernels go along where they were built. They are optional: where they do not fit the processor or the system
@@ -27,6 +27,7 @@ WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: mlflow-llm\nRoot-Is-Purelib: true\n
 
 
 def distribution() -> importlib.metadata.Distribution:
+    """The installed mlflow-llm. Raises ``PackagingError`` where it is only on the path."""
     try:
         return importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -34,10 +35,10 @@ def distribution() -> importlib.metadata.Distribution:
 
 
 def write_wheel(root: Path) -> str:
-    """Write ``wheels/<hash>/mlflow_llm-<version>-py3-none-any.whl`` under ``root``; gives ``wheels/<hash>``.
+    """Write ``wheels/<hash>/mlflow_llm-<version>-py3-none-any.whl`` under ``root`` and return ``wheels/<hash>``.
 
-    The hash is of the content. MLflow names an environment by the text of its requirements, so two builds of one
-    version (from a source tree under work) do not share an environment.
+    The hash is of the content: MLflow names an environment by the text of its requirements, so two builds of one
+    version (from a source tree under development) do not share an environment.
     """
     content = dict(_files(distribution()))
     digest = hashlib.sha256()
