@@ -29,9 +29,38 @@ hypothesis.settings.load_profile("any machine")
 asyncio.set_event_loop(None)
 
 
+LONG = {  # files of minutes, which begin before all others: none of them is then left over when the rest is done
+    name: place
+    for place, name in enumerate(
+        (
+            "test_readme.py",
+            "test_flavor_real.py",
+            "test_models_predict.py",
+            "test_demo.py",
+            "test_server_ending.py",
+            "test_local_deployment.py",
+            "test_management_sdk.py",
+            "test_exactness.py",
+            "test_deployment_commands.py",
+            "test_models_serve.py",
+            "test_server_recovery_smollm2.py",
+            "test_two_stores.py",
+            "test_remote_engines.py",
+            "test_management.py",
+            "test_server_defaults.py",
+            "test_engine_process.py",
+            "test_server_start.py",
+            "test_gateway_recipe.py",
+        )
+    )
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist runs one test an id, and says nothing of others of the same."""
+    """xdist runs one test an id, and says nothing of others of the same. Long files come first, in random order
+    otherwise."""
     assert len({item.nodeid for item in items}) == len(items), "two tests have one id"
+    items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,30 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
+from mlflow.tracking import fluent
 from mlflow.tracking._model_registry import utils as registry
 from mlflow.tracking._tracking_service import utils as tracking
 
-VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_EXPERIMENT_ID")
 
 
 @contextlib.contextmanager
 def own_stores(uri: str) -> Iterator[None]:
-    """Tracking and registry are at ``uri``.
+    """Tracking and registry are at ``uri``; an experiment that is set there is set nowhere else.
 
     ``mlflow.set_tracking_uri`` and ``set_registry_uri`` pin what they are given, in the process and in its
     environment. To give them back what the getters said before would pin what was a mere default: the registry, which
     follows the tracking store, would stay where it was for all tests that come later.
     """
     kept = {name: os.environ.get(name) for name in VARIABLES}
-    pinned = tracking._tracking_uri, registry._registry_uri
+    pinned = tracking._tracking_uri, registry._registry_uri, fluent._active_experiment_id
     os.environ.pop("MLFLOW_REGISTRY_URI", None)
-    registry._registry_uri = None
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
+    registry._registry_uri = fluent._active_experiment_id = None
     mlflow.set_tracking_uri(uri)
     try:
         yield
     finally:
         mlflow.set_tracking_uri(pinned[0])
-        registry._registry_uri = pinned[1]
+        registry._registry_uri, fluent._active_experiment_id = pinned[1:]
         for name, value in kept.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -12,12 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from gated_core import steps_up_to
 from instant_model import write_instant_model
 from processes import alive_after
 from recovery_requests import CHAT, COMPLETIONS, SAMPLED, STREAM, answer_to
 from server_calls import BODY, asking, draining, health, until
 from server_processes import ENGINE, engines, keepers
-from serving_process import Running, running
+from serving_process import GATED_CORE, Running, running
 
 LASTING: dict[str, Any] = BODY | {"max_tokens": 160}
 PROMPTS: dict[str, Any] = {"model": "assistant", "prompt": ["a", "b"], "max_tokens": 160, "ignore_eos": True} | SAMPLED
@@ -26,9 +27,8 @@ REQUESTS = [(CHAT, LASTING), (CHAT, LASTING | STREAM), (COMPLETIONS, PROMPTS), (
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Running]:
-    """A server of 50 ms a step that would wait ten minutes for what runs."""
-    bundle = write_instant_model(tmp_path, step_delay=0.05)
-    with running(bundle, drain_timeout=600.0) as server:
+    """A server that would wait ten minutes for what runs, and whose steps may be held back."""
+    with running(write_instant_model(tmp_path), core=GATED_CORE, drain_timeout=600.0) as server:
         yield server
 
 
@@ -40,11 +40,12 @@ def test_what_runs_is_finished(patient: Running) -> None:
         undisturbed = list(pool.map(lambda request: answer_to(patient, *request), REQUESTS))
         assert {status for status, _ in undisturbed} == {200}
         until(lambda: health(patient)["running"] == 0)
-        answers = [pool.submit(answer_to, patient, *request) for request in REQUESTS]
-        until(lambda: health(patient)["running"] == len(REQUESTS))
-        patient.terminate()
-        until(lambda: draining(patient))
-        assert not any(answer.done() for answer in answers), "nothing ran while the server drained"
+        with steps_up_to(patient.model_dir, health(patient)["steps"] + 20):
+            answers = [pool.submit(answer_to, patient, *request) for request in REQUESTS]
+            until(lambda: health(patient)["running"] == len(REQUESTS))
+            patient.terminate()
+            until(lambda: draining(patient))
+            assert not any(answer.done() for answer in answers)
         assert [answer.result() for answer in answers] == undisturbed
     assert patient.process.wait(240) == 0, patient.log()[-4000:]
     assert not alive_after(family, 240)
@@ -53,9 +54,10 @@ def test_what_runs_is_finished(patient: Running) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_at_once(patient: Running, second: signal.Signals) -> None:
-    """A second SIGTERM, or SIGINT, does not wait for a stream of seven minutes."""
+    """A second SIGTERM, or SIGINT, does not wait for a stream that does not end."""
     family = psutil.Process(patient.process.pid).children(recursive=True)
-    with asking(patient, BODY | {"stream": True, "max_tokens": 8000}) as answer:
+    steps = steps_up_to(patient.model_dir, health(patient)["steps"] + 20)
+    with steps, asking(patient, BODY | {"stream": True, "max_tokens": 4000}) as answer:
         answer.readline()
         patient.terminate()
         until(lambda: draining(patient))
