@@ -56,12 +56,14 @@ class LoopQueue:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            if not self._events and not self._closed:  # checked after the waiter is set: a later event wakes it
-                await self._waiter
-        finally:
-            self._waiter = None
+        """Until there is an event or the queue was closed. A wake-up may be of an event that was read already."""
+        while not self._events and not self._closed:
+            self._waiter = self._loop.create_future()
+            try:
+                if not self._events and not self._closed:  # checked after the waiter is set: a later event wakes it
+                    await self._waiter
+            finally:
+                self._waiter = None
 
     def get(self) -> Event:
         return self._events.popleft()

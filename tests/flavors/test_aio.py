@@ -218,3 +218,20 @@ def test_a_queue_outlives_its_loop():
     queue = asyncio.run(make())
     queue.put(Failed(kind="aborted", message="late"))
     assert queue.qsize() == 1
+
+
+def test_a_late_wake_up_is_no_event():
+    """Where its event was read before it came the reader waits on, for the next one."""
+
+    async def read() -> str:
+        queue = LoopQueue()
+        waiting = asyncio.create_task(queue.wait())
+        await settled()
+        queue._wake()
+        await settled()
+        assert not waiting.done()
+        queue.put(Failed(kind="aborted", message="next"))
+        await waiting
+        return queue.get().message
+
+    assert asyncio.run(read()) == "next"
