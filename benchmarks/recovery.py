@@ -27,7 +27,7 @@ from report import publish
 BODY = {
     "model": "assistant",
     "messages": [{"role": "user", "content": "Hi"}],
-    "max_tokens": 400,
+    "max_tokens": 150,
     "ignore_eos": True,
     "stream": True,
     "temperature": 0,

@@ -2,8 +2,10 @@
 
 Contenders are processes that hold the model all the time and run one after the other, a short burst each, in an order
 that changes from round to round; what is reported are medians of the ratios within a round, because such a machine's
-speed changes from minute to minute. `passive` has OMP_WAIT_POLICY=passive. With `--against DIR` (the root of another
-checkout, kernels built) that code runs too, as it is and passive. `--quota` needs root and a cpu controller.
+speed changes from minute to minute. Where a process's memory happens to lie makes it some percent faster or slower for
+all its life: `--launches` starts them anew. `passive` has OMP_WAIT_POLICY=passive. With `--against DIR` (the root of
+another checkout, kernels built) that code runs too, as it is and passive. `--quota` needs root and a cpu controller.
+`--alone` needs root: a burst runs before everything else on the machine (SCHED_FIFO).
 
     python benchmarks/shared_cores.py --model .cache/models/smollm2 --neighbours 2
     python benchmarks/shared_cores.py --model .cache/models/smollm2 --quota 0.5
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -36,8 +39,11 @@ def hold(args: argparse.Namespace) -> None:
     sys.path.insert(0, args.code)
     from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.settings import EngineSettings
-    from mlflow_llm.serving.transport.engine_process import main as process
 
+    try:
+        process = importlib.import_module("mlflow_llm.serving.transport.engine_process.main")
+    except ModuleNotFoundError:  # the code of --against, where its place was another
+        process = importlib.import_module("mlflow_llm.serving.transport.process")
     settings = EngineSettings(
         quantization=args.quantization, max_model_len=2048, prefix_caching=False, threads=args.threads or None,
         kernels=args.kernels, kv_cache_memory=1 << 28,
@@ -49,6 +55,7 @@ def hold(args: argparse.Namespace) -> None:
     from mlflow_llm.serving.events import Tokens
     from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
+    assert process.__file__ is not None
     assert Path(process.__file__).resolve().is_relative_to(Path(args.code).resolve()), process.__file__
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
@@ -92,10 +99,25 @@ class Contender:
     def pid(self) -> int:
         return self._process.pid
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: int, *, alone: bool = False) -> float:
         assert self._process.stdin is not None
-        print(size, file=self._process.stdin, flush=True)
-        return float(self._line())
+        with self._first() if alone else contextlib.nullcontext():
+            print(size, file=self._process.stdin, flush=True)
+            return float(self._line())
+
+    @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        """Its threads run before all others."""
+        self._schedule(os.SCHED_FIFO, 1)
+        try:
+            yield
+        finally:
+            self._schedule(os.SCHED_OTHER, 0)
+
+    def _schedule(self, policy: int, priority: int) -> None:
+        for thread in os.listdir(f"/proc/{self.pid}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -148,6 +170,7 @@ def main() -> None:
     parser.add_argument("--spins", type=int, nargs="*", default=[], help="values of GOMP_SPINCOUNT to try besides")
     parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside each burst")
     parser.add_argument("--quota", type=float, default=0.0, help="processors' worth of time that contenders get")
+    parser.add_argument("--alone", action="store_true", help="bursts run before all others")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a burst")
     parser.add_argument("--quantization", default="int8")
     parser.add_argument("--kernels", default="auto")
@@ -155,6 +178,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the engine takes by itself")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--launches", type=int, default=1, help="times that contenders are started anew")
+    parser.add_argument("--passive", action=argparse.BooleanOptionalAction, default=True, help="passive contenders too")
     parser.add_argument("--under", default="", help="what contenders are started with, as 'chrt -f 1'")
     parser.add_argument("--name", default="shared_cores", help="of the file in results/")
     parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
@@ -163,11 +188,35 @@ def main() -> None:
     if args.hold:
         hold(args)
         return
-    kinds = {"ours": (str(ROOT), {}), "ours, passive": (str(ROOT), {"OMP_WAIT_POLICY": "passive"})}
+    rates: dict[str, list[float]] = {}
+    for _ in range(args.launches):
+        for name, found in launch(args).items():
+            rates.setdefault(name, []).extend(found)
+    reference = "one core" if args.quota else "before" if args.against else "ours, passive"
+    rows = []
+    for name in rates:
+        row: dict[str, Any] = {"": name, "tokens/s": statistics.median(rates[name])}
+        for other in dict.fromkeys((reference, "before, passive" if args.against else "ours, passive")):
+            if other not in rates:
+                continue
+            ratios = sorted(a / b for a, b in zip(rates[name], rates[other], strict=True))
+            row[f"× {other}"] = statistics.median(ratios)
+            row[f"{other}: quartiles"] = f"{ratios[len(ratios) // 4]:.2f}–{ratios[-1 - len(ratios) // 4]:.2f}"
+        rows.append(row)
+    times = f"{args.rounds} rounds" if args.launches == 1 else f"{args.launches} launches of {args.rounds} rounds"
+    publish(args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {times}")
+
+
+def launch(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens a second of contenders that are started for it."""
+    kinds: dict[str, tuple[str, dict[str, str]]] = {"ours": (str(ROOT), {})}
     kinds |= {f"ours, {n} spins": (str(ROOT), {"GOMP_SPINCOUNT": str(n)}) for n in args.spins}
     if args.against:
-        other = os.path.abspath(args.against)
-        kinds |= {"before": (other, {}), "before, passive": (other, {"OMP_WAIT_POLICY": "passive"})}
+        kinds |= {"before": (os.path.abspath(args.against), {})}
+    if args.passive:
+        passive = {"OMP_WAIT_POLICY": "passive"}
+        kinds |= {f"{name}, passive": (code, passive) for name, (code, _) in kinds.items() if "spins" not in name}
+    threads = args.threads
     with quota(args.quota) as group, contextlib.ExitStack() as stack:
         contenders = {}
         if group is not None:  # children belong to our group: so they see the quota from their first moment
@@ -181,19 +230,8 @@ def main() -> None:
             args.threads = 1
             contenders["one core"] = Contender(args, str(ROOT), {})
             stack.callback(contenders["one core"].close)
-        rates = measure(args, contenders)
-    reference = "one core" if args.quota else "before" if args.against else "ours, passive"
-    rows = []
-    for name in contenders:
-        row: dict[str, Any] = {"": name, "tokens/s": statistics.median(rates[name])}
-        for other in dict.fromkeys((reference, "before, passive" if args.against else "ours, passive")):
-            ratios = sorted(a / b for a, b in zip(rates[name], rates[other], strict=True))
-            row[f"× {other}"] = statistics.median(ratios)
-            row[f"{other}: quartiles"] = f"{ratios[len(ratios) // 4]:.2f}–{ratios[-1 - len(ratios) // 4]:.2f}"
-        rows.append(row)
-    publish(
-        args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {args.rounds} rounds"
-    )
+            args.threads = threads
+        return measure(args, contenders)
 
 
 def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, list[float]]:
@@ -204,7 +242,7 @@ def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[
         random.Random(number).shuffle(order)
         for name in order:
             with neighbours(args.neighbours):
-                rates[name].append(1 / contenders[name].seconds(args.batch))
+                rates[name].append(1 / contenders[name].seconds(args.batch, alone=args.alone))
         print(json.dumps({name: round(found[-1], 1) for name, found in rates.items()}), file=sys.stderr, flush=True)
     return rates
 
