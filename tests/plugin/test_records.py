@@ -63,7 +63,7 @@ def await_status(client: Any, status: str, seconds: float = 240) -> bool:
 
 def test_a_clock_that_moved() -> None:
     """A process is known by its boot and ticks; by the clock only in records without, where it may not have moved."""
-    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         birth = processes.keep(own)
         moved = birth.started + 3600
@@ -123,7 +123,7 @@ def test_a_port_held_on(client: Any, models: Path) -> None:
 def test_threads_that_still_run() -> None:
     """A process has ended when its last thread has; one whose first has is a zombie that holds its port."""
     lines = "import ctypes, socket, threading, time; s = socket.create_server(('127.0.0.1', 0)); "
-    lines += "threading.Thread(target=time.sleep, args=(60,)).start(); print(s.getsockname()[1], flush=True); "
+    lines += "threading.Thread(target=time.sleep, args=(600,)).start(); print(s.getsockname()[1], flush=True); "
     process = subprocess.Popen([sys.executable, "-c", lines + "ctypes.CDLL(None).pthread_exit(None)"], stdout=PIPE)
     assert process.stdout
     with process.stdout as told:

@@ -59,7 +59,7 @@ QUERIES = st.dictionaries(
     st.one_of(TEXTS, NUMBERS, CURSORS, MOMENTS, *(st.just(v) for q in USAGE_QUERY.values() for v in q.get("enum", ()))),
     max_size=4,
 )
-OFTEN = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+OFTEN = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

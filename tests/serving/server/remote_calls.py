@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from server_calls import LONG, ask, health, told, until
 from serving_process import Running
 
+LASTING = LONG | {"max_tokens": 400}  # four seconds, in which all that are asked for at once have begun
+
 
 def figures(server: Running) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
@@ -24,7 +26,7 @@ def replicas(server: Running) -> int:
 def streams(server: Running, count: int, then: Callable[[], object]) -> list[tuple[str, dict]]:
     """Text and usage of ``count`` streams, ``then`` being called while all run."""
     with ThreadPoolExecutor(count) as pool:
-        answers = [pool.submit(ask, server, LONG) for _ in range(count)]
+        answers = [pool.submit(ask, server, LASTING) for _ in range(count)]
         until(lambda: health(server)["running"] >= count)
         then()
         return [told(answer.result()[1].encode()) for answer in answers]

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 from engine_process import EngineProcess, engine_process
 from instant_model import write_instant_model
-from remote_calls import figures, replicas, streams
-from server_calls import BODY, LONG, ask, asking, told, until, well
+from remote_calls import LASTING, figures, replicas, streams
+from server_calls import BODY, ask, asking, told, until, well
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
@@ -105,8 +105,8 @@ def apart(hosts: tuple[Host, Host], bundle: Bundle, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def expected(apart: Running) -> tuple[str, dict]:
-    """Text and usage of an undisturbed ``LONG``."""
-    with asking(apart, LONG) as answer:
+    """Text and usage of an undisturbed ``LASTING``."""
+    with asking(apart, LASTING) as answer:
         return told(answer.read())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from engine_process import EngineProcess, engine_process
 from instant_model import write_instant_model
-from remote_calls import figures, replicas, streams
+from remote_calls import LASTING, figures, replicas, streams
 from server_calls import BODY, LONG, ask, asking, health, idle, told, until, well, worker_of
 from serving_process import Running, running
 
@@ -49,21 +49,21 @@ def two(bundle: Bundle, key: str) -> Iterator[tuple[Running, tuple[EngineProcess
 
 @pytest.fixture(scope="module")
 def expected(two: tuple[Running, object]) -> tuple[str, dict]:
-    """Text and usage of an undisturbed ``LONG``."""
-    with asking(two[0], LONG) as answer:
+    """Text and usage of an undisturbed ``LASTING``."""
+    with asking(two[0], LASTING) as answer:
         return told(answer.read())
 
 
 def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]) -> None:
     """Whole and streamed replies, embeddings and an adapter; both engines' work is in the metrics."""
     server = two[0]
-    whole = json.loads(ask(server, BODY | {"max_tokens": 200})[1])
+    whole = json.loads(ask(server, BODY | {"max_tokens": LASTING["max_tokens"]})[1])
     assert whole["choices"][0]["message"]["content"] == expected[0]
     with asking(server, {"model": "assistant", "input": "a"}, "/v1/embeddings") as answer:
         assert len(json.load(answer)["data"][0]["embedding"]) == 16
     assert ask(server, BODY | {"model": "assistant:pirate"})[0] == 200
     assert streams(server, 4, lambda: None) == [expected] * 4
-    until(lambda: figures(server)["mlflow_llm_generated_tokens_total"] >= 6 * 200)
+    until(lambda: figures(server)["mlflow_llm_generated_tokens_total"] >= 6 * 400)
     found = figures(server)
     assert found["mlflow_llm_engine_ready"] == 1
     assert found["mlflow_llm_engine_steps_total"] >= 200
@@ -106,7 +106,7 @@ def test_the_only_engine_comes_back(bundle: Bundle, key: str, expected: tuple[st
         pid = engine.pid()
         assert streams(server, 3, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 3
         until(lambda: idle(server))
-        with ThreadPoolExecutor(1) as pool, asking(server, LONG) as answer:
+        with ThreadPoolExecutor(1) as pool, asking(server, LASTING) as answer:
             first = answer.readline()
             ended = pool.submit(engine.end)
             until(lambda: not well(server))

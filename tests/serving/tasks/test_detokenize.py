@@ -66,7 +66,7 @@ BYTES = st.lists(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(written=BYTES)
 def test_starts_of_any_bytes(text, written):
     """Each token of whole characters stands in the text where it is said to start, whatever stands before it."""
