@@ -29,7 +29,7 @@ from report import publish
 from streams import Call, closed_loop, encode
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.cli.load import percentile
+from mlflow_llm.serving.cli.load_generator import percentile
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.settings import EngineSettings

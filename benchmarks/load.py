@@ -1,4 +1,4 @@
-"""Servers that benchmarks put load on. The closed loop itself is that of `mlflow-llm bench` (`serving/cli/load.py`)."""
+"""Servers for benchmarks to load. The closed loop is that of `mlflow-llm bench` (`serving/cli/load_generator.py`)."""
 
 from __future__ import annotations
 

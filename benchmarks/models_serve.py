@@ -20,7 +20,7 @@ from load import ModelsServe
 from report import publish
 
 from mlflow_llm.serving.cli.http import Client
-from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile
+from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentile
 
 TOPICS = ["rivers", "trains", "bread", "chess", "winter", "bridges", "maps", "clocks", "violins", "gardens", "salt"]
 

@@ -19,11 +19,11 @@ from mlflow.exceptions import MlflowException
 from mlflow_llm.flavors.llm.names import FLAVOR_NAME
 from mlflow_llm.serving.files import STATE_VARIABLE
 
-from . import calls, model_uris, records
 from . import endpoint_calls as endpoints
+from . import http_calls, model_uris, records
 from . import local_config as configs
 from . import local_servers as servers
-from .inputs import requests_of
+from .predict_inputs import requests_of
 
 
 def run_local(name: str, model_uri: str, flavor: str | None = None, config: dict[str, Any] | None = None) -> None:
@@ -52,8 +52,8 @@ def target_help() -> str:
         "port stay, no request is dropped, and where the new version fails the old one serves on.\n"
         "Target llm://host:port, or llm:https://host:port, is a server that runs already: the same commands manage\n"
         f"its endpoints (-C keys: {', '.join(endpoints.ENTITY_KEYS)}, and every engine setting).\n"
-        f"An API key is read from {calls.KEY_VARIABLE}, PEM files of authorities and of our certificate from\n"
-        f"{calls.CA_VARIABLE} and {calls.CERT_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
+        f"An API key is read from {http_calls.KEY_VARIABLE}, PEM files of authorities and of our certificate from\n"
+        f"{http_calls.CA_VARIABLE} and {http_calls.CERT_VARIABLE}; the state is in {STATE_VARIABLE} or XDG's folder."
     )
 
 
@@ -92,7 +92,11 @@ def _server_of(target: str) -> str | None:
 
 
 class LlmDeploymentClient(BaseDeploymentClient):
-    """Deployments and endpoints are the same here: endpoints of a running server, or a server with one of its name."""
+    """MLflow's deployments client for the target ``llm``; a deployment and an endpoint are the same thing here.
+
+    With a URL in the target they are endpoints of that server; without, servers of this machine with one endpoint each.
+    Every method raises ``MlflowException``.
+    """
 
     def __init__(self, target_uri: str) -> None:
         super().__init__(target_uri)
@@ -136,7 +140,7 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return servers.get(name)
 
     def delete_deployment(self, name: str, config: dict[str, Any] | None = None, endpoint: str | None = None) -> None:
-        """Finish what runs, then end. A deployment that does not exist is no error."""
+        """Drain and delete a deployment. One that does not exist is no error."""
         name = _one_name(name, endpoint)
         if config:
             raise MlflowException.invalid_parameter_value(f"config: {', '.join(map(str, config))}; delete takes none")
@@ -161,27 +165,30 @@ class LlmDeploymentClient(BaseDeploymentClient):
     def predict(
         self, deployment_name: str | None = None, inputs: Any = None, endpoint: str | None = None
     ) -> PredictionsResponse:
-        """The reply to a dict; of several rows ``{"predictions": [reply, …]}``."""
+        """Answer one request (a dict) with its reply, or several with ``{"predictions": [reply, …]}``.
+
+        ``inputs`` is a dict, a list of dicts, or a DataFrame with a row for each request.
+        """
         bodies, single = requests_of(inputs)
         if any(body.get("stream") for body in bodies):
             raise MlflowException.invalid_parameter_value("stream: True is not allowed; predict_stream streams")
         url = self._url(_one_name(deployment_name, endpoint))
-        replies = [calls.told("POST", url, body) for body in bodies]
+        replies = [http_calls.request_json("POST", url, body) for body in bodies]
         return PredictionsResponse(replies[0] if single else {"predictions": replies})
 
     def predict_stream(
         self, deployment_name: str | None = None, inputs: Any = None, endpoint: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The chunks of the reply to one request."""
+        """Stream the reply to one request: chunk objects as they are generated."""
         bodies, _ = requests_of(inputs)
         if len(bodies) != 1:
             raise MlflowException.invalid_parameter_value("inputs: predict_stream takes one request")
         if bodies[0].get("stream") is False:
             raise MlflowException.invalid_parameter_value("stream: False is not allowed; predict does not stream")
-        return calls.chunks(self._url(_one_name(deployment_name, endpoint)), bodies[0])
+        return http_calls.stream_chunks(self._url(_one_name(deployment_name, endpoint)), bodies[0])
 
     def create_endpoint(self, name: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``config`` holds ``model_uri`` and what ``create_deployment`` takes as config."""
+        """Create an endpoint, as ``create_deployment``: ``config`` holds ``model_uri`` and the settings."""
         given = configs.mapping(config)
         model_uri = given.pop("model_uri", None)
         if not model_uri:
@@ -205,14 +212,14 @@ class LlmDeploymentClient(BaseDeploymentClient):
         return {**found, "flavor": FLAVOR_NAME, "url": self._remote}
 
     def _merged(self, name: str, model_uri: str | None, config: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
-        """What the endpoint is to serve: what is not named stays as it is."""
+        """Model URI and config for an update: what the caller leaves out stays as it is."""
         assert self._remote is not None
         given = configs.cleaned(config)
         named = None if model_uri is None else model_uris.absolute(model_uri)
         endpoint = endpoints.get(self._remote, _named(name))
         if endpoint.get("permission_level") in ("CAN_QUERY", "CAN_VIEW"):
             raise MlflowException(
-                f"the key lacks the scope 'manage': it may not change {name!r}", error_code=int(calls.CODES[403])
+                f"the key lacks the scope 'manage': it may not change {name!r}", error_code=int(http_calls.CODES[403])
             )
         served = endpoints.entities(endpoint)
         if len(served) == 1:

@@ -1,4 +1,4 @@
-"""Endpoints of a running server, through its management API."""
+"""Endpoints of a running server, by its management API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.model_uri import by_version, parse
 from mlflow_llm.serving.settings import EngineSettings
 
-from . import calls
+from . import http_calls
 from .model_uris import absolute
 
 API = "/api/2.0/serving-endpoints"
@@ -25,7 +25,7 @@ TURN = 0.2
 
 def create(server: str, name: str, model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
     """Create endpoint ``name`` and wait until it is ready. Raises ``MlflowException`` where it fails; none is left."""
-    calls.ask("POST", server + API, {"name": name, "config": config_of(model_uri, config)})
+    http_calls.request("POST", server + API, {"name": name, "config": config_of(model_uri, config)})
     try:
         return await_config(server, name)
     except MlflowException:
@@ -35,26 +35,26 @@ def create(server: str, name: str, model_uri: str, config: dict[str, Any]) -> di
 
 def update(server: str, name: str, model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
     """Roll over to a new config and wait for it. Raises ``MlflowException`` where it fails; the old one serves on."""
-    calls.ask("PUT", f"{server}{API}/{quote(name, safe='')}/config", config_of(model_uri, config))
+    http_calls.request("PUT", f"{server}{API}/{quote(name, safe='')}/config", config_of(model_uri, config))
     return await_config(server, name)
 
 
 def delete(server: str, name: str) -> None:
-    calls.ask("DELETE", f"{server}{API}/{quote(name, safe='')}")
+    http_calls.request("DELETE", f"{server}{API}/{quote(name, safe='')}")
 
 
-def get(server: str, name: str, *, seconds: float = calls.SECONDS) -> dict[str, Any]:
+def get(server: str, name: str, *, seconds: float = http_calls.SECONDS) -> dict[str, Any]:
     url = f"{server}{API}/{quote(name, safe='')}"
-    return _endpoint(calls.told("GET", url, seconds=seconds), url)
+    return _endpoint(http_calls.request_json("GET", url, seconds=seconds), url)
 
 
 def list_all(server: str) -> list[dict[str, Any]]:
-    listed = calls.told("GET", server + API).get("endpoints")
+    listed = http_calls.request_json("GET", server + API).get("endpoints")
     return [_endpoint(one, server + API) for one in _checked(listed, list, server + API)]
 
 
 def _endpoint(found: Any, url: str) -> dict[str, Any]:
-    """``found``, which has what is read of an endpoint."""
+    """``found``, checked to have the fields of an endpoint that are read here. Raises ``MlflowException``."""
     endpoint: dict[str, Any] = _checked(found, dict, url)
     _checked(endpoint.get("name"), str, url)
     _checked(_checked(endpoint.get("state"), dict, url).get("config_update"), str, url)
@@ -65,18 +65,18 @@ def _endpoint(found: Any, url: str) -> dict[str, Any]:
 
 def _checked(value: Any, kind: type, url: str) -> Any:
     if not isinstance(value, kind):
-        raise calls.not_ours(url)
+        raise http_calls.unexpected_answer(url)
     return value
 
 
 def entities(endpoint: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an endpoint serves; nothing before its first config was ready."""
+    """The served entities of an endpoint; none before its first config was ready."""
     found: list[dict[str, Any]] = endpoint.get("config", {}).get("served_entities", [])
     return found
 
 
 def settings_of(entity: dict[str, Any]) -> dict[str, Any]:
-    """What ``config_of`` would make ``entity`` of."""
+    """The config from which ``config_of`` would make ``entity``."""
     own = {key: entity[key] for key in ENTITY_KEYS if entity.get(key) not in (None, False)}
     return own | entity.get("engine_settings", {})
 
@@ -96,8 +96,10 @@ def await_config(server: str, name: str) -> dict[str, Any]:
 
 
 def config_of(model_uri: str, config: dict[str, Any]) -> dict[str, Any]:
-    """An endpoint's config of one model. ``config`` holds engine settings and ``ENTITY_KEYS``, texts as the command
-    line gives them among its values."""
+    """The API's config of an endpoint with one model. Raises ``MlflowException``.
+
+    ``config`` holds engine settings and ``ENTITY_KEYS``; values may be text, as the command line gives them.
+    """
     entity: dict[str, Any] = entity_of(model_uri)
     settings = {}
     for key, value in config.items():
@@ -130,7 +132,7 @@ def uri_of(entity: dict[str, Any]) -> str:
 
 
 def parsed(value: Any) -> Any:
-    """A text as JSON where it reads as such (``4``, ``true``), else itself."""
+    """A string parsed as JSON where it is JSON (``4``, ``true``), else ``value`` itself."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""MLflow's AI Gateway provider ``llm``: an endpoint of this server behind the gateway."""
+"""Provider ``llm`` of MLflow's AI Gateway: an endpoint of this server as a gateway's model."""
 
 from __future__ import annotations
 

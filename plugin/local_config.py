@@ -1,4 +1,4 @@
-"""The ``config`` of a local deployment: what may be in it, and the command line of the server that it makes."""
+"""The ``config`` of a local deployment: its keys and values, and the command line of its server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlflow_llm.serving.http.gunicorn.listen_addresses import bind
 from mlflow_llm.serving.settings import EngineSettings, check_server_engine
 
 from .endpoint_calls import ENGINE_KEYS, ENTITY_KEYS, parsed
-from .inputs import plain
 from .model_uris import absolute_store
+from .predict_inputs import plain
 
 OPTION_KEYS = (
     "host",
@@ -79,8 +79,10 @@ HOST = "127.0.0.1"
 
 
 def cleaned(config: Any) -> dict[str, Any]:
-    """``config`` as values of JSON, whether it came from the command line or from Python; None is not given. Raises
-    ``MlflowException``."""
+    """``config`` in JSON's types, from the command line or from Python; without entries that are None.
+
+    Raises ``MlflowException``.
+    """
     found = {key: parsed(plain(value, key)) for key, value in mapping(config).items() if value is not None}
     if isinstance(found.get("database"), str):
         found["database"] = absolute_store(found["database"])
@@ -93,7 +95,7 @@ def cleaned(config: Any) -> dict[str, Any]:
 
 
 def mapping(config: Any) -> dict[str, Any]:
-    """A copy. Raises ``MlflowException`` for what is no dict."""
+    """A copy of ``config``. Raises ``MlflowException`` where it is no dict."""
     if config is not None and not isinstance(config, Mapping):
         raise MlflowException.invalid_parameter_value(f"config: expected a dict, not {type(config).__name__}")
     return {str(key): value for key, value in (config or {}).items()}

@@ -3,7 +3,7 @@
 A deployment's status::
 
     STARTING      its process runs and is not ready yet
-    RUNNING       it serves; URI and settings are those that the server itself tells
+    RUNNING       it serves; URI and settings are those that the server itself reports
     DELETED       its endpoint was deleted through the server, which runs on; `update` brings it back
     UNREACHABLE   its process runs and does not answer
     STOPPED       its process has ended; `update` starts it again
@@ -27,8 +27,8 @@ from msgspec.structs import asdict, replace
 from mlflow_llm.flavors.llm.names import FLAVOR_NAME
 from mlflow_llm.serving.errors import without_password
 
-from . import calls, model_uris, processes, records
 from . import endpoint_calls as endpoints
+from . import http_calls, model_uris, processes, records
 from . import local_config as configs
 from .records import Record
 
@@ -44,7 +44,7 @@ HINTS = {
 
 
 def get(name: str) -> dict[str, Any]:
-    """A deployment as it is shown. Raises ``MlflowException`` for an unknown one."""
+    """A deployment as MLflow shows it. Raises ``MlflowException`` for an unknown one."""
     status, record, served = state_of(records.read(name))
     database = {key: without_password(record.config[key]) for key in record.config if key == "database"}
     return {
@@ -72,8 +72,9 @@ def list_all() -> list[dict[str, Any]]:
 
 
 def state_of(record: Record) -> tuple[str, Record, list[dict[str, Any]]]:
-    """A deployment's status, its record with what the server says, and what that serves. What was changed through the
-    server is then on record, too, for when it has ended."""
+    """A deployment's status, its record as the server reports it, and the served entities.
+
+    A change that was made through the server is written to the record too, for when the server has ended."""
     status, served = _look(record)
     if not served:
         return status, record, served
@@ -95,12 +96,12 @@ def _look(record: Record) -> tuple[str, list[dict[str, Any]]]:
         known = {"RESOURCE_DOES_NOT_EXIST": "DELETED", "UNAUTHENTICATED": "RUNNING", "PERMISSION_DENIED": "RUNNING"}
         return known.get(error.error_code, silent), []
     served = endpoints.entities(endpoint)
-    # a key that does not manage is not told the models
+    # the models are not shown to a key without the scope "manage"
     return "RUNNING" if served or endpoint["state"].get("ready") == "READY" else "STARTING", served
 
 
 def _as_served(record: Record, served: list[dict[str, Any]]) -> Record:
-    """``record`` with the URI and settings that the server tells; of several models none is the deployment's."""
+    """``record`` with the URI and settings that the server reports; unchanged where it serves several models."""
     if len(served) != 1:
         return record
     uri, settings = endpoints.uri_of(served[0]), endpoints.settings_of(served[0])
@@ -133,7 +134,7 @@ def _described(status: str) -> str:
 
 
 def url_of(name: str) -> str:
-    """Where requests go. Raises ``MlflowException`` where there is no server to take them."""
+    """The URL of a deployment's server. Raises ``MlflowException`` where none is running."""
     record = records.read(name)
     if record.starting or not processes.is_alive(record):
         status, _, _ = state_of(record)
@@ -143,11 +144,11 @@ def url_of(name: str) -> str:
 
 
 def create(name: str, model_uri: str, config: Any) -> None:
-    """Raises ``MlflowException`` where the server does not come up; no deployment is left then."""
+    """Start a deployment. Raises ``MlflowException`` where its server does not come up; none is left then."""
     must_be_new(name)
     uri, given = model_uris.absolute(model_uri), configs.with_database(configs.cleaned(config))
     configs.check(given)
-    model_uris.must_be_ours(uri)
+    model_uris.check_flavor(uri)
     with records.locked(name):
         must_be_new(name)
         start(name, uri, given)
@@ -193,14 +194,14 @@ def _await(process: subprocess.Popen[bytes], record: Record, reason: Callable[[]
     while time.monotonic() < until:
         if process.poll() is not None:
             raise MlflowException(f"the server did not start: {reason()} (log: {log})")
-        if calls.is_ready(record.url, LOOK_SECONDS) and processes.listens(process.pid, port_of(record)):
+        if http_calls.is_ready(record.url, LOOK_SECONDS) and processes.listens(process.pid, port_of(record)):
             return
         time.sleep(0.1)
     raise MlflowException(f"the server was not ready within {START_SECONDS:.0f} seconds (log: {log})")
 
 
 def _reason(log: Path, before: int) -> str:
-    """The last error in what this start wrote, which stands behind ``before`` bytes of earlier ones."""
+    """The last error in the log of this start, which begins after ``before`` bytes of earlier ones."""
     with open(log, "rb") as stream:
         stream.seek(before)
         lines = [line for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
@@ -208,7 +209,7 @@ def _reason(log: Path, before: int) -> str:
 
 
 def update(name: str, model_uri: str | None, config: Any) -> None:
-    """Have the running server serve another version or other engine settings; one that does not run is started.
+    """Serve another version or other engine settings by the running server; one that has ended is started.
 
     Raises ``MlflowException``; the server then goes on as before. Interrupted, the record says what was asked for.
     """
@@ -228,7 +229,7 @@ def update(name: str, model_uri: str | None, config: Any) -> None:
 def _check_model(record: Record, uri: str) -> None:
     kept = {"tracking_uri": record.tracking_uri, "registry_uri": record.registry_uri}
     model_uris.check_stores(uri, kept)
-    model_uris.must_be_ours(uri)
+    model_uris.check_flavor(uri)
 
 
 def _change(record: Record, model_uri: str | None, given: dict[str, Any]) -> None:
@@ -257,7 +258,7 @@ def _change(record: Record, model_uri: str | None, given: dict[str, Any]) -> Non
 
 
 def delete(name: str) -> None:
-    """Finish what runs, then end. A deployment that does not exist is no error."""
+    """Drain and delete a deployment. One that does not exist is no error."""
     with records.locked(records.check_name(name)):
         if name in records.names():
             with contextlib.suppress(MlflowException):  # a damaged record names no process

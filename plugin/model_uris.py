@@ -1,4 +1,4 @@
-"""Models and stores as the caller names them: absolute, there, and of our flavor, before a server is started."""
+"""URIs of models and stores: made absolute, and checked before a server is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlflow_llm.serving.model_uri import in_store, is_path
 
 
 def absolute(uri: Any) -> str:
-    """``uri`` with which the model is found from any directory. Raises ``MlflowException`` for what is no text."""
+    """``uri`` with an absolute path where it is one. Raises ``MlflowException`` for anything but a string."""
     if not isinstance(uri, str) or not uri:
         raise MlflowException.invalid_parameter_value(
             f"model_uri: {uri!r:.80} is not allowed; expected a model's URI, such as models:/a@champion, or directory"
@@ -29,7 +29,7 @@ def absolute(uri: Any) -> str:
 
 
 def absolute_store(uri: str) -> str:
-    """A store's URI: a relative SQLite file or directory would be another one wherever the server is started again."""
+    """A store's URI with an absolute path, which stays the same wherever the server is started again."""
     if uri.startswith("sqlite"):
         return _absolute_sqlite(uri)
     if uri.startswith("file:") or (is_path(uri) and (os.sep in uri or os.path.isdir(uri))):
@@ -48,7 +48,7 @@ def _absolute_sqlite(uri: str) -> str:
 
 
 def stores() -> dict[str, str]:
-    """MLflow's, as the caller has set them."""
+    """The caller's tracking and registry URIs, with absolute paths."""
     return {
         "tracking_uri": absolute_store(mlflow.get_tracking_uri()),
         "registry_uri": absolute_store(mlflow.get_registry_uri()),
@@ -67,9 +67,11 @@ def check_stores(uri: str, kept: dict[str, str]) -> None:
             )
 
 
-def must_be_ours(uri: str) -> None:
-    """Raises ``MlflowException`` for a model that is not there, and for one of another flavor. What is neither in a
-    store of MLflow's nor a directory is left to the server to find."""
+def check_flavor(uri: str) -> None:
+    """Raises ``MlflowException`` for a model that does not exist, or lacks this flavor.
+
+    Other URIs than paths and those of MLflow's stores are left to the server.
+    """
     if not is_path(uri) and not in_store(uri):
         return
     try:

@@ -1,4 +1,4 @@
-"""Processes that the plugin starts, and knows again in another process: are they alive, do they listen, end them."""
+"""Server processes of the plugin: identified across commands, watched, and ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _children: dict[int, subprocess.Popen[bytes]] = {}  # those that this process st
 
 
 class Birth(Struct, frozen=True, kw_only=True):
-    """Which of the processes that had the number ``pid`` is meant.
+    """The identity of a process: its ``pid`` and when it started, as pids are reused.
 
     ``ticks`` since the boot named ``boot``, where there is /proc; elsewhere ``started`` (seconds since 1970), which
     moves with the clock.
@@ -35,7 +35,7 @@ class Birth(Struct, frozen=True, kw_only=True):
 
 
 def keep(process: subprocess.Popen[bytes]) -> Birth:
-    """Remember to reap ``process``; how to know it again."""
+    """The identity of a child, which is reaped when it ends."""
     _children[process.pid] = process
     boot, ticks = _boot(), _ticks(process.pid)
     started = psutil.Process(process.pid).create_time()
@@ -97,7 +97,7 @@ def free_port() -> int:
 
 
 def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
-    """Raises ``MlflowException`` where no server can listen, after so many seconds of trying."""
+    """Raises ``MlflowException`` where ``port`` is still taken after ``wait`` seconds."""
     end = time.monotonic() + wait
     while True:
         try:
@@ -112,7 +112,7 @@ def must_be_free(host: str, port: int, wait: float = 0.0) -> None:
 
 
 def stop_process(pid: int, wait: float = 15.0) -> None:
-    """SIGTERM drains; what is still there after ``wait`` seconds is ended at once, its children too."""
+    """End a process by SIGTERM, which drains; after ``wait`` seconds kill it, its children too."""
     try:
         _signal_and_wait(pid, wait)
     finally:
@@ -135,8 +135,10 @@ def _signal_and_wait(pid: int, wait: float) -> None:
 
 
 def _ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    """Wait for all. Another command's child is collected by PID 1, which in many a container never does: for psutil a
-    zombie still runs, for us it has ended."""
+    """Whether all have ended within ``seconds``, zombies among them.
+
+    PID 1 should reap other commands' children, which it does not in many containers; psutil calls a zombie running.
+    """
     end = time.monotonic() + seconds
     while not all(_has_ended(process) for process in processes):
         if time.monotonic() > end:

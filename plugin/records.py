@@ -1,7 +1,7 @@
-"""What is kept of a deployment, one file each: ``<state>/deployments/<name>.json``, with a lock of its own.
+"""Records of deployments: ``<state>/deployments/<name>.json``, each with a lock of its own.
 
-While its server runs, the server says what it serves; the file says what it was started with, and what it was asked
-for last.
+A running server reports itself what it serves; the record has the config it was started with and the one requested
+last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _remake() -> None:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """One change to a deployment at a time, across processes."""
+    """Hold the lock of a deployment: changes are made one at a time, across processes."""
     path = _lock_path(name)
     try:
         lock = acquire(str(path), make_parent=_remake)
@@ -112,7 +112,7 @@ def write(record: Record) -> None:
 
 
 def exchange(old: Record, new: Record) -> None:
-    """Write ``new`` where ``old`` still stands and nobody is changing the deployment."""
+    """Compare and swap: write ``new`` where ``old`` still stands and no change of the deployment is in progress."""
     with contextlib.suppress(OSError, MlflowException):
         lock = try_acquire(str(_lock_path(old.name)))
         if lock is None:

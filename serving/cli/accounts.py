@@ -16,9 +16,9 @@ from ..http.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from ..metering.accounts import Accounts
 from ..metering.audit import here
 from ..metering.store import Store
-from .connecting import tls_options
 from .http import URL_VARIABLE, Client
-from .secret import key_options
+from .http_connection import tls_options
+from .key_options import key_options
 from .store import DATABASE, opened
 
 Told = dict[str, Any]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..backoff import Backoff
 from ..errors import PackagingError, ServingError
-from .batch_asking import Answered, AskAgain, Asking, ModelAsking, ServerAsking, line_of
+from .batch_backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
 from .batch_journal import Journal
 from .batch_rows import Row, Rows
 from .http import url_options
@@ -87,13 +87,13 @@ def batch(
         run = _Run(rows, journal, kept, retries)
         if len(kept) < len(rows):
             with _stopping(url if model_uri is None else model_uri):
-                asking: Asking = (
-                    ServerAsking(url, key, model) if model_uri is None else ModelAsking(model_uri, settings, run.stop)
+                backend: Backend = (
+                    ServerBackend(url, key, model) if model_uri is None else ModelBackend(model_uri, settings, run.stop)
                 )
             try:
-                run.answer(asking, concurrency or asking.concurrency)
+                run.answer(backend, concurrency or backend.concurrency)
             finally:
-                asking.close()
+                backend.close()
         _finish(journal, rows, order)
     finally:
         _summary(journal, len(rows), time.monotonic() - started)
@@ -125,9 +125,9 @@ class _Run:
         self._broken: BaseException | None = None
         self._bar = tqdm(total=len(rows), initial=len(kept), unit="row", desc="batch", disable=None)
 
-    def answer(self, asking: Asking, concurrency: int) -> None:
+    def answer(self, backend: Backend, concurrency: int) -> None:
         """Raises ``Stopped`` where the rest cannot be answered."""
-        threads = [threading.Thread(target=self._work, args=(asking,), daemon=True) for _ in range(concurrency)]
+        threads = [threading.Thread(target=self._work, args=(backend,), daemon=True) for _ in range(concurrency)]
         try:
             for thread in threads:
                 thread.start()
@@ -145,10 +145,10 @@ class _Run:
         if self._broken is not None:
             raise self._broken
 
-    def _work(self, asking: Asking) -> None:
+    def _work(self, backend: Backend) -> None:
         try:
             for row in self._rows():
-                answered = self._ask(asking, row)
+                answered = self._ask(backend, row)
                 if answered is None:
                     return
                 self._journal.write(line_of(row, answered))
@@ -165,14 +165,14 @@ class _Run:
                 return
             yield row
 
-    def _ask(self, asking: Asking, row: Row) -> Answered | None:
+    def _ask(self, backend: Backend, row: Row) -> RowAnswer | None:
         """None where the batch has stopped meanwhile. Raises ``ClickException``."""
         backoff = Backoff(FIRST_WAIT, LONGEST_WAIT, jitter=(0.5, 1.0))
         for attempt in range(self._retries + 1):
             try:
-                answered = asking.ask(row)
+                answered = backend.ask(row)
                 return None if self.stop.is_set() and answered.status == 499 else answered
-            except AskAgain as again:
+            except Retry as again:
                 told = str(again)
                 pause = backoff.failed()
                 wait = again.after or pause

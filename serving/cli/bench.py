@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from .http import Client, first_model, url_options
-from .load import Body, Result, Sample, closed_loop, prompt, streamed, whole
+from .load_generator import Body, Result, Sample, closed_loop, prompt, streamed, whole
 
 COLUMNS = (
     ("callers", "concurrency", 7),

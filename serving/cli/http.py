@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from ..visible import visible, visible_line
-from .connecting import connecting, tls_options
-from .secret import VARIABLE, key_options
+from .http_connection import connecting, tls_options
+from .key_options import VARIABLE, key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
 NO_KEY = f" (--key-file, or {VARIABLE})"

@@ -1,5 +1,7 @@
-"""Text that came with a model (templates, regular expressions, tokenizers) is worked through in processes of its own,
-which have limits of time, memory and output and can be killed: no interpreter can bound such work inside itself."""
+"""Sandboxed processes for text that came with a model: templates, regular expressions, tokenizers.
+
+They have limits of time, memory and output and can be killed: no interpreter can bound such work inside itself.
+"""
 
 from .limits import CHECK, MAX_TEMPLATE, Ended, Exceeded, Limits, NoProcess, Refused, render_limits
 from .pool import POOL, Pool, Share, use_wait

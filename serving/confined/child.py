@@ -1,6 +1,6 @@
-"""The confined process: run as a script, asked on standard input and ended by its end.
+"""The confined process: a script that reads requests from standard input and ends with it.
 
-Standard library alone until work asks for more, and nothing of this package: a process costs 0.1 s and 20 MB.
+It imports the standard library alone until work needs more, and nothing of this package: it costs 0.1 s and 20 MB.
 
 ::
 
@@ -40,7 +40,7 @@ class TooLong(Exception):
 def render(
     key: str, messages: list[dict[str, Any]], variables: dict[str, Any], output: int, source: str | None = None
 ) -> str:
-    """transformers' ``apply_chat_template(tokenize=False, add_generation_prompt=True)`` behind the tokenizer."""
+    """Render a chat as transformers' ``apply_chat_template(tokenize=False, add_generation_prompt=True)`` does."""
     texts, _ = _transformers().render_jinja_template(
         conversations=[messages], chat_template=_source(key, source), add_generation_prompt=True, **variables
     )
@@ -51,7 +51,7 @@ def render(
 
 
 def reads(key: str, source: str | None = None) -> list[str] | None:
-    """The names that a chat template takes from outside, None where it cannot be told."""
+    """The variables that a chat template reads from its context; None where they cannot be determined."""
     from jinja2 import meta, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import SandboxedEnvironment  # another would compute constants while it compiles
@@ -75,7 +75,7 @@ def reads(key: str, source: str | None = None) -> list[str] | None:
 
 
 def match(patterns: list[str], names: list[str]) -> list[int]:
-    """peft's rule: for each name the first pattern that is a regular expression for its dotted end, -1 for none."""
+    """By peft's rule, for each name the index of the first pattern that matches its dotted suffix, -1 for none."""
     import re
 
     compiled = [re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns]
@@ -83,7 +83,7 @@ def match(patterns: list[str], names: list[str]) -> list[int]:
 
 
 def tokenizer(path: str, probes: list[str]) -> list[int]:
-    """How many tokens a tokenizer.json makes of each probe. It is encoded, with what is put around it, and decoded."""
+    """How many tokens a tokenizer.json makes of each probe, which is encoded with special tokens and decoded again."""
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(path)
@@ -105,10 +105,10 @@ def _source(key: str, source: str | None) -> str:
 
 
 def _transformers() -> Any:
-    """transformers' module of chat templates, without all that its package would load beside it (0.8 s, 40 MB).
+    """transformers' module of chat templates, loaded without the rest of its package (0.8 s, 40 MB).
 
-    The file is transformers' own; its neighbours, which it needs for other things than rendering, are stood in for.
-    Where it wants more of them than is here, it is loaded the long way.
+    The file is transformers' own; modules that it needs for other things than rendering are replaced by stubs. Where
+    those do not suffice, the whole package is imported.
     """
     name = "transformers.utils.chat_template_utils"
     if name in sys.modules:
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def _answer(request: bytes) -> tuple[bytes, bool]:
-    """The answer, and whether this process is good for more."""
+    """The answer, and whether this process can take more work."""
     try:
         asked = json.loads(request)
         value = WORK[asked.pop("work")](**asked)
@@ -181,14 +181,18 @@ def _answer(request: bytes) -> tuple[bytes, bool]:
         return _framed(b"o", b""), False
     except BaseException as error:  # a template may raise anything; what it raised may not even have a text
         try:
-            told = {"kind": type(error).__name__, "message": str(error)[:2000], "line": getattr(error, "lineno", None)}
+            raised = {
+                "kind": type(error).__name__,
+                "message": str(error)[:2000],
+                "line": getattr(error, "lineno", None),
+            }
         except BaseException:
-            told = {"kind": type(error).__name__, "message": "", "line": None}
-        return _framed(b"e", json.dumps(told).encode()), True
+            raised = {"kind": type(error).__name__, "message": "", "line": None}
+        return _framed(b"e", json.dumps(raised).encode()), True
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """From now on, for this request: SIGPROF's default is death, also inside a single call into C."""
+    """Set the limits of this request. SIGPROF kills by default, also inside a single call into C."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     with contextlib.suppress(OSError, ValueError):  # a system without: time and output are limited all the same
         with open("/proc/self/statm") as file:
@@ -197,7 +201,7 @@ def _limit(seconds: float, memory: int) -> None:
 
 
 def _give_up_rights() -> None:
-    """No files are written and no processes started, should a template ever find a way out of Jinja's sandbox."""
+    """Give up writing files and starting processes, should a template ever escape from Jinja's sandbox."""
     for name, most in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_NPROC", 0), ("RLIMIT_NOFILE", 64)):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             resource.setrlimit(getattr(resource, name), (most, most))

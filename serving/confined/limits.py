@@ -1,4 +1,4 @@
-"""What a confined piece of work may take, and how it can fail."""
+"""Limits of confined work, and the ways in which it fails."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ MAX_TEMPLATE = MIB  # characters of a chat template; the longest known have 30,0
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """``seconds`` of processor time (a busy machine refuses nobody), ``memory`` in bytes above what the process had,
-    ``output`` in characters. ``patience``: seconds after which the process is killed, however little
-    it ran."""
+    """Bounds of one piece of work.
+
+    ``seconds`` are of processor time, so that a busy machine causes no refusal; ``memory`` is in bytes beyond what the
+    process had; ``output`` is in characters. After ``patience`` seconds of wall time the process is killed in any case.
+    """
 
     seconds: float
     memory: int
@@ -23,10 +25,10 @@ CHECK = Limits(seconds=60.0, memory=4096 * MIB, output=MIB)  # of a tokenizer or
 
 
 def render_limits(size: int, context: int | None) -> Limits:
-    """For one rendering of a request of ``size`` bytes with a model of ``context`` tokens.
+    """Limits of one rendering, for a request of ``size`` bytes and a model with a context of ``context`` tokens.
 
-    All three grow with what the caller has sent, so that only a template can exceed them. The output has room for the
-    whole context, at more characters a token than any language's text has.
+    All three grow with the request, so that only a template can exceed them. The output has room for the whole context,
+    at more characters a token than the text of any language has.
     """
     return Limits(
         seconds=2.0 + size / MIB,
@@ -40,7 +42,7 @@ class Exceeded(Exception):
 
 
 class Refused(Exception):
-    """What the work itself raised: ``kind`` is the exception's class, ``line`` where a template's syntax is wrong."""
+    """The work itself raised: ``kind`` is the exception's class, ``line`` that of a template's syntax error."""
 
     def __init__(self, kind: str, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -48,13 +50,13 @@ class Refused(Exception):
 
     @property
     def reason(self) -> str:
-        """One short line."""
+        """The first line of the message, shortened."""
         return self.message.splitlines()[0][:200] if self.message.strip() else self.kind
 
 
 class Ended(Exception):
-    """The process ended under the work: a crash, or killed by somebody else; the text says by what."""
+    """The process ended during the work: it crashed, or was killed by another program; the text names the signal."""
 
 
 class NoProcess(Exception):
-    """None was free in time, or none can be started."""
+    """No process was free in time, or none can be started."""

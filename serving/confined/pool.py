@@ -1,8 +1,8 @@
-"""A few confined processes, started when they are needed and shared by all that this process serves.
+"""A pool of confined processes, started on demand and shared by all models of this process.
 
-Free places are bytes in a pipe: whoever takes one waits as for any other descriptor, on a thread or (``use_wait``) on a
-greenlet, without a lock. A model's texts have places of their own (``Share``), so that slow templates, of however many
-models, keep no other model waiting.
+Its semaphore is a pipe with a byte for each free place: a thread or, with ``use_wait``, a greenlet waits for it as for
+any other descriptor, without a lock. Each model has places of its own (``Share``), so that slow templates of one keep
+no other waiting.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 from .limits import Ended, Limits, NoProcess, Refused
 from .process import Process, Wait
 
-PLACES = 4  # of what is of no model that is served, and processes that are kept for the next work
+PLACES = 4  # for work outside of any served model; as many idle processes are kept
 SHARE = 2  # places of one model
 WAIT = 30.0  # seconds for a free place
-_poll = select.poll  # the system's: where this is loaded later than gevent, ``use_wait`` gives another
+_poll = select.poll  # the system's; where gevent was loaded before, ``use_wait`` replaces it
 
 
 def thread_wait(fd: int, writing: bool, seconds: float) -> bool:
+    """Block this thread until ``fd`` can be read (or written); False after ``seconds``."""
     poll = _poll()
     poll.register(fd, select.POLLOUT if writing else select.POLLIN)
     return bool(poll.poll(seconds * 1000))
@@ -34,12 +35,12 @@ _wait: Wait = thread_wait
 
 
 def use_wait(wait: Wait) -> None:
-    """From now on, in this process: how to wait for a descriptor."""
+    """Set how this process waits for a descriptor from now on."""
     global _wait
     _wait = wait
 
 
-class _Places:
+class _Semaphore:
     """A counting semaphore for threads and greenlets alike. A forked process begins with all places free."""
 
     def __init__(self, places: int) -> None:
@@ -47,8 +48,8 @@ class _Places:
         self._pipes: dict[int, tuple[int, int]] = {}  # by process
 
     @contextlib.contextmanager
-    def one(self, until: float) -> Iterator[None]:
-        """Raises ``NoProcess`` where none is free until then."""
+    def hold(self, until: float) -> Iterator[None]:
+        """Hold one place. Raises ``NoProcess`` where none is free before ``until`` (monotonic seconds)."""
         reader, writer = self._open()
         while True:
             try:
@@ -93,7 +94,7 @@ class Share:
     """The places of one model."""
 
     def __init__(self) -> None:
-        self.places = _Places(SHARE)
+        self.places = _Semaphore(SHARE)
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -101,10 +102,10 @@ class Share:
 
 
 class Pool:
-    """Thread-safe, and safe across a fork."""
+    """A pool of confined processes. Thread-safe, and safe across a fork."""
 
     def __init__(self, places: int = PLACES) -> None:
-        self._places = _Places(places)
+        self._places = _Semaphore(places)
         self._idle: deque[Process] = deque()
         self._all: set[Process] = set()
         os.register_at_fork(after_in_child=self._forget)
@@ -114,17 +115,17 @@ class Pool:
     ) -> Any:
         """The value of ``work`` (``child.WORK``). Raises ``Exceeded``, ``Refused``, ``Ended`` and ``NoProcess``.
 
-        Work whose process was killed by somebody else (a machine without memory) is tried once more.
+        Work whose process was killed by another program (the kernel, out of memory) is tried once more.
         """
         until = time.monotonic() + WAIT
-        with (self._places if share is None else share.places).one(until):
+        with (self._places if share is None else share.places).hold(until):
             try:
                 return self._run({"work": work, **asked}, source, limits)
             except Ended:
                 return self._run({"work": work, **asked}, source, limits)
 
     def close(self) -> None:
-        """End the processes that nobody uses; others are started where they are needed again."""
+        """End the idle processes. The pool can still be used: it starts others."""
         while self._idle:
             self._drop(self._idle.pop())
 
@@ -139,7 +140,7 @@ class Pool:
             whole = True
             raise
         finally:
-            if whole and not process.is_worn and len(self._idle) < PLACES:
+            if whole and not process.is_used_up and len(self._idle) < PLACES:
                 self._idle.append(process)
             else:
                 self._drop(process)

@@ -1,4 +1,4 @@
-"""The near side of one confined process: started, asked, killed. Used by one thread or greenlet at a time."""
+"""The parent's side of one confined process: started, given work, killed. For one thread or greenlet at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENVIRONMENT = ("PATH", "LANG", "LANGUAGE", "TZ", "TZDIR", "LD_LIBRARY_PATH", "DY
 
 
 class Process:
-    """Raises ``NoProcess`` where none can be started."""
+    """A confined process and the pipes to it. Raises ``NoProcess`` where none can be started."""
 
     def __init__(self) -> None:
         # pipes, not sockets: gevent has sockets of its own, which belong to the thread that makes them
@@ -46,22 +46,21 @@ class Process:
             os.close(answers)
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
-        # a number may be another process's by now where somebody else waits for every child
+        # a pid may be reused once another thread has waited for every child
         self._handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else -1
         self.owner = os.getpid()
         self._known: set[str] = set()
         self._is_large = False
 
     @property
-    def is_worn(self) -> bool:
+    def is_used_up(self) -> bool:
+        """Whether it should be replaced: it knows too many templates, or has had limits of gigabytes."""
         return self._is_large or len(self._known) >= MAX_SOURCES
 
     def run(self, work: dict[str, Any], source: str | None, limits: Limits, wait: Wait) -> Any:
-        """The value of ``work``, which may speak of a template ``source``. Raises ``Exceeded``, ``Refused``, ``Ended``.
+        """The value of ``work``, which may refer to a template ``source``. Raises ``Exceeded``, ``Refused``, ``Ended``.
 
-        ``limits`` of gigabytes are for one time: the process is worn then.
-
-        After anything but a value and ``Refused`` the process is gone, or has to be: ``close`` it.
+        After any other exception than ``Refused`` the process has ended, or must: ``close`` it.
         """
         if source is not None:
             key = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()
@@ -82,7 +81,7 @@ class Process:
         return _value(kind, data, limits)
 
     def close(self) -> None:
-        """Kill it and wait for its end; once."""
+        """Kill the process and wait for its end. Call it once."""
         os.close(self._reader)
         os.close(self._writer)
         if self.owner == os.getpid():  # else it is of the process that this one was forked from
@@ -96,7 +95,7 @@ class Process:
             os.close(self._handle)
 
     def _end(self, limits: Limits, elapsed: float) -> Exception:
-        """Why it is no more. Where somebody else in this process waits for every child, its age has to tell."""
+        """Why it ended. Where another thread has waited for every child, its age decides."""
         try:
             died = _signal(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT))
         except ChildProcessError:
@@ -136,7 +135,7 @@ def _await(fd: int, writing: bool, until: float, wait: Wait) -> None:
 
 
 def _signal(ended: Any) -> int | None:
-    """The signal that a process died of, where it was one."""
+    """The signal that killed a process, None where it exited."""
     return ended.si_status if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else None
 
 
@@ -165,8 +164,8 @@ def _value(kind: bytes, data: bytes, limits: Limits) -> Any:
     if kind == b"v":
         return json.loads(data)
     if kind == b"e":
-        told = json.loads(data)
-        raise Refused(str(told["kind"]), str(told["message"]), told["line"])
+        raised = json.loads(data)
+        raise Refused(str(raised["kind"]), str(raised["message"]), raised["line"])
     raise Exceeded(_too_long(limits) if kind == b"o" else f"more than {limits.memory // MIB} MiB of memory")
 
 
@@ -179,6 +178,6 @@ def _too_long(limits: Limits) -> str:
 
 
 def _placeholder(value: Any) -> Any:
-    """As transformers shows a template what is no JSON."""
+    """A value that is no JSON, as transformers shows it to a template."""
     item = getattr(value, "item", None)  # NumPy's scalars
     return item() if callable(item) and getattr(value, "shape", None) == () else f"<{type(value).__name__}>"

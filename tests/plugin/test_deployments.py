@@ -7,7 +7,7 @@ from mlflow.deployments import get_deploy_client
 from mlflow.deployments.base import BaseDeploymentClient
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin import calls, deployments, endpoint_calls, local_config
+from mlflow_llm.plugin import deployments, endpoint_calls, http_calls, local_config
 from mlflow_llm.serving.cli.serve import serve
 from mlflow_llm.serving.files import STATE_VARIABLE
 
@@ -126,10 +126,10 @@ def test_a_key_in_a_file(monkeypatch, tmp_path):
     """MLFLOW_LLM_KEY may be @FILE, as for the commands; what is no key is refused and not sent."""
     (tmp_path / "ops.key").write_text("sk-abc\n")
     monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'ops.key'}")
-    assert calls._headers() == {"Authorization": "Bearer sk-abc"}
+    assert http_calls._headers() == {"Authorization": "Bearer sk-abc"}
     monkeypatch.setenv("MLFLOW_LLM_KEY", f"@{tmp_path / 'nothing'}")
     with pytest.raises(MlflowException, match=r"MLFLOW_LLM_KEY: .*nothing: No such file"):
-        calls._headers()
+        http_calls._headers()
 
 
 def test_entry_point():

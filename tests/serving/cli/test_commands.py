@@ -23,7 +23,7 @@ from serving_process import Running, free_port
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.http import Client
-from mlflow_llm.serving.cli.load import Sample, closed_loop, percentile, prompt
+from mlflow_llm.serving.cli.load_generator import Sample, closed_loop, percentile, prompt
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.settings import EngineSettings
 

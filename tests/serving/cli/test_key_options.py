@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlflow_llm.serving.cli import cli
-from mlflow_llm.serving.cli.secret import Secret, SecretFile, key_options
+from mlflow_llm.serving.cli.key_options import Secret, SecretFile, key_options
 
 
 @click.command()

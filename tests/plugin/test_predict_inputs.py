@@ -12,7 +12,7 @@ import pytest
 from mlflow.deployments import get_deploy_client
 from mlflow.exceptions import MlflowException
 
-from mlflow_llm.plugin.inputs import requests_of
+from mlflow_llm.plugin.predict_inputs import requests_of
 
 USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 

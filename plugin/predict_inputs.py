@@ -1,4 +1,4 @@
-"""What callers hand to ``predict``, as the JSON bodies of requests."""
+"""The inputs of ``predict`` as JSON bodies of requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mlflow.exceptions import MlflowException
 
 
 def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
-    """``(bodies, whether one was meant)`` of a dict, a list of dicts or a DataFrame (one row a request).
+    """``(bodies, single)`` of a dict, a list of dicts or a DataFrame (one row a request).
 
-    A DataFrame that ``mlflow deployments predict -I`` made of one JSON object has its lists spread over the rows; they
-    are put together again. Raises ``MlflowException`` for what is no request, or no JSON.
+    ``single``: one request was meant, and one reply is returned. In a DataFrame that ``mlflow deployments predict -I``
+    made of one JSON object the lists are spread over the rows; they are joined again. Raises ``MlflowException`` for
+    input that holds no requests, and values that are no JSON.
     """
     if isinstance(inputs, dict):
         return [_body(inputs)], True
     if isinstance(inputs, pd.DataFrame):
-        rows = [_said(row) for row in inputs.to_dict(orient="records")]
+        rows = [_without_nulls(row) for row in inputs.to_dict(orient="records")]
         if rows and all(isinstance(row.get("messages"), dict) for row in rows):
             return [_joined(rows)], True
         return rows, False
@@ -32,8 +33,10 @@ def requests_of(inputs: Any) -> tuple[list[dict[str, Any]], bool]:
 
 
 def plain(value: Any, where: str) -> Any:
-    """``value`` as JSON has it, NumPy's numbers and arrays as Python's own. Raises ``MlflowException`` that names
-    ``where`` for what JSON does not have."""
+    """``value`` in JSON's types, NumPy's numbers and arrays as Python's.
+
+    Raises ``MlflowException``, which names ``where``, for a type that JSON does not have.
+    """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -57,8 +60,8 @@ def _body(given: dict[Any, Any]) -> dict[str, Any]:
     return {_key(key, "inputs"): plain(value, key) for key, value in given.items()}
 
 
-def _said(row: dict[Any, Any]) -> dict[str, Any]:
-    """A row without the cells that pandas filled in, nor the fields that Arrow did: it has no absence but null."""
+def _without_nulls(row: dict[Any, Any]) -> dict[str, Any]:
+    """A row without the nulls by which pandas fills missing cells, and Arrow missing fields."""
     return {str(key): _full(plain(value, str(key))) for key, value in row.items() if not _is_missing(value)}
 
 
@@ -73,8 +76,10 @@ def _full(value: Any) -> Any:
 
 
 def _joined(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One request of which each row has a message. Another field with a value a row is a list too, as ``stop`` may be;
-    with the same value in every row it is that value."""
+    """The request whose messages are spread over ``rows``.
+
+    Any other field is the value of all rows or, where they differ, a list of them, as ``stop`` may be.
+    """
     body: dict[str, Any] = {"messages": [row["messages"] for row in rows]}
     for key in dict.fromkeys(key for row in rows for key in row if key != "messages"):
         if not all(key in row for row in rows):

@@ -1,4 +1,4 @@
-"""HTTP calls of the plugin to a server, with MLflow's exceptions."""
+"""The plugin's HTTP calls to a server, which raise MLflow's exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.protos import databricks_pb2 as codes
 
-from mlflow_llm.serving.cli.secret import VARIABLE, Secret
+from mlflow_llm.serving.cli.key_options import VARIABLE, Secret
 
 KEY_VARIABLE = VARIABLE
 CA_VARIABLE, CERT_VARIABLE = "MLFLOW_LLM_CA", "MLFLOW_LLM_CERT"  # PEM files: authorities; our certificate and its key
@@ -30,7 +30,10 @@ CODES = {
 
 
 def _headers() -> dict[str, str]:
-    """The variable has a key, or @FILE, as the commands have it. Raises ``MlflowException``, without the key."""
+    """The ``Authorization`` header for the key, or ``@FILE`` with one, in ``MLFLOW_LLM_KEY``; none without it.
+
+    Raises ``MlflowException``, in which the key is not shown.
+    """
     said = os.environ.get(KEY_VARIABLE, "")
     if not said:
         return {}
@@ -41,10 +44,13 @@ def _headers() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def ask(
+def request(
     method: str, url: str, body: dict[str, Any] | None = None, *, stream: bool = False, seconds: float = SECONDS
 ) -> requests.Response:
-    """The answer. Raises ``MlflowException`` with the server's own message for a status of 400 and above."""
+    """The response to an HTTP request; ``seconds`` is its timeout.
+
+    Raises ``MlflowException`` where there is none, and with the server's own message for a status of 400 and above.
+    """
     timeout = (min(CONNECT_SECONDS, seconds), seconds)
     try:
         answer = requests.request(
@@ -66,7 +72,7 @@ def ask(
 
 
 def is_ready(server: str, seconds: float) -> bool:
-    """Whether a server says that it is. Raises ``MlflowException`` where it cannot be asked because of TLS."""
+    """Whether the server answers ``/ready`` with 200. Raises ``MlflowException`` where TLS fails."""
     try:
         return requests.get(f"{server}/ready", timeout=seconds, **_trust()).status_code == 200
     except requests.exceptions.SSLError as error:
@@ -76,7 +82,7 @@ def is_ready(server: str, seconds: float) -> bool:
 
 
 def _trust() -> dict[str, Any]:
-    """requests' own variable (REQUESTS_CA_BUNDLE) holds where ours names no authorities."""
+    """TLS arguments of ``requests``, whose own variable (REQUESTS_CA_BUNDLE) is used where ours is unset."""
     return {"verify": os.environ.get(CA_VARIABLE) or None, "cert": os.environ.get(CERT_VARIABLE) or None}
 
 
@@ -88,18 +94,21 @@ def _untrusted(url: str, error: Exception) -> MlflowException:
     )
 
 
-def told(method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS) -> dict[str, Any]:
-    """The JSON object that is the answer. Raises ``MlflowException``."""
+def request_json(
+    method: str, url: str, body: dict[str, Any] | None = None, *, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """The JSON object that answers a request. Raises ``MlflowException``, for another body too."""
     try:
-        found = ask(method, url, body, seconds=seconds).json()
+        found = request(method, url, body, seconds=seconds).json()
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise not_ours(url)
+        raise unexpected_answer(url)
     return found
 
 
-def not_ours(url: str) -> MlflowException:
+def unexpected_answer(url: str) -> MlflowException:
+    """The error for an answer that this package's servers do not give."""
     return MlflowException(f"{url} does not answer as this package's servers do: another server?")
 
 
@@ -117,9 +126,9 @@ def _refusal(answer: requests.Response) -> MlflowException:
     return MlflowException(f"{status}: {message}", error_code=int(code))
 
 
-def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The JSON chunks of a streamed reply. Raises ``MlflowException`` for one that breaks off, too."""
-    with ask("POST", url, {**body, "stream": True}, stream=True) as answer:
+def stream_chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The JSON chunks of a streamed reply. Raises ``MlflowException``, for a truncated stream too."""
+    with request("POST", url, {**body, "stream": True}, stream=True) as answer:
         for line in _lines(answer):
             if not line.startswith(b"data: "):
                 continue
@@ -138,7 +147,7 @@ def _chunk(url: str, text: bytes) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise not_ours(url)
+        raise unexpected_answer(url)
     return found
 
 

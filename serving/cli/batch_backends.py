@@ -16,14 +16,14 @@ BUSY = (429, 502, 503)  # statuses that say nothing of the row: it is asked agai
 KEY_REFUSED = (401, 403)
 
 
-class Answered(NamedTuple):
+class RowAnswer(NamedTuple):
     """As the line in the output has it."""
 
     status: int
     body: dict[str, Any]
 
 
-class AskAgain(Exception):
+class Retry(Exception):
     """The row was not answered for no fault of its own; ``after`` seconds, where it was said."""
 
     def __init__(self, told: str, after: float | None = None) -> None:
@@ -31,24 +31,24 @@ class AskAgain(Exception):
         self.after = after
 
 
-class Asking(Protocol):
+class Backend(Protocol):
     concurrency: int
 
-    def ask(self, row: Row) -> Answered:
-        """Raises ``AskAgain``, and ``ClickException`` where no row will be answered."""
+    def ask(self, row: Row) -> RowAnswer:
+        """Raises ``Retry``, and ``ClickException`` where no row will be answered."""
         ...
 
     def close(self) -> None: ...
 
 
-class ServerAsking:
+class ServerBackend:
     concurrency = 32
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         self._client = Client(url, key)
         self._model = model or first_model(self._client)
 
-    def ask(self, row: Row) -> Answered:
+    def ask(self, row: Row) -> RowAnswer:
         try:
             path, body = row.asked
         except InvalidField as error:
@@ -56,18 +56,18 @@ class ServerAsking:
         try:
             status, found, after = self._client.ask(path, {"model": self._model, **body})
         except click.ClickException as error:
-            raise AskAgain(error.message) from None
+            raise Retry(error.message) from None
         if status in BUSY:
-            raise AskAgain(f"{status}: {_message(found)}", after)
+            raise Retry(f"{status}: {_message(found)}", after)
         if status in KEY_REFUSED:
             raise click.ClickException(f"{status}: {_message(found)}")
-        return Answered(status, found)
+        return RowAnswer(status, found)
 
     def close(self) -> None:
         """Connections go with their threads."""
 
 
-class ModelAsking:
+class ModelBackend:
     """``uri`` is a logged model's, or of a source that is logged on the way, as ``serve`` does. ``settings`` are engine
     settings, which replace the saved ones."""
 
@@ -82,13 +82,13 @@ class ModelAsking:
         self.concurrency = config.settings.max_num_seqs
         self._session.connect()
 
-    def ask(self, row: Row) -> Answered:
+    def ask(self, row: Row) -> RowAnswer:
         try:
             _, body = row.asked
             request = self._session.valid(body)
-            return Answered(200, self._session.encode(request, self._session.reply(request, self._stop)))
+            return RowAnswer(200, self._session.encode(request, self._session.reply(request, self._stop)))
         except Unavailable as error:
-            raise AskAgain(error.message, error.retry_after) from None
+            raise Retry(error.message, error.retry_after) from None
         except ServingError as error:
             return refused(error)
 
@@ -96,11 +96,11 @@ class ModelAsking:
         self._session.close()
 
 
-def refused(error: ServingError) -> Answered:
-    return Answered(error.status, openai_error(error))
+def refused(error: ServingError) -> RowAnswer:
+    return RowAnswer(error.status, openai_error(error))
 
 
-def line_of(row: Row, answered: Answered) -> dict[str, Any]:
+def line_of(row: Row, answered: RowAnswer) -> dict[str, Any]:
     """OpenAI's line of output. Of a row that failed ``error`` says it again, where few would look for a status."""
     failed = answered.status >= 400
     told: dict[str, Any] | None = None
