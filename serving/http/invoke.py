@@ -188,7 +188,7 @@ def _decode(incoming: Incoming, body: bytes) -> RawRequest:
 
 def _address(endpoints: ServedEndpoints, incoming: Incoming, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
-    endpoint, adapter = endpoints.find(
+    endpoint, adapter = endpoints.route(
         incoming.name or raw.model,
         raw.model if incoming.name else None,
         sticky_key=_sticky_key(incoming.sticky_key),

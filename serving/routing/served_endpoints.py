@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..engine.interface import Engine
 from ..errors import InvalidField, NotFound
@@ -70,6 +70,17 @@ class ServedEndpoint:
         return next(iter(self.entities.values()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Address:
+    """What a name in a request means: an endpoint, perhaps one of its entities, perhaps an adapter. ``called`` is the
+    part of the name before the adapter."""
+
+    endpoint: ServedEndpoint
+    entity: ServedEntity | None = None
+    adapter: str | None = None
+    called: str = ""
+
+
 class ServedEndpoints:
     """All endpoints that this worker serves. Names are unique; the order is the order of adding. Replaced as a
     whole."""
@@ -122,7 +133,7 @@ class ServedEndpoints:
         """Every served entity of every endpoint."""
         return iter(tuple(entity for served in self._by_name.values() for entity in served.entities.values()))
 
-    def find(
+    def route(
         self,
         called: str | None,
         model: str | None = None,
@@ -130,50 +141,63 @@ class ServedEndpoints:
         sticky_key: str | None = None,
         caller: str | None = None,
     ) -> tuple[ServedEntity, str | None]:
-        """The served entity and adapter that ``called`` names: an endpoint, an entity, or ``endpoint:adapter``.
+        """The served entity and adapter that answer a request to ``called``: an endpoint, an entity, or
+        ``endpoint:adapter``.
 
         None is the only endpoint there is. ``model``, of the body where the path names the endpoint, may say more of
         the same one: an entity, an adapter. An endpoint's traffic split chooses the entity, by ``sticky_key`` where it
         is given, by ``caller`` (a key's id) where the endpoint is sticky. Raises ``NotFound``, ``InvalidField``.
         """
-        if model is not None and model != called:
-            return self._within(called, model, sticky_key, caller)
-        if called is None:
-            return self._only().choose(sticky_key, caller), None
-        if endpoint := self._named(called, sticky_key, caller):
-            return endpoint, None
-        name, colon, adapter = called.rpartition(":")
-        endpoint = self._named(name, sticky_key, caller) if colon else None
-        if endpoint is None:
-            raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
-        if adapter not in (names := self.adapters_of(endpoint)):
+        address = self._resolve(called)
+        if model is not None and model not in (called, address.endpoint.name):
+            address = self._narrow(address, called, model)
+        return self._checked(address, address.entity or address.endpoint.choose(sticky_key, caller))
+
+    def find(self, called: str) -> tuple[ServedEntity, str | None]:
+        """The served entity and adapter that ``called`` names, of an endpoint the first entity: no traffic is split.
+
+        Raises ``NotFound``, ``InvalidField``.
+        """
+        address = self._resolve(called)
+        return self._checked(address, address.entity or address.endpoint.first)
+
+    def _checked(self, address: _Address, entity: ServedEntity) -> tuple[ServedEntity, str | None]:
+        if address.adapter is not None and address.adapter not in (names := self.adapters_of(entity)):
             has = ", ".join(names) or "none"
-            raise NotFound(f"endpoint {name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
-        return endpoint, adapter
+            raise NotFound(
+                f"endpoint {address.called} has no adapter {address.adapter[:80]!r}; it has {has}", param="model"
+            )
+        return entity, address.adapter
 
-    def _within(
-        self, called: str | None, model: str, sticky_key: str | None, caller: str | None
-    ) -> tuple[ServedEntity, str | None]:
-        of_path, adapter = self.find(called, sticky_key=sticky_key, caller=caller)
-        if model == of_path.name:
-            return of_path, adapter
-        served = self._by_name.get(of_path.name)
-        if served is not None and model in served.entities:
-            return served.entities[model], adapter
-        found, wanted = self.find(model, sticky_key=sticky_key, caller=caller)
-        if found.name != of_path.name or (adapter is not None and wanted != adapter):
+    def _resolve(self, called: str | None) -> _Address:
+        if called is None:
+            return _Address(endpoint=self._only())
+        if address := self._named(called):
+            return address
+        name, colon, adapter = called.rpartition(":")
+        if colon and (address := self._named(name)):
+            return replace(address, adapter=adapter, called=name)
+        raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
+
+    def _narrow(self, address: _Address, called: str | None, model: str) -> _Address:
+        """``address``, which is ``called`` in the path, as ``model`` of the body says more of it."""
+        if entity := address.endpoint.entities.get(model):
+            return replace(address, entity=entity)
+        wanted = self._resolve(model)
+        if wanted.endpoint is not address.endpoint or address.adapter not in (None, wanted.adapter):
+            for one in (address, wanted):  # what is not there is not found, whatever the other says
+                self._checked(one, one.entity or one.endpoint.first)
             raise InvalidField("model", model, f"{called}, as in the path")
-        return found, wanted
+        return wanted
 
-    def _named(self, name: str, sticky_key: str | None, caller: str | None) -> ServedEntity | None:
-        served = self._by_name.get(name)
-        if served is not None:
-            return served.choose(sticky_key, caller)
-        found = [entity for entity in self.entities() if entity.entity == name]
+    def _named(self, name: str) -> _Address | None:
+        if served := self._by_name.get(name):
+            return _Address(endpoint=served)
+        found = [served for served in self._by_name.values() if name in served.entities]
         if len(found) > 1:
-            owners = " and ".join(entity.name for entity in found)
+            owners = " and ".join(served.name for served in found)
             raise InvalidField("model", name, f"the name of an endpoint: {owners} have a served entity of this name")
-        return found[0] if found else None
+        return _Address(endpoint=found[0], entity=found[0].entities[name]) if found else None
 
     def _only(self) -> ServedEndpoint:
         if len(self) != 1:

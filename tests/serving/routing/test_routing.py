@@ -54,23 +54,49 @@ def endpoints(engine: InstantEngine, instant_text: TextModel) -> ServedEndpoints
 
 def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints) -> None:
     """By the endpoint's name in shares, with an adapter too; by the entity's name never another."""
-    shares = Counter(endpoints.find("chat")[0].entity for _ in range(400))
+    shares = Counter(endpoints.route("chat")[0].entity for _ in range(400))
     assert abs(shares["a"] - 100) <= 4
-    assert {endpoints.find("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
-    assert {endpoints.find("chat", "a")[0].entity for _ in range(20)} == {"a"}
-    assert endpoints.find("loyal", "b")[0].name == "loyal"
+    assert {endpoints.route("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
+    assert {endpoints.route("chat", "a")[0].entity for _ in range(20)} == {"a"}
+    assert endpoints.route("loyal", "b")[0].name == "loyal"
     with pytest.raises(InvalidField, match="chat and loyal have a served entity of this name"):
-        endpoints.find("a")
+        endpoints.route("a")
     for unknown in ("c", "chat:c", "c:pirate", None):
         with pytest.raises(NotFound):
-            endpoints.find(unknown)
+            endpoints.route(unknown)
+
+
+def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpoints) -> None:
+    """A look at an endpoint, an entity or an adapter, and a body that names the path's endpoint again, leave the order
+    in which the split chooses as it is."""
+    expected = TrafficSplit("chat", ROUTES, start=7)
+    for _ in range(40):
+        assert endpoints.find("chat")[0].entity == "a"
+        assert endpoints.find("chat:pirate") == (endpoints.find("chat")[0], "pirate")
+        with pytest.raises(NotFound):
+            endpoints.find("chat:c")
+        assert endpoints.route("chat", "chat:pirate")[0].entity == expected.choose()
+
+
+def test_what_a_body_names_is_of_the_paths_endpoint(endpoints: ServedEndpoints) -> None:
+    """An entity of it, an adapter, both; another endpoint or another adapter is refused, and one that is not there."""
+    entity, adapter = endpoints.route("chat:pirate", "b")
+    assert (entity.name, entity.entity, adapter) == ("chat", "b", "pirate")
+    assert endpoints.route("chat", "chat:pirate")[1] == "pirate"
+    for other in ("loyal", "loyal:pirate"):
+        with pytest.raises(InvalidField, match="as in the path"):
+            endpoints.route("chat:pirate", other)
+    with pytest.raises(NotFound, match="endpoint chat has no adapter 'other'"):
+        endpoints.route("chat:pirate", "chat:other")
+    with pytest.raises(NotFound, match="endpoint chat has no adapter 'other'"):
+        endpoints.route("chat", "chat:other")
 
 
 def test_callers_stick_where_it_is_asked(endpoints: ServedEndpoints) -> None:
     """By the request's key on any endpoint; by the API key on a sticky one; nobody sticks for having no key."""
 
     def chosen(name: str, **who: str) -> set[str]:
-        return {endpoints.find(name, **who)[0].entity for _ in range(20)}
+        return {endpoints.route(name, **who)[0].entity for _ in range(20)}
 
     keys = [f"key_{number}" for number in range(40)]
     assert all(len(chosen("chat", sticky_key=key)) == 1 for key in keys)
