@@ -19,6 +19,7 @@ from ..modes.calibration import Capacity, calibrate
 from ..modes.provisioned import Measured, check_throughput, reserved_units
 from ..processors import processors
 from ..supervision.supervisor import EngineStatus
+from .deployed import DeployedEntity
 from .scaling import Load, ScalePolicy, ScaleState, decide
 from .settings import ServerSettings
 
@@ -27,16 +28,6 @@ PREPARED_SECONDS = 120.0  # within which what was prepared is served, or never w
 SMOOTH_SECONDS = 5.0  # over which demand is averaged: heartbeats bring counters only so often
 
 _Place = tuple[str, int, str]
-
-
-class DeployedEntity(Struct, frozen=True, kw_only=True):
-    """A served entity of a configuration version that the controller process runs. ``key`` is its engine's name in the
-    supervisor; endpoints may share an engine."""
-
-    endpoint: str
-    version: int
-    entity: EntityConfig
-    key: str
 
 
 class _Counters(Struct, frozen=True):
@@ -91,22 +82,21 @@ class Autoscaler:
         self._seen: dict[_Place, _Seen] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, served: DeployedEntity, engine: Engine) -> dict[str, Any]:
+    def prepare(self, entity: DeployedEntity, engine: Engine) -> dict[str, Any]:
         """Measure an entity whose engine is ready: the facts that every worker gets. Raises ``InvalidField`` to refuse
         it.
 
         Runs on a thread of its own, one entity at a time, and takes some seconds the first time for an engine.
         """
-        entity = served.entity
-        if not entity.provisioned:
+        if not entity.config.provisioned:
             return {}
         if self._reserved_time is None:
-            field, given = entity.reserve
+            field, given = entity.config.reserve
             raise InvalidField(field, given, "none on a server started without --database")
-        if (capacity := self._capacity.get(served.key)) is None:
-            capacity = self._capacity[served.key] = calibrate(engine)
-        most = replicas_on_this_machine(entity)
-        self._reserve(served, capacity, most)
+        if (capacity := self._capacity.get(entity.key)) is None:
+            capacity = self._capacity[entity.key] = calibrate(engine)
+        most = replicas_on_this_machine(entity.config)
+        self._reserve(entity, capacity, most)
         measured = Measured(
             tokens_per_second=capacity.decode_tokens_per_second,
             prompt_weight_milli=capacity.prompt_weight_milli,
@@ -117,7 +107,7 @@ class Autoscaler:
 
     def step(
         self,
-        served: DeployedEntity,
+        entity: DeployedEntity,
         facts: dict[str, Any],
         status: EngineStatus,
         requested_at: float | None,
@@ -129,74 +119,74 @@ class Autoscaler:
         ``time.monotonic``.
         """
         measured = msgspec.convert(facts, Measured) if facts else None
-        policy = self._policy(served.entity, measured)
+        policy = self._policy(entity.config, measured)
         if policy is None:
-            return max(1, len(served.entity.model.addresses))
-        place = _place(served)
+            return max(1, len(entity.config.model.addresses))
+        place = _place(entity)
         if (seen := self._seen.get(place)) is None:
             state = ScaleState(replicas=max(status.wanted, 1))
             seen = self._seen[place] = _Seen(state, now, _Counters.of(status))
             with self._lock:
                 self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.most), now)
         if measured is not None:
-            self._bill(served, policy, status)
+            self._bill(entity, policy, status)
         load = _load(seen, measured, status, requested_at, now)
         seen.state = decide(policy, seen.state, load, now)
         return seen.state.replicas
 
-    def forget(self, served: DeployedEntity) -> None:
+    def forget(self, entity: DeployedEntity) -> None:
         """Drop what is known of an entity that is served no more."""
-        self._seen.pop(_place(served), None)
+        self._seen.pop(_place(entity), None)
         with self._lock:
-            self._shares.pop(_place(served), None)
+            self._shares.pop(_place(entity), None)
         if self._reserved_time is not None:
-            self._reserved_time.forget(served.endpoint, served.entity.name)
+            self._reserved_time.forget(entity.endpoint, entity.config.name)
 
-    def _reserve(self, served: DeployedEntity, capacity: Capacity, most: int) -> None:
+    def _reserve(self, entity: DeployedEntity, capacity: Capacity, most: int) -> None:
         """Note the part of the machine that the minimum takes. Raises ``InvalidField`` where that is more than is left.
 
         Another version of the same endpoint takes the place of this one, so it does not count.
         """
-        minimum, maximum = served.entity.min_provisioned_throughput or 0, served.entity.max_provisioned_throughput or 0
+        minimum, maximum = entity.config.min_provisioned_throughput or 0, entity.config.max_provisioned_throughput or 0
         check_throughput(minimum, maximum, capacity, max_replicas=most)
         share = minimum / (capacity.decode_tokens_per_second * most)
         with self._lock:
             taken = sum(
                 other
                 for place, (other, at) in self._shares.items()
-                if (place[0] != served.endpoint or place[1] == served.version)
+                if (place[0] != entity.endpoint or place[1] == entity.version)
                 and (place in self._seen or time.monotonic() - at < PREPARED_SECONDS)
             )
             if taken + share > 1.0:
                 left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * most))
                 allowed = f"at most {left} tokens/s: what other endpoints have left of this machine"
                 raise InvalidField("min_provisioned_throughput", minimum, allowed)
-            self._shares[_place(served)] = (share, time.monotonic())
+            self._shares[_place(entity)] = (share, time.monotonic())
 
-    def _policy(self, entity: EntityConfig, measured: Measured | None) -> ScalePolicy | None:
+    def _policy(self, config: EntityConfig, measured: Measured | None) -> ScalePolicy | None:
         """The bounds of an entity's scaling; None where there is nothing to decide."""
-        if measured is None and not entity.scale_to_zero_enabled:
+        if measured is None and not config.scale_to_zero_enabled:
             return None
         return ScalePolicy(
             per_replica=measured.tokens_per_second if measured is not None else 1,
-            min_throughput=(entity.min_provisioned_throughput or 0) if measured is not None else 0,
-            max_throughput=(entity.max_provisioned_throughput or 0) if measured is not None else 1,
+            min_throughput=(config.min_provisioned_throughput or 0) if measured is not None else 0,
+            max_throughput=(config.max_provisioned_throughput or 0) if measured is not None else 1,
             most=measured.most_replicas if measured is not None else 1,
-            scale_to_zero=entity.scale_to_zero_enabled,
+            scale_to_zero=config.scale_to_zero_enabled,
             settle_seconds=self._settle_seconds,
             idle_seconds=self._idle_seconds,
         )
 
-    def _bill(self, served: DeployedEntity, policy: ScalePolicy, status: EngineStatus) -> None:
+    def _bill(self, entity: DeployedEntity, policy: ScalePolicy, status: EngineStatus) -> None:
         if self._reserved_time is not None:
             running = min(len(status.ready), policy.max_replicas)  # another endpoint may keep more of this engine
             units = reserved_units(policy.per_replica, policy.max_throughput, running)
-            self._reserved_time.hold(served.endpoint, served.entity.name, units)
+            self._reserved_time.hold(entity.endpoint, entity.config.name, units)
 
 
-def replicas_on_this_machine(entity: EntityConfig) -> int:
+def replicas_on_this_machine(config: EntityConfig) -> int:
     """The replicas that have processors of their own: an engine that uses all of them leaves none for another."""
-    threads = entity.model.engine.threads
+    threads = config.model.engine.threads
     if not threads:
         return 1
     found = processors()
@@ -204,8 +194,8 @@ def replicas_on_this_machine(entity: EntityConfig) -> int:
     return max(1, int(there // threads))
 
 
-def _place(served: DeployedEntity) -> _Place:
-    return (served.endpoint, served.version, served.entity.name)
+def _place(entity: DeployedEntity) -> _Place:
+    return (entity.endpoint, entity.version, entity.config.name)
 
 
 def _load(seen: _Seen, measured: Measured | None, status: EngineStatus, requested_at: float | None, now: float) -> Load:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ..endpoints.config import EntityConfig, Route
 from ..engine.interface import EngineInfo
@@ -35,7 +35,7 @@ class PlannedEntity(Struct, frozen=True, kw_only=True):
     """A served entity whose engines run. ``key`` names its engine, ``addresses`` are the replicas that requests may go
     to, ``facts`` what was measured of it (``Autoscaler.prepare``)."""
 
-    served: EntityConfig
+    config: EntityConfig = field(name="served")
     key: str
     info: EngineInfo
     addresses: tuple[str, ...]

@@ -21,8 +21,9 @@ from ..errors import NotFound, PackagingError, ServingError
 from ..metering.audit import Actor
 from ..supervision.supervisor import EngineStatus, Supervisor
 from .autoscaler import Autoscaler
+from .deployed import DeployedEndpoint
 from .plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
-from .rollout import DeployedEndpoint, Rollout
+from .rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class Reconciler:
 
     def _kernels(self, name: str) -> str:
         """Which kernels the engines of an endpoint run on, in words."""
-        served = [served for one in self._deployed.values() if one.name == name for served in one.served]
-        infos = [self._supervisor.status(one.key).info for one in served]
+        entities = [entity for one in self._deployed.values() if one.name == name for entity in one.entities]
+        infos = [self._supervisor.status(entity.key).info for entity in entities]
         return ", ".join(dict.fromkeys(info.kernels_summary for info in infos if info is not None))
 
     def _settled(self, declared: Iterable[str]) -> bool:
@@ -163,7 +164,7 @@ class Reconciler:
             find=self._find,
             finders=self._finders,
             preparers=self._preparers,
-            known={e.served.name: e.facts for e in before.entities} if before is not None else None,
+            known={e.config.name: e.facts for e in before.entities} if before is not None else None,
         )
 
     # what is under way
@@ -179,8 +180,8 @@ class Reconciler:
             stage = rollout.poll()
             state = states[rollout.endpoint.id]
             if stage == "ready":
-                for served in rollout.served:
-                    self._plan_directory.save_failed_log(state.id, served.entity.name, "")
+                for entity in rollout.entities:
+                    self._plan_directory.save_failed_log(state.id, entity.config.name, "")
                 old = self._deployed.get(state.id)
                 self._deployed[state.id] = rollout.deployed()
                 rollout.generation = -1  # published with the next plan
@@ -189,8 +190,8 @@ class Reconciler:
             elif stage == "failed":
                 if before != "failed":
                     logger.warning("endpoint %s, config %d: %s", state.name, rollout.version, rollout.message)
-                    for entity, text in rollout.failed_logs.items():
-                        self._plan_directory.save_failed_log(state.id, entity, text or rollout.message)
+                    for name, text in rollout.failed_logs.items():
+                        self._plan_directory.save_failed_log(state.id, name, text or rollout.message)
                 if state.pending_version == rollout.version:  # until the store has taken it
                     with contextlib.suppress(NotFound):
                         self._endpoints.mark_failed(state.name, rollout.version, rollout.message)
@@ -214,12 +215,12 @@ class Reconciler:
         self._scaled_at = time.monotonic()
         wanted: dict[str, int] = {}
         for deployed in self._deployed.values():
-            for served in deployed.served:
-                status = self._supervisor.status(served.key)
-                facts = deployed.facts.get(served.entity.name, {})
-                found = self._plan_directory.replica_requested_at(served.key)
-                number = self._autoscaler.step(served, facts, status, found, time.monotonic())
-                wanted[served.key] = max(number, wanted.get(served.key, 0))
+            for entity in deployed.entities:
+                status = self._supervisor.status(entity.key)
+                facts = deployed.facts.get(entity.config.name, {})
+                found = self._plan_directory.replica_requested_at(entity.key)
+                number = self._autoscaler.step(entity, facts, status, found, time.monotonic())
+                wanted[entity.key] = max(number, wanted.get(entity.key, 0))
         warming = {key for rollout in self._rollouts.values() for key in rollout.needs()}
         for key, number in wanted.items():
             number = max(number, 1) if key in warming else number
@@ -242,16 +243,16 @@ class Reconciler:
 
     def _planned(self, deployed: DeployedEndpoint) -> PlannedEndpoint:
         entities = []
-        for served in deployed.served:
-            status = self._supervisor.status(served.key)
+        for entity in deployed.entities:
+            status = self._supervisor.status(entity.key)
             assert status.info is not None, "deployed after the first token"
             entities.append(
                 PlannedEntity(
-                    served=served.entity,
-                    key=served.key,
+                    config=entity.config,
+                    key=entity.key,
                     info=status.info,
-                    addresses=_addresses(status, elsewhere=bool(served.entity.model.addresses)),
-                    facts=deployed.facts.get(served.entity.name, {}),
+                    addresses=_addresses(status, elsewhere=bool(entity.config.model.addresses)),
+                    facts=deployed.facts.get(entity.config.name, {}),
                 )
             )
         config = deployed.config
@@ -272,7 +273,7 @@ class Reconciler:
             deployed = self._deployed.get(state.id)
             if deployed is None or state.active_version != deployed.version:
                 continue
-            ready = all(self._answers(served.key) for served in deployed.served)
+            ready = all(self._answers(entity.key) for entity in deployed.entities)
             if ready:
                 self._unready.pop(state.id, None)
             since = self._unready.setdefault(state.id, time.monotonic()) if not ready else 0.0
@@ -287,14 +288,14 @@ class Reconciler:
     # what is over
 
     def _forget(self, deployed: DeployedEndpoint) -> None:
-        for served in deployed.served:
-            self._autoscaler.forget(served)
+        for entity in deployed.entities:
+            self._autoscaler.forget(entity)
 
     def _clean(self) -> None:
         """Drain the engines that neither the plan nor a rollout needs."""
         needed = {entity.key for endpoint in self._plan.endpoints for entity in endpoint.entities}
         needed |= {key for rollout in self._rollouts.values() for key in rollout.needs()}
-        needed |= {served.key for deployed in self._deployed.values() for served in deployed.served}
+        needed |= {entity.key for deployed in self._deployed.values() for entity in deployed.entities}
         for key in self._supervisor.entities():
             if key not in needed:
                 self._supervisor.remove(key)

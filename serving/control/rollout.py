@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..endpoints.config import EndpointConfig, EntityConfig
@@ -20,25 +19,12 @@ from ..endpoints.store import EndpointState
 from ..errors import NotFound, PackagingError, ServingError
 from ..supervision.supervisor import EngineSpec, Supervisor
 from ..transport.process_spec import ENGINE_CORE
-from .autoscaler import Autoscaler, DeployedEntity
+from .autoscaler import Autoscaler
+from .deployed import DeployedEndpoint, DeployedEntity
 
 Stage = Literal["finding", "warming", "preparing", "ready", "failed"]
 AGAIN_SECONDS = 10.0
 Find = Callable[[EntityConfig], EntityConfig]
-
-
-@dataclass(kw_only=True, slots=True)
-class DeployedEndpoint:
-    """An endpoint whose configuration ``version`` has its engines running. ``facts`` are by the served entity's
-    name."""
-
-    name: str
-    id: str
-    created: int
-    version: int
-    config: EndpointConfig
-    served: tuple[DeployedEntity, ...]
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Rollout:
@@ -61,8 +47,8 @@ class Rollout:
         self.endpoint, self.version, self.config = endpoint, version, config
         self.stage: Stage = "finding"
         self.message = ""
-        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by served entity
-        self.served: tuple[DeployedEntity, ...] = ()
+        self.failed_logs: dict[str, str] = {}  # of engines that did not load, by entity entity
+        self.entities: tuple[DeployedEntity, ...] = ()
         self.facts = dict(known or {})
         self.generation: int | None = None  # of the plan that has it
         self._supervisor, self._autoscaler, self._preparers = supervisor, autoscaler, preparers
@@ -71,25 +57,25 @@ class Rollout:
 
     def needs(self) -> set[str]:
         """The engines that it needs."""
-        return {served.key for served in self.served}
+        return {entity.key for entity in self.entities}
 
     @property
     def is_stuck(self) -> bool:
         """Failed before it had engines, and long ago: only another rollout can do better."""
-        return self.stage == "failed" and not self.served and time.monotonic() - self._failed_at > AGAIN_SECONDS
+        return self.stage == "failed" and not self.entities and time.monotonic() - self._failed_at > AGAIN_SECONDS
 
     def poll(self) -> Stage:
         """Go as far as it goes now. A failed start is reported, and goes on being tried until it is given up."""
         try:
             if self.stage == "finding" and self._work.done():
                 self._warm(self._work.result())
-            if self.stage in ("warming", "failed") and self.served:
+            if self.stage in ("warming", "failed") and self.entities:
                 self._look()
             if self.stage == "preparing" and self._work.done():
                 self.facts = self._work.result()
                 self.stage = "ready"
         except (ServingError, PackagingError, OSError) as error:
-            self.served = ()
+            self.entities = ()
             self._fail(str(error))
         return self.stage
 
@@ -100,15 +86,15 @@ class Rollout:
             created=self.endpoint.created_ms // 1000,
             version=self.version,
             config=self.config,
-            served=self.served,
+            entities=self.entities,
             facts=self.facts,
         )
 
     def _found(self, find: Find) -> list[tuple[DeployedEntity, EngineSpec]]:
         found = []
-        for entity in self.config.served_entities:
-            entity = find(entity)
-            source = entity.model
+        for asked in self.config.served_entities:
+            config = find(asked)
+            source = config.model
             model = EngineSpec(
                 bundle=source.bundle,
                 settings=source.engine,
@@ -116,24 +102,24 @@ class Rollout:
                 addresses=source.addresses,
                 key_file=source.key_file,
             )
-            served = DeployedEntity(endpoint=self.endpoint.name, version=self.version, entity=entity, key=model.key())
-            found.append((served, model))
+            entity = DeployedEntity(endpoint=self.endpoint.name, version=self.version, config=config, key=model.key())
+            found.append((entity, model))
         return found
 
     def _warm(self, found: list[tuple[DeployedEntity, EngineSpec]]) -> None:
         kept = self._supervisor.entities()
-        for served, model in found:
-            running = self._supervisor.status(served.key).wanted if served.key in kept else 0
-            self._supervisor.add(served.key, model, replicas=max(1, running, len(model.addresses)))
-        self.served = tuple(served for served, _ in found)
+        for entity, model in found:
+            running = self._supervisor.status(entity.key).wanted if entity.key in kept else 0
+            self._supervisor.add(entity.key, model, replicas=max(1, running, len(model.addresses)))
+        self.entities = tuple(entity for entity, _ in found)
         self.stage = "warming"
 
     def _look(self) -> None:
-        for served in self.served:
-            status = self._supervisor.status(served.key)
+        for entity in self.entities:
+            status = self._supervisor.status(entity.key)
             if status.failed and not status.ready:
-                self.failed_logs[served.entity.name] = status.failed[0].failed_log
-                self._fail(f"{served.entity.name}: {status.failed[0].message}")
+                self.failed_logs[entity.config.name] = status.failed[0].failed_log
+                self._fail(f"{entity.config.name}: {status.failed[0].message}")
                 return
             if not status.ready:
                 return
@@ -142,19 +128,19 @@ class Rollout:
 
     def _prepared(self) -> dict[str, dict[str, Any]]:
         facts = {}
-        for served in self.served:
-            known = self.facts.get(served.entity.name)
-            facts[served.entity.name] = self._prepare(served) if known is None else known
+        for entity in self.entities:
+            known = self.facts.get(entity.config.name)
+            facts[entity.config.name] = self._prepare(entity) if known is None else known
         return facts
 
-    def _prepare(self, served: DeployedEntity) -> dict[str, Any]:
+    def _prepare(self, entity: DeployedEntity) -> dict[str, Any]:
         try:
-            ready = self._supervisor.status(served.key).ready
+            ready = self._supervisor.status(entity.key).ready
             if not ready:
-                raise NotFound(f"{served.entity.name}: its engine ended")
-            return self._autoscaler.prepare(served, self._supervisor.engine(served.key, ready[0].index))
+                raise NotFound(f"{entity.config.name}: its engine ended")
+            return self._autoscaler.prepare(entity, self._supervisor.engine(entity.key, ready[0].index))
         except NotFound as error:
-            raise ServingError(f"{served.entity.name}: {error}") from None
+            raise ServingError(f"{entity.config.name}: {error}") from None
 
     def _fail(self, message: str) -> None:
         self.stage, self.message = "failed", message

@@ -110,7 +110,7 @@ class PlanFollower:
         self._worker_file.remove()
 
     def _reach(self, key: str, entity: PlannedEntity) -> bool:
-        source = entity.served.model
+        source = entity.config.model
         engine = self._engines.get(key) or self._retiring.pop(key, None)
         if engine is None:
             counters = "" if self._counter_directory is None else self._counter_directory.root(key)
@@ -141,7 +141,7 @@ class PlanFollower:
 
     def _endpoint(self, planned: PlannedEndpoint) -> ServedEndpoint:
         profile = self._profiles[planned.profile or self._profile]
-        entities = {entity.served.name: self._entity(planned, entity, profile) for entity in planned.entities}
+        entities = {entity.config.name: self._entity(planned, entity, profile) for entity in planned.entities}
         split = None
         if len(entities) > 1:
             place = (planned.id, planned.version)
@@ -150,10 +150,10 @@ class PlanFollower:
         return ServedEndpoint(name=planned.name, entities=entities, split=split, sticky=planned.sticky)
 
     def _entity(self, planned: PlannedEndpoint, entity: PlannedEntity, profile: Profile) -> ServedEntity:
-        source, engine = entity.served.model, self._engines[entity.key]
+        source, engine = entity.config.model, self._engines[entity.key]
         if self._counter_directory is not None:
-            self._counter_directory.assign((planned.name, entity.served.name), entity.key)
-        mode = mode_of(entity.served, entity.facts, self._ledger, len(entity.addresses))
+            self._counter_directory.assign((planned.name, entity.config.name), entity.key)
+        mode = mode_of(entity.config, entity.facts, self._ledger, len(entity.addresses))
         view = EndpointView(
             name=planned.name,
             info=engine.info,
@@ -162,11 +162,11 @@ class PlanFollower:
             default_adapter=source.bundle.default_adapter,
             defaults=defaults_of(source.defaults),
             profile=profile_in(mode, profile),
-            names=(entity.served.name,),
+            names=(entity.config.name,),
         )
         return ServedEntity(
             name=planned.name,
-            entity=entity.served.name,
+            entity=entity.config.name,
             view=view,
             engine=engine,
             mode=mode,
@@ -175,7 +175,7 @@ class PlanFollower:
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:
-        source = entity.served.model
+        source = entity.config.model
         place = _text_place(entity)
         if place not in self._texts:
             # on a thread: reading a tokenizer takes long enough for streams to be held up
@@ -212,6 +212,6 @@ class PlanFollower:
 
 
 def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:
-    source = entity.served.model
+    source = entity.config.model
     bundle = source.bundle
     return (bundle.content_hash, bundle.tokenizer_dir, bundle.default_adapter, source.engine.trust_remote_code)

@@ -9,16 +9,16 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import autoscaler as scaling
-from mlflow_llm.serving.control.autoscaler import Autoscaler, DeployedEntity
+from mlflow_llm.serving.control.autoscaler import Autoscaler
+from mlflow_llm.serving.control.deployed import DeployedEntity
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
-from mlflow_llm.serving.errors import InvalidField, Overloaded, Unavailable
+from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.errors import InvalidField, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
 from mlflow_llm.serving.metering.tables import provisioned_minutes
 from mlflow_llm.serving.modes import billing
 from mlflow_llm.serving.modes.billing import ReservedTime
 from mlflow_llm.serving.modes.calibration import Capacity, calibrate
-from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
@@ -31,7 +31,7 @@ def served(name: str = "chat", version: int = 1, **fields: object) -> DeployedEn
     bundle = Bundle(content_hash="x", tasks=("completions",), model_dir="m", tokenizer_dir="m")
     source = ModelSource(uri="models:/m/1", bundle=bundle, engine=EngineSettings(threads=1))
     entity = EntityConfig(name="m-1", entity_name="m", entity_version="1", source=source, **fields)
-    return DeployedEntity(endpoint=name, version=version, entity=entity, key=f"key-{name}")
+    return DeployedEntity(endpoint=name, version=version, config=entity, key=f"key-{name}")
 
 
 def status(replicas: int, **health: int) -> EngineStatus:
@@ -102,7 +102,7 @@ def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_
     autoscaler = Autoscaler(reserved_time)
     first, second = served("a", min_provisioned_throughput=300), served("b", min_provisioned_throughput=200)
     first, second = (
-        msgspec.structs.replace(s, entity=msgspec.structs.replace(s.entity, max_provisioned_throughput=400))
+        msgspec.structs.replace(s, config=msgspec.structs.replace(s.config, max_provisioned_throughput=400))
         for s in (first, second)
     )
     autoscaler.prepare(first, object())
@@ -222,33 +222,3 @@ def test_calibration_of_an_engine_of_each_kind(tmp_path: Path) -> None:
         found = calibrate(engine, callers=2, prompt_tokens=8, new_tokens=4)
         assert found.decode_tokens_per_second > 1
         assert found.prompt_weight_milli == 1000 or tasks == ("completions",)
-
-
-class Busy:
-    """An engine of four sequences at once with so many requests of each kind."""
-
-    def __init__(self, *, num_waiting: int = 0, num_provisioned: int = 0) -> None:
-        self.info = EngineInfo(
-            content_hash="x", tasks=("chat",), vocab_size=9, max_model_len=9, max_num_seqs=4, max_kv_tokens=9
-        )
-        self._health = Health(status="ready", num_running=4, num_waiting=num_waiting, num_provisioned=num_provisioned)
-
-    def health(self) -> Health:
-        return self._health
-
-
-def test_a_queue_of_others_keeps_no_reserved_request_out() -> None:
-    """The shedder counts requests to endpoints with a reserve apart: those before it are what it waits for."""
-    shedder, flooded = LoadShedder(max_queued=2, retry_after=1.0), Busy(num_waiting=50)
-    with pytest.raises(Overloaded):
-        shedder.enter("paid", flooded)
-    for _ in range(6):
-        shedder.enter("reserved", flooded, reserves=True)
-    assert shedder.running(flooded) == 6
-    with pytest.raises(Overloaded):
-        shedder.enter("reserved", flooded, reserves=True)
-    for _ in range(6):
-        shedder.leave(flooded, reserves=True)
-    assert shedder.running(flooded) == 0
-    with pytest.raises(Overloaded):
-        shedder.enter("reserved", Busy(num_provisioned=6), reserves=True)

@@ -1,4 +1,5 @@
-"""One key's waiting requests leave room in an endpoint's queue for the others'."""
+"""Load shedding: what waits of one key leaves room in an endpoint's queue for others, and best effort for
+provisioned."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ QUEUE = 256
 
 
 class Engine:
-    """Runs four at once; ``waiting`` is what its heartbeat says."""
+    """Runs four at once; ``waiting`` and ``provisioned`` are what its heartbeat says."""
 
     num_replicas = 1
 
-    def __init__(self, waiting: int = 0) -> None:
-        self.info, self.waiting = SimpleNamespace(max_num_seqs=4), waiting
+    def __init__(self, waiting: int = 0, provisioned: int = 0) -> None:
+        self.info, self.waiting, self.provisioned = SimpleNamespace(max_num_seqs=4), waiting, provisioned
 
     def health(self) -> Health:
-        return Health(status="ready", num_waiting=self.waiting)
+        return Health(status="ready", num_waiting=self.waiting, num_provisioned=self.provisioned)
 
 
 def key(name: str, tenant: str | None = None) -> Caller:
@@ -99,3 +100,20 @@ def test_no_queue_is_no_queue() -> None:
     assert flood(shedder, engine, key("greedy")) == 4
     with pytest.raises(Overloaded, match="requests waiting already"):
         shedder.enter("chat", engine, caller=key("other"))
+
+
+def test_a_queue_of_others_keeps_no_provisioned_request_out() -> None:
+    """Requests to endpoints with provisioned throughput are counted apart: those before it are what one waits for."""
+    shedder, flooded = LoadShedder(max_queued=2, retry_after=1.0), Engine(waiting=50)
+    with pytest.raises(Overloaded):
+        shedder.enter("paid", flooded)
+    for _ in range(6):
+        shedder.enter("provisioned", flooded, reserves=True)
+    assert shedder.running(flooded) == 6
+    with pytest.raises(Overloaded):
+        shedder.enter("provisioned", flooded, reserves=True)
+    for _ in range(6):
+        shedder.leave(flooded, reserves=True)
+    assert shedder.running(flooded) == 0
+    with pytest.raises(Overloaded):
+        shedder.enter("provisioned", Engine(provisioned=6), reserves=True)
