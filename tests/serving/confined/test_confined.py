@@ -285,4 +285,4 @@ def test_places_are_given_back(pool):
         list(threads.map(fail, range(8)))
     with contextlib.ExitStack() as held:
         for _ in range(pools.PLACES):
-            held.enter_context(pool._places.one(0.0))
+            held.enter_context(pool._places.hold(0.0))
