@@ -337,7 +337,7 @@ def test_an_interrupt_at_the_prompt(observed: Running) -> None:
             process.send_signal(signal.SIGINT)
         read_until(ours, "[Ctrl-D ends]\r\n> ")
         os.write(ours, b"Hello\n")
-        read_until(ours, f"Hello\r\n{first}\r\n> ")
+        assert f"Hello\r\n{first}\r\n" in read_until(ours, "\n> ")
         os.write(ours, b"\x04")
         assert process.wait(240) == 0
 
