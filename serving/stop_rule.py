@@ -37,6 +37,6 @@ class StopRule:
 
     def reason(self, last: int | None, count: int) -> StopReason | None:
         """Why a sequence of ``count`` tokens, of which ``last`` is the last one, ends there; None where it goes on."""
-        if last is not None and self.is_stop(last, count):
+        if count > self._min_tokens and last in self._stop_ids:
             return "stop"
         return "length" if count >= self.max_tokens else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -173,20 +172,21 @@ class EngineCore:
         laid_out, logits = self._runner.forward(runs)
         rows: list[int] = []
         places: list[Place] = []
-        sampling: list[Run] = []
+        shares: list[tuple[SequenceState, int, int]] = []  # of the places: from, to
         at = 0
         for run in laid_out:
             first, at = at, at + run.num_logits
-            if run.samples:
-                sampling.append(run)
-                places += run.places
-                rows += range(at - len(run.places), at)
+            here = run.places
+            if here:
+                shares.append((run.sequence, len(places), len(places) + len(here)))
+                rows += range(at - len(here), at)
+                places += here
             if run.sequence.prompt_scores is not None:
                 self._score(run, logits[first:at])
         if places:
-            sampled = iter(sample(logits if len(rows) == len(logits) else logits[rows], places))
-            for run in sampling:
-                self._deliver(run.sequence, list(islice(sampled, len(run.places))))
+            sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
+            for sequence, start, end in shares:
+                self._deliver(sequence, sampled[start:end])
 
     def _score(self, run: Run, logits: Any) -> None:
         sequence = run.sequence
@@ -203,12 +203,13 @@ class EngineCore:
         """Give a sequence the tokens of one step."""
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
-        if any(one.token_id < 0 for one in sampled):
-            self._parts.cache.wipe(sequence.id)
-            logger.error("request %s: logits are not finite", sequence.request.request_id)
-            error = InternalError("the model produced numbers that are not finite")
-            self._fail(self._inflight.of(sequence), error)
-            return
+        for one in sampled:
+            if one.token_id < 0:
+                self._parts.cache.wipe(sequence.id)
+                logger.error("request %s: logits are not finite", sequence.request.request_id)
+                error = InternalError("the model produced numbers that are not finite")
+                self._fail(self._inflight.of(sequence), error)
+                return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
         generated = sequence.num_tokens - before

@@ -55,7 +55,7 @@ def is_plain_greedy(sequence: Place) -> bool:
         and p.presence_penalty == 0.0
         and p.frequency_penalty == 0.0
         and not p.logit_bias
-        and sequence.stop_rule.may_stop(sequence.num_generated + 1)
+        and (not p.min_tokens or sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
 
 

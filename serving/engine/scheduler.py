@@ -48,7 +48,7 @@ class Run:
     @property
     def num_logits(self) -> int:
         """How many of its last tokens need logits: all while the prompt is scored, else one for each place."""
-        return self.num_tokens if self.sequence.prompt_scores is not None else len(self.places)
+        return self.num_tokens if self.sequence.prompt_scores is not None else int(self.samples)
 
 
 def _arrival(sequence: SequenceState) -> tuple[bool, int, int]:

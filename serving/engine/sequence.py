@@ -158,10 +158,11 @@ class SequenceState:
         Returns why it ends there, or None when it goes on.
         """
         for one in sampled:
-            self._tokens[self.num_tokens] = one.token_id
+            token_id = one.token_id
+            self._tokens[self.num_tokens] = token_id
             self.num_tokens += 1
             self.unsent.append(one)
-            reason = self.stop_rule.reason(one.token_id, self.num_generated)
+            reason = self.stop_rule.reason(token_id, self.num_tokens - self.num_prompt)
             if reason is not None:
                 return reason
         return None

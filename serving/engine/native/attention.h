@@ -160,13 +160,6 @@ inline void mix(std::index_sequence<M...>, const float (*weights)[BLOCK], const 
     for (int d = 0; d < V; d++) (_mm512_store_ps(states[M]->values + d * LANES, sums[M][d]), ...);
 }
 
-// Queries `q[i]` that see tokens [lo[i], hi[i]) of one KV head; only what lies in segment `segment` is read.
-struct Queries {
-    int count;
-    const float* const* q;
-    const int *lo, *hi;
-};
-
 template <int V, int M>
 inline void mix_of(int count, const float (*weights)[BLOCK], const float* fades, const float* v, int from, int to,
                    Partial* const* states) {
@@ -175,10 +168,47 @@ inline void mix_of(int count, const float (*weights)[BLOCK], const float* fades,
     mix<V>(std::make_index_sequence<M>(), weights, fades, v, from, to, states);
 }
 
+// Queries that see some tokens of one block, [from[i], to[i]) of it.
+struct BlockQueries {
+    int count = 0, from[TOGETHER], to[TOGETHER];
+    const float* q[TOGETHER];
+    Partial* state[TOGETHER];
+};
+
+// Folds one block into the queries' softmaxes. `kt` is the block's keys transposed, or null where that does not pay.
+template <int V>
+inline void attend_block(const BlockQueries& at, const float* keys, const float* kt, const float* values) {
+    constexpr int MIXED = V <= 6 ? TOGETHER : 1;  // queries whose sums stay in registers
+    alignas(64) float weights[TOGETHER][BLOCK];
+    float fades[TOGETHER];
+    if (kt) score_of<V>(at.count, at.q, kt, weights);
+    else
+        for (int i = 0; i < at.count; i++) score_one<V>(at.q[i], keys, weights[i]);
+    bool alike = true;
+    for (int i = 0; i < at.count; i++) {
+        fades[i] = weigh(weights[i], at.from[i], at.to[i], *at.state[i]);
+        alike &= at.from[i] == at.from[0] && at.to[i] == at.to[0];
+    }
+    // Queries that see the same tokens are mixed together; no token that a query does not see is read for it, since it
+    // may be no number.
+    const int step = alike ? MIXED : 1;
+    for (int i = 0; i < at.count; i += step)
+        mix_of<V, MIXED>(std::min(step, at.count - i), weights + i, fades + i, values, at.from[i], at.to[i],
+                         at.state + i);
+}
+
+// Queries `q[i]` that see tokens [lo[i], hi[i]) of one KV head.
+struct Queries {
+    int count;
+    const float* const* q;
+    const int *lo, *hi;
+};
+
+// The softmax of each query over what it sees of segment `segment`, into `states`; nothing else is read.
 template <int V>
 inline void attend_segment(const Queries& queries, const float* k, const float* v, int segment, Partial* states) {
-    constexpr int D = V * LANES, MIXED = V <= 6 ? TOGETHER : 1;  // whose sums stay in registers
-    alignas(64) float kt[D * BLOCK], weights[TOGETHER][BLOCK];
+    constexpr int D = V * LANES;
+    alignas(64) float kt[D * BLOCK];
     const bool transposed = queries.count >= TRANSPOSED;
     int first = INT32_MAX, last = 0;
     for (int i = 0; i < queries.count; i++) {
@@ -187,34 +217,22 @@ inline void attend_segment(const Queries& queries, const float* k, const float* 
     }
     first = std::max(first, segment * SEGMENT) / BLOCK * BLOCK;
     last = std::min(last, (segment + 1) * SEGMENT);
-    for (int at = first; at < last; at += BLOCK) {
-        const float *keys = k + size_t(at) * D, *values = v + size_t(at) * D;
+    for (int block = first; block < last; block += BLOCK) {
+        const float *keys = k + size_t(block) * D, *values = v + size_t(block) * D;
         if (transposed)
             for (int t = 0; t < BLOCK; t += LANES)
                 for (int d = 0; d < D; d += LANES) transpose(keys + t * D + d, D, kt + d * BLOCK + t, BLOCK);
-        for (int i = 0; i < queries.count;) {
-            const float* q[TOGETHER];
-            Partial* state[TOGETHER];
-            int from[TOGETHER], to[TOGETHER], n = 0;
-            for (; i < queries.count && n < TOGETHER; i++) {
-                from[n] = std::max(queries.lo[i] - at, 0), to[n] = std::min(queries.hi[i] - at, BLOCK);
-                if (from[n] < to[n]) q[n] = queries.q[i], state[n] = &states[i], n++;
+        BlockQueries seeing;
+        for (int i = 0; i < queries.count; i++) {
+            const int from = std::max(queries.lo[i] - block, 0), to = std::min(queries.hi[i] - block, BLOCK);
+            if (from < to) {
+                const int n = seeing.count++;
+                seeing.from[n] = from, seeing.to[n] = to, seeing.q[n] = queries.q[i], seeing.state[n] = &states[i];
             }
-            if (n == 0) continue;
-            if (transposed) score_of<V>(n, q, kt, weights);
-            else
-                for (int j = 0; j < n; j++) score_one<V>(q[j], keys, weights[j]);
-            float fades[TOGETHER];
-            bool alike = true;
-            for (int j = 0; j < n; j++) {
-                fades[j] = weigh(weights[j], from[j], to[j], *state[j]);
-                alike &= from[j] == from[0] && to[j] == to[0];
+            if (seeing.count == TOGETHER || (seeing.count && i + 1 == queries.count)) {
+                attend_block<V>(seeing, keys, transposed ? kt : nullptr, values);
+                seeing.count = 0;
             }
-            // Those that see the same tokens go together; what lies beyond a query's tokens is not read, for it may be
-            // no number.
-            const int step = alike ? MIXED : 1;
-            for (int j = 0; j < n; j += step)
-                mix_of<V, MIXED>(std::min(step, n - j), weights + j, fades + j, values, from[j], to[j], state + j);
         }
     }
 }

@@ -110,7 +110,7 @@ def test_no_single_step_is_long() -> None:
     assert stretched[int(0.99 * len(stretched))] <= 1.25
 
 
-def test_the_slack_is_used() -> None:
+def test_best_effort_work_uses_its_share() -> None:
     """The flood gets nearly all the time that the guarantee leaves: steps are 1.03 of what they were, or more."""
     machine = Machine(cpu)
     for _ in range(600):
@@ -166,7 +166,7 @@ def test_steps_stay_short_for_a_moment_after_provisioned_work() -> None:
     assert machine.ticks[-1][2] < 0.5 * whole
 
 
-def test_a_piece_larger_than_any_steps_part_still_runs() -> None:
+def test_best_effort_work_saves_up_for_a_costly_sequence() -> None:
     """Where one more sequence costs half a step, best-effort work saves up for it and is not starved."""
     machine = Machine(lambda work: 0.004 * work.rows + 0.002 * work.chunk_tokens + 0.004)
     for _ in range(900):
@@ -242,7 +242,7 @@ def test_a_provisioned_sequence_does_not_wait_for_best_effort_work() -> None:
     assert provisioned.num_computed > best_effort.num_computed
 
 
-def test_random_lives_of_both_kinds() -> None:
+def test_random_arrivals_and_ends_of_both_kinds() -> None:
     """Random arrivals, ends and scarce memory: the books stay right, no step is empty, and all end."""
     draw = random.Random(5)
     machine = Machine(native, num_tokens=400, max_num_seqs=5, num_slots=10)
@@ -261,7 +261,7 @@ def test_random_lives_of_both_kinds() -> None:
     assert machine.scheduler.num_preemptions > 0
 
 
-def test_the_estimate_finds_a_known_cost() -> None:
+def test_the_cost_model_finds_a_known_cost() -> None:
     """From steps of all kinds the cost of one more sequence, of prompt tokens and of the whole comes out."""
     draw, cost = random.Random(2), StepCost()
     for _ in range(300):

@@ -34,7 +34,7 @@ def machine() -> Machine:
     return Machine()
 
 
-def test_an_episode_is_two_lines(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """It begins with a window of waiting, stays however long that lasts or pauses, and ends after calm of ten seconds
     in which the engine ran."""
     caplog.set_level(logging.INFO, logger=module.__name__)
@@ -65,7 +65,7 @@ def test_a_little_waiting_is_no_episode(machine: Machine) -> None:
         ({"stolen": 0.8}, "the host gives them to other machines"),
     ],
 )
-def test_the_cause_is_named(
+def test_the_cause_of_contention_is_named(
     more: dict[str, float],
     text: str,
     machine: Machine,
@@ -78,7 +78,7 @@ def test_the_cause_is_named(
     assert text in caplog.text
 
 
-def test_looks_within_a_window_and_of_other_threads_are_nothing(machine: Machine) -> None:
+def test_readings_within_a_window_or_by_other_threads_are_ignored(machine: Machine) -> None:
     """What is read is read once a window, by the thread it is about."""
     machine.said = Readings(ran=0.5, waited=0.5)
     machine.now += 0.9
@@ -93,7 +93,7 @@ def test_looks_within_a_window_and_of_other_threads_are_nothing(machine: Machine
     assert machine.changes == [True]
 
 
-def test_what_the_system_says(tmp_path: Path) -> None:
+def test_readings_of_proc_and_cgroups(tmp_path: Path) -> None:
     """schedstat in nanoseconds, steal in ticks, the worst throttling of the groups, of either version."""
     top = tmp_path / "cg"
     own = tmp_path / "proc/self"
@@ -108,12 +108,12 @@ def test_what_the_system_says(tmp_path: Path) -> None:
     assert read(tmp_path / "proc") == Readings(ran=2.5, waited=1.5, throttled=0.75, stolen=2.0, total=10.0)
 
 
-def test_a_system_that_says_nothing(tmp_path: Path) -> None:
+def test_readings_where_proc_and_cgroups_have_nothing(tmp_path: Path) -> None:
     """Without these files nothing is known, and nothing is raised."""
     assert read(tmp_path) == Readings()
 
 
-def test_this_system() -> None:
+def test_readings_of_this_machine() -> None:
     """What is read here only grows."""
     first, second = read(), read()
     assert all(getattr(first, name) <= getattr(second, name) for name in Readings.__slots__)

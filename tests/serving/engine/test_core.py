@@ -187,7 +187,7 @@ def test_one_choice_can_end_early(core: EngineCore) -> None:
     assert outcomes["a"].finished[1].reason == "length"
 
 
-def test_deadline(core: EngineCore) -> None:
+def test_a_deadline_ends_a_request(core: EngineCore) -> None:
     """A request past its deadline finishes with that reason, running or waiting."""
     outcomes = {"a": Outcome(), "b": Outcome()}
     core.add(request_of("a", prompt_of(6, 0), max_tokens=200, deadline=time.monotonic() + 0.05))
@@ -298,7 +298,7 @@ def test_logprobs(core: EngineCore, tiny_llama: Any) -> None:
         assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_random_traffic(tiny_bundle: Bundle) -> None:
+def test_random_traffic_keeps_every_token_and_all_memory(tiny_bundle: Bundle) -> None:
     """Many adds, aborts and early ends under little memory: every request ends once and the books stay right."""
     draw = random.Random(5)
     core = EngineCore(tiny_bundle, settings(kv_cache_memory=150 * TOKEN_BYTES, max_num_seqs=6))
@@ -333,7 +333,7 @@ def test_shutdown_ends_every_request(tiny_bundle: Bundle) -> None:
     assert [event.kind for _, _, event in core.step()] == ["shutting_down"]
 
 
-def test_local_engine(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+def test_an_engine_on_a_thread_of_this_process(tiny_bundle: Bundle, tiny_llama: Any) -> None:
     """The engine on a thread streams to several callers, aborts on close and ends with its streams failed."""
     engine = InProcessEngine(tiny_bundle, settings())
     assert isinstance(engine, Engine)

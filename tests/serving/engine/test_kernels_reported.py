@@ -56,14 +56,14 @@ def test_an_embedder_says_so_too(tmp_path: Path) -> None:
     assert (info_of(bundle).kernels, info_of(bundle).kernels_reason) == ("native", "")
 
 
-def test_a_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, or for another processor: the engine runs, and says so."""
     monkeypatch.setattr(library, "_loaded", lambda: "the processor lacks AVX-512 VNNI")
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
     assert (info.kernels, info.kernels_reason) == ("torch", "the processor lacks AVX-512 VNNI")
 
 
-def test_what_a_child_runs_on() -> None:
+def test_the_survey_of_a_child_process() -> None:
     """What ``doctor`` asks: the package that engines import, and whether its kernels run."""
     command, environment = child.python_command("serving.engine.native.survey"), child.environment()
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=True)

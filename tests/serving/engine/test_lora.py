@@ -87,7 +87,7 @@ def test_a_batch_of_adapters_and_base_gives_what_peft_gives_for_each(adapters):
     assert not torch.allclose(mixed[0], base, atol=1e-3)
 
 
-def test_segments_give_what_the_masked_way_gives(adapters, monkeypatch):
+def test_segment_plan_equals_masked_plan(adapters, monkeypatch):
     """Long runs of many adapters are multiplied by segments, single tokens masked; both give the same in any order."""
     model = llama()
     holder, pool = pool_over(model)
@@ -106,7 +106,7 @@ def test_segments_give_what_the_masked_way_gives(adapters, monkeypatch):
     assert torch.allclose(results[SegmentPlan], results[MaskedPlan], atol=2e-6)
 
 
-def test_the_cheaper_way_is_taken(adapters):
+def test_the_cheaper_plan_is_taken(adapters):
     """Prefill chunks of several adapters go by segments; one adapter, or tokens that alternate, are masked."""
     _, pool = pool_over(llama())
     for name in "abcdefgh":

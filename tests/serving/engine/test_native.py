@@ -143,7 +143,7 @@ def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
     assert torch.equal(y[2], clean[2])
 
 
-def test_what_the_kernels_do_not_take() -> None:
+def test_shapes_and_types_the_kernels_refuse() -> None:
     """Other widths, dtypes and places are left to torch."""
     assert can_pack(torch.zeros(3, 32))
     assert not can_pack(torch.zeros(3, 40))
@@ -356,7 +356,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def test_times_are_those_of_numpys_generator() -> None:
+def test_exponential_times_equal_numpys_philox() -> None:
     """Times are numpy's Philox bits put through the same logarithm, to the last bits."""
     for seed, position in ((1, 0), (2**63 + 5, 77), (123456789, 4000)):
         times = torch.empty(1001)
@@ -381,7 +381,7 @@ def test_times_are_those_of_numpys_generator() -> None:
     ],
 )
 @pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
-def test_draws_are_those_of_torch(parameters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native race has the winners of the one written with torch, whatever is cut off before it."""
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, spread, (200, 997)).astype(np.float32))
     logits[:, 5] = float("-inf")

@@ -43,12 +43,12 @@ def run(**environment: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is torch's runtime on Linux")
-def test_a_crowd_is_there_while_waiting_is_brief() -> None:
+def test_short_spinning_yields_to_other_threads() -> None:
     """One thread with a team of its own for as long as asked, and what torch computes stays the same."""
     assert run() == "True 1"
 
 
-def test_what_the_environment_asks_for_stays() -> None:
+def test_wait_policy_of_the_environment_stays() -> None:
     """A wait policy or a number of spins that the operator has set is left as it is."""
     assert run(OMP_WAIT_POLICY="passive") == "False 0"
     assert run(GOMP_SPINCOUNT="5") == "False 0"

@@ -95,7 +95,7 @@ def test_a_mapped_model_is_the_same_to_the_bit(
     assert len(list(cache.iterdir())) == 2
 
 
-def test_whose_it_is(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+def test_permissions_of_the_packed_file(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
     """Owner alone: files 0600 in a directory 0700."""
     load(bundle_of(tmp_path))
     (file,) = cache.iterdir()
@@ -158,7 +158,7 @@ def test_a_directory_of_others_is_not_used(tmp_path: Path, load: Callable[..., A
     assert len(list(cache.iterdir())) == 1
 
 
-def test_weights_that_say_another_thing(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+def test_packed_weights_with_other_logits_are_refused(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
     """A whole file whose model does not give the logits that are in it is not used."""
     bundle = bundle_of(tmp_path)
     load(bundle)
@@ -171,7 +171,7 @@ def test_weights_that_say_another_thing(tmp_path: Path, load: Callable[..., Any]
     assert not load(bundle)[1]
 
 
-def test_the_bound(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+def test_packed_cache_bounds_its_bytes(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
     """Those that were used longest ago go first; what is larger than the bound is not kept; 0 keeps and uses none."""
     one, two = (bundle_of(tmp_path / name, name, str(i) * 64) for i, name in enumerate(sorted(DECODERS)[:2]))
     load(one)
@@ -184,7 +184,7 @@ def test_the_bound(tmp_path: Path, load: Callable[..., Any], cache: Path) -> Non
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_was_not_finished(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+def test_unfinished_files_are_swept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
     """What a killed engine had begun to write goes with a later write; what is under way stays."""
     cache.mkdir(mode=0o700, parents=True)
     old, new = cache / ".part-a-1", cache / ".part-b-2"
@@ -195,7 +195,7 @@ def test_what_was_not_finished(tmp_path: Path, load: Callable[..., Any], cache: 
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_a_model_that_nobody_has_named(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
+def test_a_model_without_a_content_hash_is_not_kept(tmp_path: Path, load: Callable[..., Any], cache: Path) -> None:
     """Without a content hash no file is kept, nor for what does not run natively."""
     load(bundle_of(tmp_path, content_hash="tiny"))
     load(bundle_of(tmp_path), kernels="torch")
@@ -203,7 +203,7 @@ def test_a_model_that_nobody_has_named(tmp_path: Path, load: Callable[..., Any],
     assert not cache.exists()
 
 
-def test_a_disk_that_takes_nothing(
+def test_a_full_disk_keeps_nothing(
     tmp_path: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The model runs; the log says that it is not kept."""

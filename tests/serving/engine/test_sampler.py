@@ -67,7 +67,7 @@ def test_frequencies_are_the_distribution(parameters: dict[str, Any], expected: 
     assert np.abs(found - expected).max() < 0.03
 
 
-def test_typical_keeps_what_is_near_the_entropy() -> None:
+def test_typical_p_keeps_tokens_near_the_entropy() -> None:
     """typical_p keeps tokens in the order of |surprise - entropy| until their mass is reached."""
     surprise = -np.log(P)
     order = np.argsort(np.abs(surprise - (P * surprise).sum()))
@@ -123,7 +123,7 @@ def test_times_are_exponential_and_depend_on_seed_position_and_token() -> None:
     np.testing.assert_array_equal(exponentials([3], [7], 20001).numpy()[0], times[0])
 
 
-def test_draws_stand_fast_against_the_last_bits_of_logits() -> None:
+def test_draws_do_not_depend_on_the_last_bits_of_logits() -> None:
     """Logits that differ as they do between batches give the same tokens, from a flat distribution too."""
     torch.manual_seed(0)
     logits = torch.randn(20000)

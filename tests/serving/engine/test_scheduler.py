@@ -102,7 +102,7 @@ def test_illegal_moves_raise() -> None:
         cache.acquire(5, BASE, np.array([1, 2], dtype=np.int32))
 
 
-def test_integrity_check_finds_a_wrong_book() -> None:
+def test_integrity_check_finds_wrong_accounts() -> None:
     """A charge that does not add up is an error."""
     cache = make_cache()
     cache.acquire(1, BASE, np.array([1, 2], dtype=np.int32))
@@ -111,7 +111,7 @@ def test_integrity_check_finds_a_wrong_book() -> None:
         cache.check_integrity()
 
 
-def test_keys_do_not_share() -> None:
+def test_prefix_keys_do_not_share() -> None:
     """KV computed under one adapter is not reused under another, and is dropped with it."""
     cache = make_cache()
     tokens = np.arange(40, dtype=np.int32)
@@ -145,7 +145,7 @@ def test_moved_slots_keep_their_numbers() -> None:
     cache.check_integrity()
 
 
-def test_random_lives() -> None:
+def test_random_arrivals_ends_and_scarce_memory() -> None:
     """Thousands of steps of random arrivals, ends and scarce memory keep the books right and end all."""
     draw = random.Random(1)
     cache = make_cache(300, num_slots=10)

@@ -59,14 +59,14 @@ def indexes(n: int) -> Counter[int]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 17])
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 100, 1000])
-def test_each_index_is_done_once(n: int, threads: int) -> None:
+def test_parallel_runs_each_index_once(n: int, threads: int) -> None:
     """Whatever the numbers of indexes and threads: every index, none twice, all before the call returns."""
     use_threads(threads)
     assert num_native_threads() == threads
     assert indexes(n) == Counter(range(n))
 
 
-def test_a_late_thread_keeps_nobody_waiting() -> None:
+def test_parallel_does_not_wait_for_a_late_thread() -> None:
     """While one thread is held up in an index, another does all the rest, its share too."""
     use_threads(2)
     done: list[int] = []
@@ -84,7 +84,7 @@ def test_a_late_thread_keeps_nobody_waiting() -> None:
     assert sorted(done) == list(range(1, 100))
 
 
-def test_what_an_index_throws_reaches_the_caller() -> None:
+def test_parallel_rethrows_to_its_caller() -> None:
     """A failure in any thread is raised by the call, once; the next call runs as before."""
     use_threads(3)
     for _ in range(20):
