@@ -20,7 +20,7 @@ while [ "$round" -le "$times" ]; do
         tests/serving/transport/client/test_poison_suspects.py \
         tests/serving/server/test_drain_waits.py \
         tests/serving/server/test_stalled_engine_health.py \
-        tests/serving/control/test_live_endpoints.py::test_a_killed_keeper_is_missed_by_nobody \
+        tests/serving/control/test_live_endpoints.py::test_a_killed_controller_process_is_started_again_and_no_request_is_lost \
         tests/serving/server/test_poison_requests.py \
         tests/serving/server/test_server.py \
         tests/serving/server/test_server_ending.py \

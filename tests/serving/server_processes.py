@@ -27,7 +27,7 @@ def engines(server: Running) -> list[int]:
     return found
 
 
-def keepers(server: Running) -> list[psutil.Process]:
+def controllers(server: Running) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.Error):  # just ended

@@ -1,4 +1,4 @@
-"""What the keeper measures, reserves, scales and bills of provisioned entities, without processes."""
+"""What the autoscaler measures, reserves, scales and bills of provisioned entities, without processes."""
 
 from __future__ import annotations
 

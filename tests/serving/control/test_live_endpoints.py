@@ -1,4 +1,5 @@
-"""Endpoints that change while the server runs: keeper, workers and engines follow the store, and no request is lost."""
+"""Endpoints that change while the server runs: controller process, workers and engines follow the store, and no request
+is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 from instant_model import write_instant_model
 from server_calls import BODY, asking, until
-from server_processes import ENGINE, engines, keepers
+from server_processes import ENGINE, controllers, engines
 from serving_process import INSTANT_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
@@ -205,15 +206,17 @@ def test_endpoints_come_and_go(live: Running, endpoints: EndpointStore) -> None:
     until(lambda: all(is_gone() for _ in range(4)))
 
 
-def test_a_killed_keeper_is_missed_by_nobody(live: Running, endpoints: EndpointStore) -> None:
-    """Requests go on with the same engine, the keeper is started again, and an update afterwards works."""
+def test_a_killed_controller_process_is_started_again_and_no_request_is_lost(
+    live: Running, endpoints: EndpointStore
+) -> None:
+    """Requests go on with the same engine, the controller process is started again, and an update afterwards works."""
     serve(live, endpoints, ("2", 100))
     until(lambda: len(engines(live)) == 1)
     before = engines(live)
-    (keeper,) = keepers(live)
+    (controller,) = controllers(live)
     with Callers(live, 2) as callers:
-        os.kill(keeper.pid, signal.SIGKILL)
-        until(lambda: [p.pid for p in keepers(live)] not in ([], [keeper.pid]))
+        os.kill(controller.pid, signal.SIGKILL)
+        until(lambda: [p.pid for p in controllers(live)] not in ([], [controller.pid]))
         assert (served_by(live), engines(live)) == ("v2", before)
         serve(live, endpoints, ("3", 100))
     assert callers.failures == []

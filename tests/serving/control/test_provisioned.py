@@ -134,7 +134,7 @@ def engines(server: Running) -> int:
     return len(list(server.runtime.glob("*/spec.json")))
 
 
-def test_zero_replicas_and_back(server: Running) -> None:
+def test_an_idle_entity_scales_to_zero_and_back(server: Running) -> None:
     """Idle, the engine ends. The next requests wait for a new one as far as the queue goes, and each of these is
     answered; one more is told when to come again."""
     until(lambda: engines(server) == 1)

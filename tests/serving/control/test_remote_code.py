@@ -45,7 +45,7 @@ def with_code(source: Path, target: Path, marker: Path, config: str, changes: di
     return str(target)
 
 
-def test_code_of_a_model(tiny_bundle: Bundle, tmp_path: Path, marker: Path) -> None:
+def test_a_models_own_code_is_not_run(tiny_bundle: Bundle, tmp_path: Path, marker: Path) -> None:
     """A model whose classes are its own is refused, and its code is not run."""
     names = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     changes = {"model_type": "own", "architectures": ["Model"], "auto_map": names}
@@ -56,7 +56,7 @@ def test_code_of_a_model(tiny_bundle: Bundle, tmp_path: Path, marker: Path) -> N
     assert not marker.exists()
 
 
-def test_code_of_a_tokenizer(instant_bundle: Bundle, tmp_path: Path, marker: Path) -> None:
+def test_a_tokenizers_own_code_is_not_run(instant_bundle: Bundle, tmp_path: Path, marker: Path) -> None:
     """A tokenizer whose class is its own is refused or read without it, and its code is not run."""
     changes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     path = with_code(Path(instant_bundle.tokenizer_dir), tmp_path / "tok", marker, "tokenizer_config.json", changes)
@@ -87,7 +87,7 @@ def test_a_model_does_not_grant_itself_its_code(tiny_bundle: Bundle) -> None:
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_templates_reach_nothing(instant_bundle: Bundle, tmp_path: Path, template: str) -> None:
+def test_templates_cannot_escape_their_sandbox(instant_bundle: Bundle, tmp_path: Path, template: str) -> None:
     """A template that reaches for Python's insides, or for a file, is refused as a request that cannot be rendered."""
     path = tmp_path / "template.jinja"
     path.write_text(template)

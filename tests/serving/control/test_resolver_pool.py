@@ -90,7 +90,7 @@ def until(condition: Callable[[], bool]) -> None:
         ticks.wait(0.01)
 
 
-def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
+def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:
     """Of six lookups in two workers two run at a time, and all are answered."""
     lookups = Lookups()
     workers = [ResolverPool(tmp_path, limit=2, timeout=60, find=lookups) for _ in range(2)]
@@ -104,7 +104,7 @@ def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
     assert lookups.most <= 2
 
 
-def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
+def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
     """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
     lookups = Lookups()
     bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
@@ -124,7 +124,7 @@ def test_the_same_question_is_asked_once(tmp_path: Path) -> None:
     assert lookups.asked.count("a") == 2
 
 
-def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None:
+def test_a_lookup_whose_caller_was_stopped_is_done_by_another(tmp_path: Path) -> None:
     """Those who had joined a lookup that was given up do not end with it."""
     waits, stop = threading.Event(), threading.Event()
     calls: list[int] = []
@@ -154,7 +154,7 @@ def test_whose_asker_was_stopped_is_looked_up_by_another(tmp_path: Path) -> None
     assert answers == [model("a")]
 
 
-def test_the_same_question_is_asked_once_by_all_processes(tmp_path: Path) -> None:
+def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
     """What one worker looks up another takes from it, model and error; who asks after that looks anew."""
     lookups, polls = Lookups(), threading.Semaphore(0)
 
@@ -181,7 +181,7 @@ def test_the_same_question_is_asked_once_by_all_processes(tmp_path: Path) -> Non
     assert lookups.asked == ["a", "missing", "a"]
 
 
-def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> None:
+def test_a_lookup_whose_process_was_killed_is_done_by_another(tmp_path: Path) -> None:
     """A lookup that ends without an answer keeps nobody waiting, and an answer from before is not taken for its own."""
     lookups, polls = Lookups(), threading.Semaphore(0)
 
@@ -204,7 +204,7 @@ def test_whose_process_was_killed_is_looked_up_by_another(tmp_path: Path) -> Non
     assert lookups.asked == ["a", "a"]
 
 
-def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
+def test_old_answers_are_removed(tmp_path: Path) -> None:
     """A server that looks up many models keeps the answers of the last minute."""
     lookups = Lookups()
     bounded = ResolverPool(tmp_path, limit=1, timeout=60, find=lookups)
@@ -218,7 +218,7 @@ def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.glob("lookup-*")] == [".json"]
 
 
-def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
+def test_waiting_for_a_resolver_ends_with_overloaded(tmp_path: Path) -> None:
     """The wait for a place ends with a 503 after the time limit, and so does a crowd."""
     clock = iter(range(1000))
     bounded = ResolverPool(
@@ -234,13 +234,13 @@ def test_a_place_that_does_not_come_free(tmp_path: Path) -> None:
         bounded(("a",))
 
 
-def test_a_server_that_has_ended(tmp_path: Path) -> None:
+def test_nothing_is_looked_up_after_the_servers_end(tmp_path: Path) -> None:
     """Without the server's directory nothing is looked up."""
     with pytest.raises(ShuttingDown):
         ResolverPool(tmp_path / "gone", limit=1, timeout=30)(("a",))
 
 
-def test_one_that_takes_too_long_is_ended() -> None:
+def test_a_lookup_that_takes_too_long_is_killed() -> None:
     """After the time limit it and what it started are killed, and the error names the limit."""
     script = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)', sys.argv[1]])"
@@ -251,7 +251,7 @@ def test_one_that_takes_too_long_is_ended() -> None:
     until(lambda: not any(mark in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))
 
 
-def test_none_outlives_its_asker() -> None:
+def test_a_lookup_ends_with_the_worker_that_asked() -> None:
     """A worker that is killed takes its lookup along."""
     script = HOLDER.replace("{path!r}", repr([path for path in sys.path if path]))
     holder = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)

@@ -46,7 +46,7 @@ def test_a_directory_goes_with_its_server(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
-def test_the_next_start_sweeps(place: Path) -> None:
+def test_the_next_start_removes_directories_of_killed_servers(place: Path) -> None:
     """What a killed server left goes; what a living server or a worker of a killed one uses stays, and all else."""
     left, used = killed_server(place), killed_server(place)
     worker = PlanDirectory(used).add_worker()

@@ -68,7 +68,7 @@ def line(field: str, value: object, allowed: str) -> str:
 
 
 @pytest.mark.parametrize(("field", "value", "allowed"), ENGINE)
-def test_engine_settings(field: str, value: object, allowed: str) -> None:
+def test_bad_engine_settings_are_refused_by_field(field: str, value: object, allowed: str) -> None:
     """Of the constructor, of plain values, of a model's config and of its overrides: the same line."""
     for make in (
         lambda: EngineSettings(**{field: value}),
@@ -85,7 +85,7 @@ def test_engine_settings(field: str, value: object, allowed: str) -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "allowed"), SERVER)
-def test_server_settings(field: str, value: object, allowed: str) -> None:
+def test_bad_server_settings_are_refused_by_field(field: str, value: object, allowed: str) -> None:
     """A server's settings, by their constructor and of plain values."""
     for make in (lambda: ServerSettings(**{field: value}), lambda: ServerSettings.read({field: value})):
         with pytest.raises(InvalidField) as caught:
@@ -93,7 +93,7 @@ def test_server_settings(field: str, value: object, allowed: str) -> None:
         assert str(caught.value) == line(field, value, allowed)
 
 
-def test_what_is_allowed_stays_allowed() -> None:
+def test_defaults_and_bounds_of_settings_are_allowed() -> None:
     """The defaults, the bounds, and whole numbers where any number may stand."""
     for settings in (EngineSettings, ServerSettings):
         assert settings.read(msgspec.to_builtins(settings())) == settings()
@@ -102,7 +102,7 @@ def test_what_is_allowed_stays_allowed() -> None:
     assert ServerSettings(port=0, drain_timeout=0, max_queued=0, timeout=1).timeout == 1
 
 
-def test_saved_settings_of_a_served_model(instant_bundle) -> None:
+def test_bad_saved_settings_of_a_served_model_are_refused(instant_bundle) -> None:
     """What was saved with a model is refused by field; that its notebooks run it in process is no hindrance."""
     with pytest.raises(PackagingError, match="engine settings: threads: 0 is not allowed"):
         ResolvedModel(bundle=instant_bundle, config={"threads": 0}).settings({})
@@ -118,7 +118,9 @@ def test_saved_settings_of_a_served_model(instant_bundle) -> None:
         ("in_process=true", line("in_process", True, "false: it is for notebooks; a server's engines have their own")),
     ],
 )
-def test_settings_on_the_command_line(tmp_path: Path, command: tuple[str, ...], setting: str, expected: str) -> None:
+def test_bad_settings_on_the_command_line_are_refused(
+    tmp_path: Path, command: tuple[str, ...], setting: str, expected: str
+) -> None:
     """-C of serve and engine, before anything is read."""
     if command[0] == "engine":
         key = str(tmp_path / "key")
@@ -130,7 +132,7 @@ def test_settings_on_the_command_line(tmp_path: Path, command: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("arguments", [("--timeout", "-1"), ("--timeout", "0"), ("--drain-timeout", "-1")])
-def test_options_of_serve(arguments: tuple[str, ...]) -> None:
+def test_bad_seconds_of_serve_are_refused(arguments: tuple[str, ...]) -> None:
     """Seconds that are none are refused by option."""
     done = invoke("serve", "--port", "0", "-m", "x", *arguments)
     assert done.exit_code == 2
@@ -146,7 +148,7 @@ def test_options_of_serve(arguments: tuple[str, ...]) -> None:
         (("-m", "models:/my model/1"), "my model"),
     ],
 )
-def test_names_of_endpoints(arguments: tuple[str, ...], name: str) -> None:
+def test_bad_names_of_endpoints_are_refused(arguments: tuple[str, ...], name: str) -> None:
     """A name is one that the management API takes too."""
     shown = told(invoke("serve", "--port", "0", *arguments))
     allowed = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
@@ -169,7 +171,7 @@ def test_names_of_endpoints(arguments: tuple[str, ...], name: str) -> None:
         ("nonsense", "JSON is malformed"),
     ],
 )
-def test_spec_of_serve(tmp_path: Path, spec: object, reason: str) -> None:
+def test_a_bad_spec_of_serve_is_refused_by_place(tmp_path: Path, spec: object, reason: str) -> None:
     """A file's settings are refused by their place in it."""
     path = tmp_path / "spec.json"
     path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
@@ -179,7 +181,7 @@ def test_spec_of_serve(tmp_path: Path, spec: object, reason: str) -> None:
     assert shown.count("\n") == 1
 
 
-def test_a_name_in_a_spec(instant_bundle) -> None:
+def test_a_bad_name_in_a_spec_is_refused(instant_bundle) -> None:
     """An endpoint of a file has a name of the same form."""
     with pytest.raises(InvalidField, match="name: 'we ird' is not allowed"):
         EndpointSpec(name="we ird", entity="x", bundle=instant_bundle)
@@ -193,7 +195,7 @@ def test_a_name_in_a_spec(instant_bundle) -> None:
         ('{"settings": {"max_num_seqs": 0}}', "settings.max_num_seqs: 0 is not allowed; expected an integer from 1"),
     ],
 )
-def test_spec_of_engine(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_bad_spec_of_engine_is_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:
     """Malformed JSON or a wrong setting is one line, as with serve."""
     key, path = str(tmp_path / "key"), tmp_path / "bad.json"
     assert invoke("engine-key", key).exit_code == 0
@@ -206,7 +208,7 @@ def test_spec_of_engine(tmp_path: Path, text: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Said by field, before the weights are read; the CPU always is there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert resolve_device(EngineSettings(device="cpu")).type == "cpu"
@@ -215,7 +217,9 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, count: int)
         resolve_device(EngineSettings(device=device))
 
 
-def test_where_state_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_state_directory_is_the_settings_the_variables_or_xdgs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """MLFLOW_LLM_STATE, else XDG's state directory, else the user's; a server's own ``state_dir`` wins."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("MLFLOW_LLM_STATE", raising=False)
@@ -227,7 +231,9 @@ def test_where_state_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert os.listdir(tmp_path / "own/ledger") == []
 
 
-def test_state_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_state_directory_that_cannot_be_written_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A server with a ledger says so in one line before it reads a model."""
     (tmp_path / "file").touch()
     monkeypatch.delenv("MLFLOW_LLM_STATE", raising=False)
@@ -239,7 +245,7 @@ def test_state_that_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert str(done.exception).startswith(expected)
 
 
-def test_keys_that_nobody_could_have_are_refused(tmp_path: Path) -> None:
+def test_requiring_keys_without_a_database_is_refused(tmp_path: Path) -> None:
     """Wherever they are asked for: a server that asks for keys and has none would let everybody in."""
     reason = "require_keys: True is not allowed; expected false without --database"
     with pytest.raises(InvalidField, match=reason):
@@ -263,7 +269,7 @@ def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:
     ("host", "is_open"),
     [("127.0.0.1", False), ("127.8.8.8", False), ("::1", False), ("localhost", False), ("0.0.0.0", True), ("::", True)],
 )
-def test_who_reaches_a_server_without_keys(host: str, is_open: bool) -> None:
+def test_a_keyless_server_beyond_loopback_is_open_to_others(host: str, is_open: bool) -> None:
     """Beyond this machine there is a warning, but where keys are asked for."""
     assert ServerSettings(host=host).is_open_to_others == is_open
     assert not ServerSettings(host=host, database="sqlite:///x.db", require_keys=True).is_open_to_others

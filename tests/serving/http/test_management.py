@@ -1,4 +1,4 @@
-"""The management API over HTTP, on a store that no keeper follows."""
+"""The management API over HTTP, on a store that no reconciler follows."""
 
 from __future__ import annotations
 

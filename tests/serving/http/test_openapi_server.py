@@ -1,4 +1,5 @@
-"""Requests made from the whole OpenAPI document, sent to a real server: gunicorn, keeper, store and engine process."""
+"""Requests made from the whole OpenAPI document, sent to a real server: gunicorn, controller process, store and engine
+process."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_numbers_and_faults_of_engines_are_logged_with_their_field() -> None:
     assert from_kind("invalid_field", f"prompt: {SECRET}", param="prompt").logged == "prompt: not allowed"
 
 
-def test_a_name_that_nobody_has_is_no_label(client: FlaskClient, lines: list[dict[str, Any]], server: Server) -> None:
+def test_an_unknown_adapter_becomes_no_label(client: FlaskClient, lines: list[dict[str, Any]], server: Server) -> None:
     """An adapter that a caller makes up is answered, and neither counted under its name nor kept in the log."""
     name = "made-up-" + "x" * 1000
     assert client.post("/invocations", json=CHAT | {"adapter": name}).status_code == 404

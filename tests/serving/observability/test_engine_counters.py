@@ -97,7 +97,7 @@ def test_an_engine_that_starts_again_counts_on() -> None:
     assert generated(endpoints) == 1_000_407
 
 
-def test_every_worker_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_shows_the_same_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that came later, or whose heartbeat is older, shows no less than the one that was asked before."""
     monkeypatch.setenv(metrics.DIRECTORY, str(tmp_path))
     assert generated(worker(one=Engine("a", 1_000_000))) == 1_000_000
@@ -118,7 +118,7 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     assert len(counters._known["chat"]["v1"]) == KEPT + 1
 
 
-def test_what_engines_have_written_counts(tmp_path: Path) -> None:
+def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:
     """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
     a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
     kept, counters = CounterDirectory(tmp_path), EngineCounters(tmp_path)
@@ -135,7 +135,7 @@ def test_what_engines_have_written_counts(tmp_path: Path) -> None:
     assert counters.merge([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205
 
 
-def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_counters_that_cannot_be_written_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server's directory is gone, or the disk is full: it is logged, nothing is made, and the engine goes on."""
     counted, health = CounterWriter("a"), Health(status="ready")
     counted.keep({str(tmp_path / "gone")}, health)
@@ -145,7 +145,7 @@ def test_counts_that_cannot_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
     counted.keep(set(), health)
 
 
-def test_an_engine_without_processes_counts() -> None:
+def test_an_engine_without_generations_is_counted_as_one() -> None:
     """One that has no generations is one engine by itself; two as replicas are two."""
 
     def engine() -> Any:
@@ -157,7 +157,7 @@ def test_an_engine_without_processes_counts() -> None:
     assert generated(worker(one=engine(), other=engine())) == 6
 
 
-def test_a_killed_engine(tmp_path: Path) -> None:
+def test_counters_outlive_a_killed_engine(tmp_path: Path) -> None:
     """Two workers and a kill -9: every scrape shows at least what was generated before, and then more. The first one
     comes when the engine is dead, and has every token of it."""
     bundle = write_instant_model(tmp_path / "model", step_delay=0.002)

@@ -139,7 +139,7 @@ def test_grafana_knows_every_panel(dashboard: Any) -> None:
 
 
 @pytest.mark.parametrize(("title", "expression"), EXPRESSIONS)
-def test_expression(title: str, expression: str, shown: dict[str, set[str]]) -> None:
+def test_expressions_fit_the_exposed_metrics(title: str, expression: str, shown: dict[str, set[str]]) -> None:
     """It is PromQL; its metrics are exposed with the labels it selects and groups by; legends name such labels."""
     parsed = promql.parse(filled(expression))
     used = list(selectors(parsed))
@@ -163,7 +163,7 @@ def test_every_metric_is_on_the_dashboard(shown: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["endpoint", "adapter"])
-def test_variables(name: str, shown: dict[str, set[str]]) -> None:
+def test_variables_have_values_from_a_metric(name: str, shown: dict[str, set[str]]) -> None:
     """A variable's values come from a metric that has the label."""
     query = VARIABLES[name]["query"]["query"]
     metric, label = re.fullmatch(r"label_values\((\w+)(?:{.*})?, (\w+)\)", query).groups()
@@ -171,7 +171,7 @@ def test_variables(name: str, shown: dict[str, set[str]]) -> None:
     assert label in shown[metric]
 
 
-def test_shape() -> None:
+def test_the_dashboard_can_be_loaded() -> None:
     """What Grafana needs to load it: ids, places that fit and do not overlap, data sources and reference ids."""
     assert DASHBOARD["schemaVersion"] >= 36
     assert DASHBOARD["uid"]

@@ -38,7 +38,7 @@ def known_load(server: Running) -> None:
     assert ask(server, BODY | {"model": "nobody"})[0] == 404
 
 
-def test_requests(counted: tuple[Figures, Running]) -> None:
+def test_requests_are_counted_by_status(counted: tuple[Figures, Running]) -> None:
     """Requests are counted by endpoint, adapter, task and status; one for no endpoint has none."""
     found, _ = counted
     name = "mlflow_llm_requests_total"
@@ -49,7 +49,7 @@ def test_requests(counted: tuple[Figures, Running]) -> None:
     assert pick(found, name, endpoint="", status="404") == 1
 
 
-def test_tokens(counted: tuple[Figures, Running]) -> None:
+def test_tokens_are_counted_by_kind(counted: tuple[Figures, Running]) -> None:
     """Tokens are those of the usages, by kind and adapter; the engine counts the same."""
     found, server = counted
     usage = json.loads(ask(server, BODY)[1])["usage"]
@@ -71,7 +71,9 @@ def test_tokens(counted: tuple[Figures, Running]) -> None:
         ("mlflow_llm_time_per_output_token_seconds", 4, 4),
     ],
 )
-def test_histograms(counted: tuple[Figures, Running], name: str, base: int, adapted: int) -> None:
+def test_histograms_have_an_observation_for_each_request(
+    counted: tuple[Figures, Running], name: str, base: int, adapted: int
+) -> None:
     """Each histogram has as many observations as requests it is about, cumulative buckets, and a sum that fits."""
     found, _ = counted
     for adapter, count in (("", base), ("pirate", adapted)):
@@ -104,7 +106,7 @@ def test_engine_gauges(counted: tuple[Figures, Running]) -> None:
     until(lambda: pick(figures(server), "mlflow_llm_disconnects_total", endpoint="assistant") == 1)
 
 
-def test_every_figure_of_a_heartbeat() -> None:
+def test_every_field_of_a_heartbeat_is_exposed() -> None:
     """Queue, KV use, prefix hits and the rest come from the heartbeat of each served entity, under its labels."""
     from types import SimpleNamespace
 
@@ -195,7 +197,7 @@ def ended(tmp_path: Path) -> Callable[[int], int]:
     return run
 
 
-def test_merging(tmp_path: Path, ended: Callable[[int], int]) -> None:
+def test_counters_of_ended_workers_are_merged(tmp_path: Path, ended: Callable[[int], int]) -> None:
     """Two ended workers become one file of each kind with the sums, histograms' buckets included."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector

@@ -34,7 +34,7 @@ CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "
         f"00-{TRACE[:-1]}-{PARENT}-01",
     ],
 )
-def test_headers_that_are_none(header: str | None) -> None:
+def test_invalid_traceparent_headers_are_ignored(header: str | None) -> None:
     """A header that the recommendation calls invalid counts as none."""
     assert parse(header) is None
 
@@ -61,7 +61,7 @@ def test_the_callers_state_goes_on() -> None:
     assert longest.state == ""
 
 
-def test_sampling() -> None:
+def test_sampling_is_the_callers_or_the_servers_share() -> None:
     """Off by default, whatever a caller says; on, the caller decides, else the share of requests."""
     assert Tracer().context(None) is None
     off = Tracer().context(HEADER)

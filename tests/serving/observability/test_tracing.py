@@ -188,7 +188,7 @@ def test_usage_in_mlflow_and_at_a_collector(exported: Exported) -> None:
         assert attributes["gen_ai.usage.output_tokens"].int_value == usage["output_tokens"]
 
 
-def test_what_a_trace_tells(exported: Exported) -> None:
+def test_a_trace_has_the_facts_of_its_request(exported: Exported) -> None:
     """State, kind and model are the request's; a refused one is an error; a stream has its first token."""
     found, sent = exported.found, exported.sent
     assert (found["whole"].info.state, found["refused"].info.state) == ("OK", "ERROR")

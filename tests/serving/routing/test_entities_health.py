@@ -76,7 +76,7 @@ def test_one_replica_that_makes_progress_is_enough() -> None:
     assert replicas(*waiting).health().processor_wait == 0.4
 
 
-def test_what_an_engine_runs_on_is_told() -> None:
+def test_health_names_the_engines_kernels() -> None:
     """Each engine's kernels, with the reason where they are torch's: of the endpoint, or of each of its entities."""
     slow = engine("ready")
     slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
@@ -87,7 +87,7 @@ def test_what_an_engine_runs_on_is_told() -> None:
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
 
 
-def test_standbys_are_told_where_there_are_to_be_any() -> None:
+def test_health_counts_standbys_where_they_are_configured() -> None:
     """The number that is ready, of an endpoint whose engine is to have one; they are no replicas, and lack of one is
     no 503."""
     asked = [engine("ready", num_standbys=number) for number in (0, 1)]

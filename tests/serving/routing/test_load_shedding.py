@@ -94,7 +94,7 @@ def test_without_keys_there_are_no_shares() -> None:
     assert flood(shedder, engine, None) == 4 + QUEUE
 
 
-def test_no_queue_is_no_queue() -> None:
+def test_with_max_queued_0_nothing_waits() -> None:
     """With max_queued 0 a key may have every place of the batch, and nothing waits."""
     shedder, engine = LoadShedder(max_queued=0, retry_after=1.0), Engine()
     assert flood(shedder, engine, key("greedy")) == 4

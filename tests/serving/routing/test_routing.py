@@ -182,7 +182,7 @@ def test_without_a_replica_a_request_waits_and_asks_for_one(replicated) -> None:
     replicas.close()
 
 
-def test_replicas_that_should_be_there_are_missed(replicated) -> None:
+def test_requests_wait_their_time_for_replicas_that_should_be_there(replicated) -> None:
     """Where engines are expected and none is reached, the state says so and requests wait for their time only."""
     replicas = replicated()
     replicas._away_timeout = 0.05
@@ -196,7 +196,7 @@ def test_replicas_that_should_be_there_are_missed(replicated) -> None:
     replicas.close()
 
 
-def test_what_waits_for_an_engine_that_is_away_says_so(engine: InstantEngine) -> None:
+def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine) -> None:
     """About once a second, so that its entity is not taken for idle; not while another replica takes it over."""
     states, wanted = {"x": "starting", "y": "starting"}, []
 

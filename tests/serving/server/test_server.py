@@ -1,4 +1,5 @@
-"""A real server: gunicorn's arbiter, a gevent worker, a keeper and an engine process, on a loopback port."""
+"""A real server: gunicorn's arbiter, a gevent worker, a controller process and an engine process, on a loopback
+port."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from instant_model import write_instant_model
 from processes import alive_after
 from recovery_requests import CHAT, COMPLETIONS, SAMPLED, STREAM, answer_to
 from server_calls import BODY, asking, draining, health, until
-from server_processes import ENGINE, engines, keepers
+from server_processes import ENGINE, controllers, engines
 from serving_process import GATED_CORE, Running, running
 
 LASTING: dict[str, Any] = BODY | {"max_tokens": 160}
@@ -67,11 +67,11 @@ def test_a_second_signal_stops_at_once(patient: Running, second: signal.Signals)
 
 
 def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
-    """kill -9 of the server's first process: its workers drain, keeper and engines end by themselves."""
+    """kill -9 of the server's first process: its workers drain, controller process and engines end by themselves."""
     with running(write_instant_model(tmp_path, step_delay=0.005), engine=ENGINE, workers=2) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
-        (keeper,) = keepers(server)
-        directory = Path(keeper.cmdline()[-1])
+        (controller,) = controllers(server)
+        directory = Path(controller.cmdline()[-1])
         pids = engines(server)
         with asking(server, BODY | STREAM | {"max_tokens": 40}) as answer:
             answer.readline()
@@ -83,19 +83,20 @@ def test_nothing_is_left_of_a_killed_arbiter(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_starts_ends_with_its_arbiter(tmp_path: Path) -> None:
-    """It has not begun to serve when arbiter and keeper are killed; it does not stay to look for an engine."""
+    """It has not begun to serve when arbiter and controller process are killed; it does not stay to look for an
+    engine."""
     with running(write_instant_model(tmp_path), engine=ENGINE) as server:
         arbiter = psutil.Process(server.process.pid)
-        (keeper,) = keepers(server)
-        directory = Path(keeper.cmdline()[-1])
+        (controller,) = controllers(server)
+        directory = Path(controller.cmdline()[-1])
         others = {process.pid for process in arbiter.children()}
-        (worker,) = others - {keeper.pid}
+        (worker,) = others - {controller.pid}
         os.kill(worker, signal.SIGKILL)
         until(lambda: {process.pid for process in arbiter.children()} - others)
         (starting,) = {process.pid for process in arbiter.children()} - others
         os.kill(starting, signal.SIGSTOP)
         server.process.kill()
-        keeper.kill()
+        controller.kill()
         until(lambda: not engines(server))
         os.kill(starting, signal.SIGCONT)
         assert not alive_after([starting])

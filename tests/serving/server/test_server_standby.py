@@ -17,7 +17,7 @@ from instant_model import write_instant_model
 from processes import gone
 from scrapes import figures, pick
 from server_calls import asking, engine_pid, health, told, until
-from server_processes import keepers
+from server_processes import controllers
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
@@ -127,7 +127,7 @@ def test_streams_outlive_their_engine(backed: Running, bundle: Bundle, store: St
             under_way(backed, STREAMS)
             victims = [engine_pid(backed)]
             if and_also is not None:
-                victims.append(standby if and_also == "standby" else keepers(backed)[0].pid)
+                victims.append(standby if and_also == "standby" else controllers(backed)[0].pid)
             for victim in reversed(victims):
                 os.kill(victim, signal.SIGKILL)
             killed |= set(victims)

@@ -1,4 +1,4 @@
-"""A keeper whose engine cannot be started again for a while says so, and starts it once it can."""
+"""A replica whose engine cannot be started again for a while says so, and starts it once it can."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def die(pid):
 
 
 def test_a_kept_engine_outlives_a_full_disk(place, make_bundle, supervise, full_disk):
-    """The keeper says what is wrong and starts the engine once it is not."""
+    """The replica says what is wrong and starts the engine once it is not."""
     supervisor = supervise(make_bundle())
     pid = supervisor.engine("a").info.pid
     full_disk(2)
@@ -66,7 +66,7 @@ def test_a_kept_engine_outlives_a_full_disk(place, make_bundle, supervise, full_
 
 
 def test_a_client_that_ends_is_replaced(make_bundle, supervise):
-    """A keeper whose own connection to its engine has ended for good makes another."""
+    """A replica whose own connection to its engine has ended for good makes another."""
     supervisor = supervise(make_bundle())
     broken = supervisor.engine("a")
     broken._io.stop()
@@ -110,7 +110,7 @@ def test_a_draining_replica_stays_while_nobody_can_say_whether_it_is_used(place,
 
 
 def test_pauses_start_over_behind_a_healthy_life(make_bundle, supervise, monkeypatch):
-    """A keeper that has been refused often waits no longer than at first once its engine was well for a while."""
+    """A replica that has been refused often waits no longer than at first once its engine was well for a while."""
     pauses, refusals = [], [Unavailable("not yet")] * 3
     monkeypatch.setattr(replica, "HEALTHY_LIFE", 0.0)
     monkeypatch.setattr(replica.Replica, "_sleep", lambda self, seconds: pauses.append(seconds))
