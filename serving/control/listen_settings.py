@@ -1,4 +1,4 @@
-"""Where a server listens, and whom it lets in: the part of its settings that is about addresses and connections."""
+"""Settings of a server about addresses and connections: where it listens, and whom it lets in."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ HostNames = Annotated[tuple[HostName, ...], Meta(description="a list of hosts' n
 
 
 class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``host`` is loopback unless told otherwise. ``allowed_hosts`` are names (``Host``) under which a server without
-    keys is reached, beside this machine's own; on loopback it takes no others (``sites``).
+    """Where a server listens, and how many connections it keeps. ``host`` is loopback unless it is given.
+    ``allowed_hosts`` are names (``Host``) under which a server without keys is reached, beside this machine's own; on
+    loopback it takes no others (``http.csrf``).
 
     ``max_connections`` are a worker's places, ``max_connections_per_address`` those that one address may have of them,
-    half by default; the connection that has waited longest for its client makes room (``places``). ``io_timeout``
-    (seconds) ends a connection whose client neither sends nor takes a byte for so long: what a slow reader can make us
-    hold is then bounded. ``first_byte_timeout`` (seconds) ends one that has sent nothing at all. With ``probe_port``
-    probes and metrics have a listener of their own, on ``probe_host`` (``host`` by default), with places of its own;
-    ``/metrics`` is then there alone.
+    half by default; the connection that has waited longest for its client makes room (``connection_limits``).
+    ``io_timeout`` (seconds) ends a connection whose client neither sends nor takes a byte for so long: what a slow
+    reader can make us hold is then bounded. ``first_byte_timeout`` (seconds) ends one that has sent nothing at all.
+    With ``probe_port`` probes and metrics have a listener of their own, on ``probe_host`` (``host`` by default), with
+    places of its own; ``/metrics`` is then there alone.
 
     ``socket`` is the path of a Unix socket to listen on instead of ``host`` and ``port``, for those whom
     ``socket_mode`` lets write to it. ``tls_cert``, ``tls_key`` (None: it is in the same PEM file) and

@@ -45,10 +45,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
     replies into the traces. ``prefix_sharing``: see ``tasks.cache_salt``; an endpoint may have its own.
 
-    ``jwt_jwks`` (a file or URL) has the keys of who issues bearer tokens, which then are callers as API keys are: of
+    ``jwt_jwks`` (a file or URL) has the keys that verify bearer tokens, which then are callers as API keys are: of
     ``jwt_issuer``, for ``jwt_audience``, signed in one of ``jwt_algorithms`` (commas between them), their times held to
-    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` say who calls, for which tenant, with which scopes and for
-    which endpoints.
+    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` name the caller, its tenant, its scopes
+    and its endpoints.
     """
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -1,4 +1,4 @@
-"""Which engine a replica is, and how its keeper comes to it."""
+"""Which engine a replica is, and how the process that keeps it running comes to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path
 
     def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attacher | Launcher:
-        """For the replica's keeper: of an engine of this host it starts one where there is none."""
+        """For the process that keeps the replica: of an engine of this host it starts one where there is none."""
         if self.addresses:
             return Attacher(self.addresses[index], key_file=self.key_file)
         return self._launcher(index, state_dir, over)

@@ -1,4 +1,4 @@
-"""Builds the application in a worker process: store, endpoints as the keeper's plan has them, keys, ledger."""
+"""Builds the application in a worker process: store, endpoints as the controller's plan has them, keys, ledger."""
 
 from __future__ import annotations
 
