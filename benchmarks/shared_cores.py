@@ -60,6 +60,8 @@ def hold(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
     core = EngineCore(bundle, settings)
+    if args.alone and hasattr(core, "_contention"):  # what it sees of others is of the time before its bursts
+        core._contention.look = lambda: None  # type: ignore[method-assign]
 
     def burst(size: int, number: int) -> float:
         for i in range(size):
@@ -86,7 +88,7 @@ class Contender:
     def __init__(self, args: argparse.Namespace, code: str, environment: dict[str, str]) -> None:
         arguments = ["--hold", "--code", code, "--model", args.model, "--quantization", args.quantization]
         arguments += ["--prompt", str(args.prompt), "--new", str(args.new), "--threads", str(args.threads)]
-        arguments += ["--kernels", args.kernels]
+        arguments += ["--kernels", args.kernels, *(["--alone"] if args.alone else [])]
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._process = subprocess.Popen(
             [*args.under.split(), sys.executable, "-P", __file__, *arguments], text=True, stdin=subprocess.PIPE,
