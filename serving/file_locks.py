@@ -12,7 +12,7 @@ import fcntl
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 POLL_INTERVAL = 0.02
 LOCK = "lock"  # in a directory whose creator holds it
@@ -149,6 +149,17 @@ def create_locked_directory(path: str) -> FileLock:
 def _hidden(path: str) -> str:
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}")
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str], *, exclusive: bool = True) -> Iterator[None]:
+    """Hold the lock on ``path``, created where it is missing, for the block: alone, or shared with other readers.
+
+    Waits in the kernel and without end: for locks that are held for milliseconds. Raises ``OSError``.
+    """
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
 
 
 def is_held(path: str) -> bool:

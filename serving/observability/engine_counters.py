@@ -26,7 +26,7 @@ import msgspec
 from ..counts import COUNTERS, read_counts
 from ..engine.interface import Health
 from ..files import replace_file
-from .worker_counters import locked
+from .worker_counters import counters_locked
 
 FILE = "engines.json"
 KEPT = 256  # engine processes of an entity; the counts of those not heard of for longest are added up
@@ -84,7 +84,7 @@ class EngineCounters:
         if self._directory is None:
             _merge(self._known, others)
         else:
-            with locked(self._directory, exclusive=True):
+            with counters_locked(self._directory, exclusive=True):
                 self._known = _read(self._directory / FILE)
                 if _merge(self._known, others):
                     replace_file(self._directory / FILE, msgspec.json.encode(self._known))

@@ -21,7 +21,7 @@ from ..engine.interface import Engine
 from ..errors import ShuttingDown
 from ..metering.ledger import Ledger
 from .engine_counters import EngineCounters
-from .worker_counters import locked
+from .worker_counters import counters_locked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -168,7 +168,7 @@ def exposition(endpoints: Entities, ledger: Ledger | None = None) -> bytes:
     workers = CollectorRegistry()
     MultiProcessCollector(workers)  # type: ignore[no-untyped-call]
     try:
-        with locked(directory, exclusive=False):
+        with counters_locked(directory, exclusive=False):
             counted = generate_latest(workers)
         return counted + _read(endpoints, EngineCounters(directory), ledger)
     except FileNotFoundError:

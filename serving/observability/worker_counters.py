@@ -8,26 +8,24 @@ twice or not at all.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from prometheus_client.mmap_dict import MmapedDict
+
+from ..file_locks import locked
 
 LOCK = "figures.lock"
 KINDS = ("counter", "histogram")
 
 
-@contextlib.contextmanager
-def locked(directory: Path, *, exclusive: bool) -> Iterator[None]:
-    """Hold the lock, shared or ``exclusive``. It is held for milliseconds.
+def counters_locked(directory: Path, *, exclusive: bool) -> AbstractContextManager[None]:
+    """Hold the lock of the counters in ``directory``, for milliseconds: ``exclusive`` to move them, else to read them.
 
     Raises ``FileNotFoundError`` where the directory is gone: it goes with its server, which a worker may outlive.
     """
-    with open(directory / LOCK, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield
+    return locked(directory / LOCK, exclusive=exclusive)
 
 
 def merge_ended(directory: Path, pid: int) -> None:
@@ -35,7 +33,7 @@ def merge_ended(directory: Path, pid: int) -> None:
 
     Does nothing where it left none, or where the server has ended.
     """
-    with contextlib.suppress(FileNotFoundError), locked(directory, exclusive=True):
+    with contextlib.suppress(FileNotFoundError), counters_locked(directory, exclusive=True):
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
             if path.exists():

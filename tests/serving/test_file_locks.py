@@ -1,4 +1,4 @@
-"""Locks on files and directories that appear under their names only when they are held."""
+"""Locks on files: those that appear under their names only when they are held, and those held for a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlflow_llm.serving import file_locks
-from mlflow_llm.serving.file_locks import create_locked, create_locked_directory, is_held, try_acquire
+from mlflow_llm.serving.file_locks import create_locked, create_locked_directory, is_held, locked, try_acquire
 
 
 def test_a_file_appears_locked(tmp_path: Path) -> None:
@@ -95,3 +95,18 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
         for fd in (forked, has_forked, end, ended):
             os.close(fd)
         os.waitpid(child, 0)
+
+
+def test_a_lock_is_held_for_a_block_alone_or_beside_readers(tmp_path: Path) -> None:
+    """Readers hold it together and keep writers out; a writer keeps all out; after the block it is free."""
+    path = str(tmp_path / "lock")
+    with locked(path, exclusive=False), locked(path, exclusive=False):
+        assert not is_held(path)
+        assert try_acquire(path) is None
+    with locked(path):
+        assert is_held(path)
+    lock = try_acquire(path)
+    assert lock is not None
+    lock.release()
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "gone" / "lock"):
+        pass
