@@ -1,8 +1,9 @@
-"""What an engine says while it runs a ``ValidRequest``.
+"""Events of an engine while it runs a ``ValidRequest``.
 
-For each sequence: any number of ``Tokens``, then one ``Finished``; for each input of an embeddings request one
-``Embedded``. A request that cannot go on gets one ``Failed``, after which nothing follows. A stream therefore ends
-with the last sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event a request.
+For each sequence: any number of ``Tokens``, each with one or more tokens, then one ``Finished``; for each input of an
+embeddings request one ``Embedded``. A request that cannot go on gets one ``Failed``, after which nothing follows. A
+stream therefore ends with the last sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event
+a request.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Tokens(Struct, frozen=True, tag="t", array_like=True):
-    """Tokens just sampled for sequence ``index``, end-of-text included; ``logprobs`` is () or one a token.
+    """One or more tokens of sequence ``index``, in order, its stop token included; ``logprobs`` is () or one a token.
 
-    ``num_cached_tokens`` comes with the first of them: what ``Finished`` is to say, should the engine not live so long.
+    They follow the tokens of the events before, and those that the request resumed. How many come together (of one
+    step, or of several for a reply that is not streamed) has no meaning. ``num_cached_tokens`` comes with the first:
+    what ``Finished`` is to say, should the engine not live so long.
     """
 
     index: int

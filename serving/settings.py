@@ -17,7 +17,7 @@ NAME_ALLOWED = "1 to 63 letters, digits, dots, dashes and underscores, a letter 
 YEAR = 365 * 86400
 PrefixSharing = Literal["tenant", "endpoint", "off"]
 """Who reuses the prompt prefixes of an endpoint's requests: the keys of a tenant (a server without keys has one), all
-callers of the endpoint, or nobody."""
+callers of the endpoint, or none."""
 ByBackend = Annotated[dict[str, dict[str, Any]], Meta(description="an object of settings by the name of a backend")]
 BackendSettings = TypeVar("BackendSettings", bound=Checked)
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]

@@ -90,9 +90,11 @@ class Autoscaler:
         """
         if not entity.config.provisioned:
             return {}
+        field, given = entity.config.reserve
         if self._reserved_time is None:
-            field, given = entity.config.reserve
             raise InvalidField(field, given, "none on a server started without --database")
+        if not engine.info.capabilities.provisioned:
+            raise InvalidField(field, given, f"none of an engine of backend {engine.info.backend!r}")
         if (capacity := self._capacity.get(entity.key)) is None:
             capacity = self._capacity[entity.key] = calibrate(engine)
         most = replicas_on_this_machine(entity.config)

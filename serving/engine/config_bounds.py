@@ -119,7 +119,7 @@ def check_config(file: Path, there: Stored) -> None:
             raise PackagingError(f"{file.name}: more than {MAX_CONFIG_BYTES} bytes")
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
-        return  # whoever builds the model says so
+        return  # building the model says so
     except PackagingError:
         raise
     except (OSError, ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 WINDOW = 1.0  # seconds between looks
 BEGINS, ENDS = 0.2, 0.05  # of the time that was wanted
 CALM = 10.0  # seconds below ENDS, in windows that say something, that end an episode
-LEAST_WANTED = 0.05  # of a window: who hardly wants a processor says nothing of it
+LEAST_WANTED = 0.05  # of a window: a thread that hardly wants a processor says nothing of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,7 @@ class EngineCore:
 
     def _wait_on_processors(self, oversubscribed: bool) -> None:
         """torch's threads spin where they have the processors to themselves: not where others run there too, and not
-        where our own kernels' threads do, which spin between two steps where nobody else wants to run."""
+        where our own kernels' threads do, which spin between two steps where nothing else wants to run."""
         library.share_processors(oversubscribed)
         openmp.waiting.set_brief(oversubscribed or self.info.kernels == "native")
 

@@ -193,8 +193,8 @@ def _run_natively(
     except PackagingError as error:
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
         embedder.native = None
-        told = f"the self-test at load refused them: {error}"
-        embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=told)
+        refused = f"the self-test at load refused them: {error}"
+        embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=refused)
 
 
 def _check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:

@@ -86,7 +86,7 @@ class EmbeddingQueue:
             batch.append((request, inputs.popleft()))
             del self._waiting[request_id]
             if inputs:
-                self._waiting[request_id] = inputs  # behind the others
+                self._waiting[request_id] = inputs  # after the others
         return batch
 
     def _embed(self, batch: list[tuple[ValidRequest, int]]) -> Any:

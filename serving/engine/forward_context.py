@@ -1,7 +1,7 @@
 """What attention and LoRA layers see of one forward beside its tensors: plans over the flat row of tokens.
 
-Every module of one model holds the same ``ContextHolder``; whoever runs a forward sets the context before it and takes
-it away after it. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
+Every module of one model holds the same ``ContextHolder``; what runs a forward sets the context before it and takes it
+away after it. (vLLM's forward context is a module-level global, which would tie two engines in a process together.)
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Engine(Protocol):
 
 
 Client: TypeAlias = Hashable
-"""Whoever asked for a request, as the process that runs the core tells them apart."""
+"""The client that submitted a request, by whatever the process that runs the core distinguishes clients by."""
 
 EngineOutput: TypeAlias = tuple[Client, str, Event]
 """(client, request id, event)"""

@@ -1,4 +1,4 @@
-"""What the scheduler and the runner need of a KV cache, whatever holds it: slots on CPU, pages on CUDA.
+"""What the scheduler and the runner need of a KV cache with a prefix cache in it, whatever holds it: slots or pages.
 
 A cache knows sequences by a number (``owner``) and by their token ids; it decides itself where their keys and values
 lie and what of earlier sequences can be reused. One unit everywhere: tokens.
@@ -20,8 +20,8 @@ TokenIds = npt.NDArray[np.int32]
 class PrefixKey(NamedTuple):
     """Whose KV a sequence may reuse, beside the tokens: a prefix is found only under the key it was computed under.
 
-    ``adapter`` is what the numbers depend on (``AdapterRegistry.key_of``), ``salt`` who may learn from a hit that the
-    prefix was there (``ValidRequest.cache_salt``).
+    ``adapter`` is what the numbers depend on (``AdapterRegistry.key_of``), ``salt`` which tenants may learn from a hit
+    that the prefix was there (``ValidRequest.cache_salt``).
     """
 
     adapter: str
@@ -78,11 +78,13 @@ class KVCache(ABC):
     @abstractmethod
     def acquire(self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True) -> int | None:
         """Make room for ``tokens`` and reuse the longest prefix known under ``key``: the number of tokens already
-        computed, at most ``len(tokens) - 1``; None when there is no room now."""
+        computed, at most ``len(tokens) - 1``; None when there is no room now.
+
+        A prefix that a running sequence holds is copied: acquiring a running sequence's tokens is how it is forked."""
 
     @abstractmethod
     def grow(self, owner: int, num_tokens: int) -> bool:
-        """Room for ``num_tokens`` in all; False when there is none even after dropping what no one runs."""
+        """Room for ``num_tokens`` in all; False when there is none even after evicting every idle prefix."""
 
     @abstractmethod
     def computed(self, owner: int, tokens: TokenIds, length: int) -> None:

@@ -141,8 +141,8 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
     except (PackagingError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers, safetensors, or the model's own code
-        told = " ".join(str(error).split())[:600]
-        raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {told}") from error
+        reason = " ".join(str(error).split())[:600]
+        raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason}") from error
     refuse_incomplete(auto, model, found["missing_keys"], own_code=settings.trust_remote_code)
     return model
 

@@ -160,7 +160,7 @@ def keep_encoder(
 def _keep(
     key: str, model: Any, linears: LinearSet, more: Mapping[str, Array], facts: Mapping[str, Any], limit: int
 ) -> threading.Thread:
-    """Write the packed file on a thread: whoever loads the model next is faster for it. Failing is no error."""
+    """Write the packed file on a thread: the next load of the model is faster for it. Failing is no error."""
     arrays = dict(more)
     kinds, held = {}, []
     for group in {id(one.group): one.group for one in linears.linears.values()}.values():

@@ -39,7 +39,7 @@ ALIGNMENT = 4096
 MAX_HEADER = 64 << 20
 CHUNK = 16 << 20
 PART = ".part-"
-ABANDONED = 3600.0  # seconds after which an unfinished file is nobody's any more
+ABANDONED = 3600.0  # seconds after which an unfinished file has no writer any more
 ROOM = 2  # times its size must be free on the disk
 PLACE = "packed"  # in the cache
 Array = np.ndarray[Any, Any]
@@ -82,7 +82,7 @@ def _files(key: str) -> list[Path]:
 
 
 def _check(found: os.stat_result, kind: Any) -> None:
-    """Raises ``ValueError`` for what others than its owner, who is us, may change."""
+    """Raises ``ValueError`` for what users other than this one may change."""
     if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ValueError("it is not private to this user")
 

@@ -1,11 +1,13 @@
-"""From logits to tokens, each sequence by its own parameters and its own random numbers.
+"""Sampling by a Gumbel-max race: from logits to tokens, each sequence by its own parameters and random numbers.
 
-The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then a race: token t
-arrives at a time drawn from the exponential distribution with its probability as the rate, the first one wins (the
-Gumbel-max trick). The times come from (seed, position, t). Logits differ in their last bits with what else is in the
-batch; in a race that matters only where two tokens arrive together, while cumulated probabilities would move every
-unlikely token behind the first difference. Which algorithm a row takes depends on its own parameters alone, so a
-sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h draws the same winners.
+The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then the race: token t
+arrives at a time drawn from the exponential distribution with its probability as the rate, and the first one wins.
+That is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel
+noise: a token wins with its probability. The times come from (seed, position, t). Logits may differ in their last bits
+with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
+probabilities would shift every unlikely token after the first difference. Which algorithm a row takes depends on its
+own parameters alone, so a sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h
+draws the same winners.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
 
 
 def is_plain_greedy(sequence: Place) -> bool:
-    """Whether the largest logit as it is decides."""
+    """Whether the largest logit, unchanged, decides."""
     p = sequence.sampling
     return (
         p.temperature == 0.0
@@ -142,7 +144,7 @@ def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> 
 
 
 def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
-    """Probabilities (not summing to one) of logits sorted in descending order after top_k, top_p and min_p.
+    """Probabilities [B, N] (not summing to one) of logits sorted in descending order after top_k, top_p and min_p.
 
     ``totals`` [B, 1] is the logarithm of the whole row's sum; where top_k cuts, the rest counts as all there is.
     """
@@ -197,7 +199,10 @@ def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
 
 
 def adjust(logits: Any, sequences: Sequence[Place]) -> None:
-    """Penalties, bias and min_tokens, in place."""
+    """Penalties, bias and min_tokens on ``logits`` [B, V], in place.
+
+    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as transformers has it; presence and
+    frequency penalties are OpenAI's, over the output alone."""
     for i, sequence in enumerate(sequences):
         p = sequence.sampling
         if p.repetition_penalty != 1.0:

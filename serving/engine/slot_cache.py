@@ -174,7 +174,7 @@ class SlotKVCache(KVCache):
         self.table.clear(slot)
 
     def _trim(self, slot: Slot, num_tokens: int) -> None:
-        """Give back the memory behind ``num_tokens``."""
+        """Give back the memory after the first ``num_tokens`` tokens."""
         if slot.charged <= num_tokens:
             return
         start = slot.index * self._slot_elements

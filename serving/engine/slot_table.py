@@ -1,4 +1,4 @@
-"""The books of the slots: who owns which, which tokens' KV each holds, and how much memory that takes.
+"""The slots' accounts: the owner of each, the tokens whose KV it holds, and how much memory that takes.
 
 A slot is free (holds nothing), active (a running sequence owns it) or idle (its sequence is over, its KV can be
 reused). Only these moves are legal: free → active → idle → active, and active or idle → free.

@@ -15,7 +15,7 @@ from .instant_core import InstantCore
 
 
 class InstantEngine(Engine):
-    """``InstantCore`` in this process: whoever reads a stream runs the steps."""
+    """``InstantCore`` in this process: reading a stream runs the steps."""
 
     def __init__(self, bundle: Bundle, settings: EngineSettings | None = None) -> None:
         self.core = InstantCore(bundle, settings or EngineSettings())

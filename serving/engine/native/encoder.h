@@ -3,7 +3,7 @@
 //   ids ─ word + position ─ norm ─┬ q,k,v ─ attend ─ o ─(+)─ norm ─ up, gelu ─ down ─(+)─ norm ─┬─ hidden
 //                                 └───────────────────────── layers ────────────────────────────┘
 //
-// Many texts are cut into groups, and a thread takes a group through all layers: nobody waits, and a group's
+// Many texts are cut into groups, and a thread takes a group through all layers: no thread waits, and a group's
 // activations stay in that core's second cache. Few texts are one group, which all threads take together.
 #pragma once
 

@@ -5,10 +5,10 @@
 //       team.ranges(n, least, [&](int a, int b) { .. });
 //   });
 //
-// A phase ends when its indexes are done, not when all threads have come: nobody waits for a thread that the system has
+// A phase ends when its indexes are done, not when all threads have come: none waits for a thread that the system has
 // taken off its core, unless it holds an index. A thread that comes late runs through the phases that are over without
 // doing anything, so outside a phase a body only computes values of its own, the same in every thread. An index is
-// always computed by the same instructions, whoever takes it: results do not depend on the number of threads.
+// always computed by the same instructions, on any thread: results do not depend on the number of threads.
 //
 // A thread begins with its own share of the indexes, so that alone on its cores it reads the same weights step after
 // step, and then takes what others have not begun. Who waits, within a call or for the next one, spins for microseconds
@@ -102,7 +102,7 @@ struct Team {
     }
 };
 
-// Helpers that wait for calls. One call at a time has them; whoever comes meanwhile works alone.
+// Helpers that wait for calls. One call at a time has them; a caller that comes meanwhile works alone.
 class Pool {
   public:
     Pool(int threads, int spin_us) : threads(threads), spin(std::chrono::microseconds(spin_us)), shares(threads) {}

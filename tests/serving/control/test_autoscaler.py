@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from mlflow_llm.serving.control import autoscaler as scaling
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.deployed import DeployedEntity
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
-from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.engine.interface import Capabilities, Health
 from mlflow_llm.serving.errors import InvalidField, Unavailable
 from mlflow_llm.serving.metering import Keys, Price, Prices, Store
 from mlflow_llm.serving.metering.tables import provisioned_minutes
@@ -58,6 +59,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return engines
 
 
+def engine_like(**can: bool) -> SimpleNamespace:
+    """What ``prepare`` asks of an engine that is not measured."""
+    return SimpleNamespace(info=SimpleNamespace(backend="other", capabilities=Capabilities(**can)))
+
+
 @pytest.fixture
 def store(tmp_path: Path):
     opened = Store(f"sqlite:///{tmp_path}/metering.db")
@@ -72,12 +78,12 @@ def reserved_time(store: Store) -> ReservedTime:
 
 def test_an_entity_is_measured_once_for_an_engine(measured: list[object], reserved_time: ReservedTime) -> None:
     """Its facts are what was measured; another version on the same engine is not measured again."""
-    autoscaler, engine = Autoscaler(reserved_time), object()
+    autoscaler, engine = Autoscaler(reserved_time), engine_like()
     limits = {"min_provisioned_throughput": 150, "max_provisioned_throughput": 300}
     assert autoscaler.prepare(served(**limits), engine) == FACTS
     assert autoscaler.prepare(served(version=2, **limits), engine) == FACTS
     assert measured == [engine]
-    assert autoscaler.prepare(served("other"), object()) == {}
+    assert autoscaler.prepare(served("other"), engine_like()) == {}
     assert measured == [engine]
 
 
@@ -85,15 +91,22 @@ def test_what_the_machine_cannot_give_is_refused(measured: list[object], reserve
     """By name, with what was asked for and what was measured."""
     fields = {"min_provisioned_throughput": 401, "max_provisioned_throughput": 500}
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 401 .*at most 400 tokens/s.*measured"):
-        Autoscaler(reserved_time).prepare(served(**fields), object())
+        Autoscaler(reserved_time).prepare(served(**fields), engine_like())
 
 
 def test_without_a_ledger_nothing_is_reserved(measured: list[object]) -> None:
     """The config is refused with what is missing, before anything is measured."""
     with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*--database"):
-        Autoscaler().prepare(served(max_provisioned_throughput=500), object())
+        Autoscaler().prepare(served(max_provisioned_throughput=500), engine_like())
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 500 .*--database"):
-        Autoscaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), object())
+        Autoscaler().prepare(served(min_provisioned_throughput=500, max_provisioned_throughput=500), engine_like())
+    assert measured == []
+
+
+def test_an_engine_that_keeps_no_pace_reserves_nothing(measured: list[object], reserved_time: ReservedTime) -> None:
+    """The config is refused by its field, with the engine that says so."""
+    with pytest.raises(InvalidField, match=r"^max_provisioned_throughput: 500 .*none of an engine of backend 'other'"):
+        Autoscaler(reserved_time).prepare(served(max_provisioned_throughput=500), engine_like(provisioned=False))
     assert measured == []
 
 
@@ -105,13 +118,13 @@ def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_
         msgspec.structs.replace(s, config=msgspec.structs.replace(s.config, max_provisioned_throughput=400))
         for s in (first, second)
     )
-    autoscaler.prepare(first, object())
+    autoscaler.prepare(first, engine_like())
     with pytest.raises(InvalidField, match=r"^min_provisioned_throughput: 200 .*at most 100 tokens/s"):
-        autoscaler.prepare(second, object())
-    autoscaler.prepare(msgspec.structs.replace(first, version=2), object())
+        autoscaler.prepare(second, engine_like())
+    autoscaler.prepare(msgspec.structs.replace(first, version=2), engine_like())
     autoscaler.forget(first)
     autoscaler.forget(msgspec.structs.replace(first, version=2))
-    autoscaler.prepare(second, object())
+    autoscaler.prepare(second, engine_like())
 
 
 def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
