@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ..control.settings import DATABASE_VARIABLE
-from ..http.account_routes import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
+from ..http.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
 from ..metering.accounts import Accounts
 from ..metering.audit import here
 from ..metering.store import Store

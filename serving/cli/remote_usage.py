@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from ..errors import InvalidField
-from ..http.management_routes import USAGE
+from ..http.paths import USAGE
 from ..metering.money import micro_units
 from ..metering.usage import MAX_PAGE, MONEY, GroupBy, UsageFilter, UsageRow, UsageSum
 from .http import Client

@@ -1,4 +1,4 @@
-"""Answers of the routes of ``account_routes``: ``metering.accounts`` over HTTP."""
+"""Keys, limits, prices and the audit log over HTTP: ``metering.accounts``, for the scope ``manage``."""
 
 from __future__ import annotations
 
@@ -6,37 +6,109 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import NotFound
+from ..metering.account_bodies import (
+    AUDIT_QUERY,
+    KEY_CHANGES,
+    KEYS_QUERY,
+    LIMIT_QUERY,
+    LIMITS_QUERY,
+    NEW_CURRENCY,
+    NEW_KEY,
+    NEW_LIMITS,
+    NEW_PRICE,
+    PRICE_QUERY,
+    PRICES_QUERY,
+    ROTATION,
+)
 from ..metering.accounts import Accounts
-from .account_routes import TABLE
+from ..readers import Reader
 from .answer import Answer, json_answer
-from .invoke import Server
-from .management import Asked
+from .paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
+from .route import Auth, Request, Route, with_body
+from .server import Server
 
+KEY = f"{KEYS}/<name>"
 SECRET_HEADERS = {"Cache-Control": "no-store"}
-WITH_SECRET = ("create_key", "rotate_key")
 
 
-def _accounts(server: Server, asked: Asked) -> Accounts:
+def _accounts(server: Server, request: Request) -> Accounts:
     if server.ledger is None:
         raise NotFound("this server has no keys, limits and prices of its own; start it with --database")
-    return Accounts(server.ledger.store, by=asked.by, keys=server.keys)
+    return Accounts(server.ledger.store, by=request.actor, keys=server.keys)
 
 
-def _answer(handler: str, path: str, *, reads_body: bool) -> Callable[[Server, Asked], Answer]:
-    """What takes the name of the path, the body or the parameters, as the route has them."""
+def _route(
+    method: str,
+    path: str,
+    call: Callable[..., dict[str, Any]],
+    summary: str,
+    *,
+    body: Reader[Any] | None = None,
+    query: Mapping[str, dict[str, Any]] | None = None,
+    secret: bool = False,
+) -> Route:
+    """``call`` takes ``Accounts``, then the name in the path, the body or the parameters, as the route has them.
+    ``secret``: the answer has one, which nobody may keep."""
 
-    def answer(server: Server, asked: Asked) -> Answer:
-        arguments: list[Any] = [asked.name] if "<name>" in path else []
-        if reads_body:
-            arguments.append(asked.object())
-        elif not arguments and handler != "get_currency":
-            arguments.append(asked.single())
-        found = getattr(_accounts(server, asked), handler)(*arguments)
-        return json_answer(found, headers=SECRET_HEADERS if handler in WITH_SECRET else None)
+    def handler(server: Server, request: Request) -> Answer:
+        arguments: list[Any] = [request.name] if "<name>" in path else []
+        if body is not None:
+            arguments.append(request.json())
+        if query is not None:
+            arguments.append(request.single_parameters())
+        return json_answer(call(_accounts(server, request), *arguments), headers=SECRET_HEADERS if secret else None)
 
-    return answer
+    return Route(
+        method=method,
+        path=path,
+        handler=with_body(handler),
+        summary=summary,
+        auth=Auth.MANAGE,
+        body=body,
+        query=query or {},
+    )
 
 
-ANSWERS: Mapping[str, Callable[[Server, Asked], Answer]] = {
-    handler: _answer(handler, path, reads_body=body is not None) for _, path, handler, _, body, _ in TABLE
-}
+ROUTES = (
+    _route(
+        "POST",
+        KEYS,
+        Accounts.create_key,
+        "Create an API key; its secret is told this once",
+        body=NEW_KEY,
+        secret=True,
+    ),
+    _route("GET", KEYS, Accounts.list_keys, "All API keys, without their secrets", query=KEYS_QUERY),
+    _route("GET", KEY, Accounts.get_key, "One API key"),
+    _route("PATCH", KEY, Accounts.update_key, "Change what a key may do, and until when", body=KEY_CHANGES),
+    _route("DELETE", KEY, Accounts.revoke_key, "Revoke a key and all its secrets, for ever"),
+    _route(
+        "POST",
+        f"{KEY}/rotate",
+        Accounts.rotate_key,
+        "A new secret for a key; the old one ends after the overlap",
+        body=ROTATION,
+        secret=True,
+    ),
+    _route(
+        "GET",
+        LIMITS,
+        Accounts.list_limits,
+        "Limits of keys, tenants, endpoints and their users",
+        query=LIMITS_QUERY,
+    ),
+    _route("PUT", LIMITS, Accounts.set_limits, "Set limits; others of the same subject stay", body=NEW_LIMITS),
+    _route("DELETE", LIMITS, Accounts.delete_limit, "Take a limit away", query=LIMIT_QUERY),
+    _route("GET", PRICES, Accounts.list_prices, "Prices, and since when they hold", query=PRICES_QUERY),
+    _route("PUT", PRICES, Accounts.set_price, "Set a price", body=NEW_PRICE),
+    _route("DELETE", PRICES, Accounts.delete_price, "Take the prices of a served model away", query=PRICE_QUERY),
+    _route("GET", CURRENCY, Accounts.get_currency, "The currency of prices, budgets and costs"),
+    _route(
+        "PUT",
+        CURRENCY,
+        Accounts.set_currency,
+        "Name the currency, before the first cost is booked",
+        body=NEW_CURRENCY,
+    ),
+    _route("GET", AUDIT, Accounts.list_audit, "Who changed what, the newest first", query=AUDIT_QUERY),
+)

@@ -1,4 +1,4 @@
-"""A page to read the OpenAPI document with: made of the document itself, no script, nothing loaded from elsewhere.
+"""A page to read the OpenAPI document with: a template filled from the document, no script, nothing from elsewhere.
 
 ``POLICY`` is its Content-Security-Policy: the one style, by its hash, and nothing else.
 """
@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from html import escape
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jinja2
+import markupsafe
 
 Schema = Mapping[str, Any]
 
@@ -31,37 +34,46 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-HEAD = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>mlflow-llm</title>
-<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>
-<body><h1>mlflow-llm</h1>
-<p>The machine-readable document is <a href="openapi.json">openapi.json</a>; * marks what must be given.</p>
-"""
+Field = tuple[str, bool, str, str]  # name, whether it must be given, what it takes, what it is about
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader(__package__, "templates")
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined).get_template(
+        "docs.html.jinja"
+    )
 
 
 def page(document: Schema) -> str:
-    """Every route of ``document`` by its tag: parameters, the fields of its body, and what it may answer."""
-    by_tag: dict[str, list[str]] = {}
+    """HTML of every route of ``document`` by its tag: parameters, the fields of its body, and what it may answer."""
+    by_tag: dict[str, list[dict[str, Any]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             by_tag.setdefault(operation["tags"][0], []).append(_route(document, method.upper(), path, operation))
-    return HEAD + "".join(f"<h2>{tag}</h2>\n{''.join(routes)}" for tag, routes in by_tag.items()) + "</body></html>\n"
+    return _template().render(by_tag=by_tag, style=markupsafe.Markup(STYLE))
 
 
-def _route(document: Schema, method: str, path: str, operation: Schema) -> str:
-    told = [f"<summary><b>{method}</b><code>{escape(path)}</code> {escape(operation['summary'])}</summary>"]
+def _route(document: Schema, method: str, path: str, operation: Schema) -> dict[str, Any]:
     parameters = [
-        (f"{one['in']}: {one['name']}", bool(one.get("required")), one["schema"]) for one in operation["parameters"]
+        _field(f"{one['in']}: {one['name']}", bool(one.get("required")), one["schema"])
+        for one in operation["parameters"]
     ]
-    if parameters:
-        told.append(_table(_field(*one) for one in parameters))
+    bodies = []
     if "requestBody" in operation:
-        (content,) = operation["requestBody"]["content"].values()
-        for given in content["schema"].get("oneOf", [content["schema"]]):
-            name, schema = _deref(document, given)
-            told.append(f"<p>Body{f': {name}' if name else ''}</p>" + _table(_fields(schema, "")))
-    answers = ((f"<code>{status}</code>", escape(one["description"])) for status, one in operation["responses"].items())
-    return f"<details>{''.join(told)}<p>Answers</p>{_table(answers)}</details>\n"
+        given = [content["schema"] for content in operation["requestBody"]["content"].values()]
+        shapes = [shape for schema in given for shape in schema.get("oneOf", [schema])]
+        for shape in [shape for place, shape in enumerate(shapes) if shape not in shapes[:place]]:
+            name, schema = _deref(document, shape)
+            bodies.append({"name": name, "fields": list(_fields(schema, ""))})
+    return {
+        "method": method,
+        "path": path,
+        "summary": operation["summary"],
+        "parameters": parameters,
+        "bodies": bodies,
+        "answers": [(status, one["description"]) for status, one in operation["responses"].items()],
+    }
 
 
 def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
@@ -72,7 +84,7 @@ def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
     return name, document["components"]["schemas"][name]
 
 
-def _fields(schema: Schema, path: str) -> Iterator[tuple[str, ...]]:
+def _fields(schema: Schema, path: str) -> Iterator[Field]:
     """Each property, and those of the objects and lists within, by their paths. Of several shapes that an object may
     have, all properties once, with what any of them takes; what one of them does without need not be given."""
     shapes = list(_shapes(schema))
@@ -106,8 +118,8 @@ def _joined(schemas: list[Schema]) -> Schema:
     return {**told, "anyOf": different}
 
 
-def _field(name: str, required: bool, schema: Schema) -> tuple[str, ...]:
-    return f"<code>{escape(name)}</code>{' *' if required else ''}", escape(_kind(schema)), escape(_about(schema))
+def _field(name: str, required: bool, schema: Schema) -> Field:
+    return name, required, _kind(schema), _about(schema)
 
 
 def _about(schema: Schema) -> str:
@@ -139,7 +151,3 @@ def _bounds(schema: Schema, kind: str) -> str:
     left = "(" if low is None or "exclusiveMinimum" in schema else "["
     right = ")" if high is None else "]"
     return f" in {left}{'−∞' if low is None else low}, {'∞' if high is None else high}{right}"
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    return "<table>" + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows) + "</table>"

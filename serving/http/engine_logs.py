@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..dialects import DIALECTS
 from ..endpoints.config import EntityConfig
-from ..endpoints.store import EndpointState
+from ..endpoints.store import EndpointState, EndpointStore
 from ..errors import NotFound, without_password
 from ..supervision.engine_spec import EngineSpec
 from ..supervision.supervisor import MAX_REPLICAS
@@ -20,8 +21,9 @@ from ..transport.discovery.state_directory import LOAD_LOG, LOG, tail
 from ..transport.process_spec import ENGINE_CORE
 from ..visible import plain
 from .answer import Answer, json_answer
-from .invoke import Server
-from .management import Asked
+from .management import ONE
+from .route import Request, Route, with_body
+from .server import Server
 
 MAX_BYTES = 64 * 1024
 MAX_LINE = 2000
@@ -32,14 +34,14 @@ _SECRETS = re.compile(
 )
 
 
-def logs(server: Server, asked: Asked) -> Answer:
+def logs(server: Server, request: Request) -> Answer:
     """The end of what each replica's engine wrote."""
-    return _answer(server, asked, lambda directory: tail(os.path.join(directory, LOG), MAX_BYTES))
+    return _answer(server, request, lambda directory: tail(os.path.join(directory, LOG), MAX_BYTES))
 
 
-def build_logs(server: Server, asked: Asked) -> Answer:
+def build_logs(server: Server, request: Request) -> Answer:
     """What they wrote while they loaded; of the last load that failed, where none has succeeded since."""
-    return _answer(server, asked, _load_log, failed=True)
+    return _answer(server, request, _load_log, failed=True)
 
 
 def _load_log(directory: str) -> str:
@@ -47,31 +49,29 @@ def _load_log(directory: str) -> str:
     return tail(os.path.join(directory, LOAD_LOG), MAX_BYTES) or tail(os.path.join(directory, LOG), MAX_BYTES)
 
 
-def _answer(server: Server, asked: Asked, read: Callable[[str], str], *, failed: bool = False) -> Answer:
-    asked.caller.check_scope("manage")
-    if server.management is None:
-        raise NotFound("this server has no store of endpoints")
-    served = asked.parts["served"]
-    row = next((row for row in server.management.states() if row.name == asked.name), None)
+def _answer(server: Server, request: Request, read: Callable[[str], str], *, failed: bool = False) -> Answer:
+    request.caller.check_scope("manage")
+    store, served = server.managed_endpoints(), request.path["served"]
+    row = next((row for row in store.states() if row.name == request.name), None)
     if row is None:
-        raise NotFound(f"there is no endpoint {asked.name!r}")
+        raise NotFound(f"there is no endpoint {request.name!r}")
     kept = server.follower.failed_log(row.id, served) if server.follower is not None else ""
     if kept and failed:
         return json_answer({"logs": cleaned(kept)})
-    found = _entities(server, row)
+    found = _entities(store, row)
     if served not in found and not kept:
-        raise NotFound(f"{asked.name} has no served model {served[:80]!r}; it has {', '.join(found) or 'none'}")
+        raise NotFound(f"{request.name} has no served model {served[:80]!r}; it has {', '.join(found) or 'none'}")
     # an engine's place follows from its adapters' files, which are read for that: beside the loop
     parts = server.offload(server.offload.threshold, _read, server, found.get(served, ()), read)
     return json_answer({"logs": "\n".join(parts) or cleaned(kept)})
 
 
-def _entities(server: Server, row: EndpointState) -> dict[str, tuple[EntityConfig, ...]]:
+def _entities(store: EndpointStore, row: EndpointState) -> dict[str, tuple[EntityConfig, ...]]:
     """Those of the active config and of the one on its way, by name."""
     found: dict[str, tuple[EntityConfig, ...]] = {}
     for version in (row.active_version, row.pending_version):
         if version is not None:
-            for entity in server.management.config(row.name, version).served_entities:
+            for entity in store.config(row.name, version).served_entities:
                 found[entity.name] = (*found.get(entity.name, ()), entity)
     return found
 
@@ -107,4 +107,21 @@ def without_secrets(line: str) -> str:
     return _SECRETS.sub("***", line)
 
 
-ANSWERS = {"get_serving_logs": logs, "get_serving_build_logs": build_logs}
+SERVED = f"{ONE}/served-models/<path:served>"
+
+ROUTES = (
+    Route(
+        method="GET",
+        path=f"{SERVED}/logs",
+        handler=with_body(logs),
+        summary="The end of what a served model's engines wrote",
+        dialect=DIALECTS["databricks"],
+    ),
+    Route(
+        method="GET",
+        path=f"{SERVED}/build-logs",
+        handler=with_body(build_logs),
+        summary="What they wrote while they loaded",
+        dialect=DIALECTS["databricks"],
+    ),
+)

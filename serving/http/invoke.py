@@ -1,46 +1,37 @@
-"""The life of one request, from its bytes to its answer. No web framework here: bytes in, ``Answer`` out."""
+"""Runs a task of an endpoint: the life of one request, from its bytes to its answer."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
 from .. import logs
-from ..control.settings import ServerSettings
-from ..dialects import Dialect, Head
+from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..errors import Aborted, InternalError, InvalidField, ServingError
-from ..metering.authorization import ANONYMOUS, Caller
 from ..modes import Target
-from ..observability import tracing
 from ..observability.access_record import AccessRecord
-from ..observability.tracing import Tracer
 from ..reply import Done, Piece, Reply
 from ..request import RawRequest, ValidRequest
-from ..routing.load_shedding import LoadShedder
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from ..tasks import embed, generate
-from ..tasks.cache_salt import CacheSalts
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
 from .answer import Answer
 from .in_flight import (
     ClientGone,
-    InFlightRequests,
     InterruptibleIterator,
     interrupt_at_deadline,
     interrupt_on_disconnect,
 )
-from .memory_budget import Allocation, MemoryBudget
-from .offload import Offload
-from .refusal_limit import RefusalLimit
+from .route import Request
+from .server import Server
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
@@ -50,93 +41,42 @@ SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answe
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-@dataclass(slots=True, kw_only=True)
-class Server:
-    """What the requests of one worker share."""
-
-    settings: ServerSettings
-    endpoints: ServedEndpoints
-    load_shedder: LoadShedder
-    in_flight: InFlightRequests
-    offload: Offload
-    salts: CacheSalts
-    memory: MemoryBudget
-    refusals: RefusalLimit
-    keys: Any = None
-    tokens: Any = None
-    ledger: Any = None
-    tracer: Tracer = tracing.OFF
-    store: Any = None
-    management: Any = None
-    follower: Any = None
-    runtime_dir: str | None = None
-
-    @property
-    def asks_who(self) -> bool:
-        """Whether a request without an API key or token is refused."""
-        return self.keys is not None or self.tokens is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incoming:
-    """``name`` is the endpoint of the path, None where the body names it. ``sock`` is watched for a disconnect.
-
-    ``receive`` reads the body, of which ``is_large`` says what is known before. Requests with the same ``sticky_key``
-    go to the same served entity of an endpoint."""
-
-    head: Head
-    dialect: Dialect
-    receive: Callable[[Allocation], bytes]
-    is_large: bool = False
-    address: str = ""
-    name: str | None = None
-    timeout: str | None = None
-    sticky_key: str | None = None
-    caller: Caller = ANONYMOUS
-    sock: Any = None
-
-    def payer(self, server: Server) -> str:
-        """Whose share of the memory it takes."""
-        return self.caller.key_id if server.asks_who else self.address
-
-
-def invoke(server: Server, incoming: Incoming, record: AccessRecord) -> Answer:
+def invoke(server: Server, request: Request) -> Answer:
     """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
     server.load_shedder.check_open()
-    known = _meant(server.endpoints.seen_by(incoming.caller), incoming)
-    _check_limits(server, incoming, known)
-    with server.memory.allocate(incoming.payer(server)) as allocation:
+    known = _meant(server.endpoints.seen_by(request.caller), request)
+    _check_limits(server, request, known)
+    with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            endpoint, valid = _accept(server, incoming, record, held, is_known=len({e.name for e in known}) == 1)
+            endpoint, valid = _accept(server, request, held, is_known=len({e.name for e in known}) == 1)
             if not valid.stream:
                 allocation.grow(fixed_size(valid, endpoint.engine.info.embedding_dim))
-            pieces = _start(server, endpoint, valid, incoming, record, held)
+            pieces = _start(server, endpoint, valid, request, held)
             if valid.stream:
-                return _streamed(incoming.dialect, valid, pieces, record, held.pop_all())
+                return _streamed(request, valid, pieces, held.pop_all())
             reply = generate.gather(pieces)
-        return server.offload(reply.size, _whole, incoming.dialect, valid, reply, record)
+        return server.offload(reply.size, _whole, request, valid, reply)
 
 
-def _accept(
-    server: Server, incoming: Incoming, record: AccessRecord, held: ExitStack, *, is_known: bool
-) -> tuple[ServedEntity, ValidRequest]:
+def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool) -> tuple[ServedEntity, ValidRequest]:
     """Receive, decode, address and prepare; nothing of the body is kept. ``is_known``: the endpoint's limits have been
     looked at before."""
-    with server.memory.allocate(incoming.payer(server)) as allocation:
-        body = incoming.receive(allocation)
-        raw = server.offload(len(body), _decode, incoming, body)
-        endpoint, raw = _address(server.endpoints.seen_by(incoming.caller), incoming, raw)
+    record = request.record
+    with server.memory.allocate(request.payer(server)) as allocation:
+        body = request.receive(allocation)
+        raw = server.offload(len(body), _decode, request, body)
+        endpoint, raw = _address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = endpoint.name, raw.stream
         adapter = endpoint.view.find_adapter(None, raw.adapter)
-        server.endpoints.check_use(incoming.caller, endpoint, adapter)
+        server.endpoints.check_use(request.caller, endpoint, adapter)
         user = endpoint.view.said(raw, "user")
         record.user = user and user[:MAX_USER]
-        record.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(incoming.caller), safe="/:@ ")
-        limits = _limits(server, endpoint, incoming)
+        record.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(request.caller), safe="/:@ ")
+        limits = _limits(server, endpoint, request)
         if not is_known:
-            _check_limits(server, incoming, [endpoint])
+            _check_limits(server, request, [endpoint])
         reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
-        sharer = incoming.caller if server.asks_who else None
+        sharer = request.caller if server.requires_key else None
         server.load_shedder.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
         held.callback(server.load_shedder.leave, endpoint.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, endpoint.view, limits)
@@ -144,61 +84,67 @@ def _accept(
     return endpoint, valid
 
 
-def _meant(endpoints: ServedEndpoints, incoming: Incoming) -> list[ServedEntity]:
+def _meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
     """The served entities that a request may be for, as far as that is known before its body is read."""
     served = list(endpoints.entities())
-    return [one for one in served if one.name == incoming.name] or served
+    return [one for one in served if one.name == request.name] or served
 
 
-def _check_limits(server: Server, incoming: Incoming, meant: list[ServedEntity]) -> None:
+def _check_limits(server: Server, request: Request, meant: list[ServedEntity]) -> None:
     """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
-    if server.ledger is None or not incoming.is_large or not meant or any(one.mode is None for one in meant):
+    if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
         return
     names = {one.name for one in meant}
     paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
-    embeds = incoming.head.route.task == "embeddings" or any("embeddings" in one.tasks for one in meant)
+    task = _inference(request).task
+    embeds = task == "embeddings" or any("embeddings" in one.tasks for one in meant)
     server.ledger.check(
-        key_id=incoming.caller.key_id,
-        tenant=incoming.caller.tenant,
+        key_id=request.caller.key_id,
+        tenant=request.caller.tenant,
         endpoint=names.pop() if len(names) == 1 else None,
         entities=[one.entity for one in meant] if paid else None,
-        generates=incoming.head.route.task in ("chat", "completions") or not embeds,
+        generates=task in ("chat", "completions") or not embeds,
     )
 
 
-def _limits(server: Server, endpoint: ServedEntity, incoming: Incoming) -> Limits:
+def _limits(server: Server, endpoint: ServedEntity, request: Request) -> Limits:
     """The shorter of the server's and the header's time, and with whom prefixes are shared."""
-    header, timeout = incoming.timeout, server.settings.timeout
+    header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
     sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
     return Limits(
         timeout=timeout if header is None else min(timeout, _seconds(header)),
-        cache_salt=server.salts.of(sharing, tenant=incoming.caller.tenant, endpoint=endpoint.name),
+        cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=endpoint.name),
     )
 
 
-def _whole(dialect: Dialect, valid: ValidRequest, reply: Reply, record: AccessRecord) -> Answer:
-    encoded = dialect.encode(valid, reply)
-    headers = {**encoded.headers, **record.headers}
+def _whole(request: Request, valid: ValidRequest, reply: Reply) -> Answer:
+    encoded = request.route.dialect.encode(valid, reply)
+    headers = {**encoded.headers, **request.record.headers}
     return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
 
 
-def _decode(incoming: Incoming, body: bytes) -> RawRequest:
-    return incoming.dialect.decode(incoming.head, body)
+def _decode(request: Request, body: bytes) -> RawRequest:
+    return request.route.dialect.decode(Head(_inference(request), request.headers, request.path), body)
 
 
-def _address(endpoints: ServedEndpoints, incoming: Incoming, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
+def _inference(request: Request) -> InferenceRoute:
+    assert request.route.inference is not None
+    return request.route.inference
+
+
+def _address(endpoints: ServedEndpoints, request: Request, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
     endpoint, adapter = endpoints.route(
-        incoming.name or raw.model,
-        raw.model if incoming.name else None,
-        sticky_key=_sticky_key(incoming.sticky_key),
-        caller=incoming.caller.key_id,
+        request.name or raw.model,
+        raw.model if request.name else None,
+        sticky_key=_sticky_key(request.headers.get(STICKY_HEADER)),
+        caller=request.caller.key_id,
     )
     if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
         raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
     adapter = adapter or raw.adapter
     if adapter is not None:  # before anything says which adapters there are
-        endpoints.check_use(incoming.caller, endpoint, adapter)
+        endpoints.check_use(request.caller, endpoint, adapter)
     return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter)
 
 
@@ -216,26 +162,21 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: Server,
-    endpoint: ServedEntity,
-    valid: ValidRequest,
-    incoming: Incoming,
-    record: AccessRecord,
-    held: ExitStack,
+    server: Server, endpoint: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
 ) -> Iterator[Piece]:
     """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
     admission = None
     if endpoint.mode is not None:
         target = Target(endpoint=endpoint.name, entity=endpoint.entity)
-        admission = held.enter_context(endpoint.mode.admit(valid, incoming.caller, target))
+        admission = held.enter_context(endpoint.mode.admit(valid, request.caller, target))
         valid = admission.request
-        record.headers |= rate_limit_headers.headers(admission.limits)
+        request.record.headers |= rate_limit_headers.headers(admission.limits)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(endpoint, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.in_flight.track(pull))
-    held.enter_context(interrupt_on_disconnect(incoming.sock, pull))
+    held.enter_context(interrupt_on_disconnect(request.sock, pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return _counted(pull, admission, record)
+    return _counted(pull, admission, request.record)
 
 
 def _run(endpoint: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
@@ -259,11 +200,10 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
         yield piece
 
 
-def _streamed(
-    dialect: Dialect, valid: ValidRequest, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack
-) -> Answer:
+def _streamed(request: Request, valid: ValidRequest, pieces: Iterator[Piece], held: ExitStack) -> Answer:
     """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
-    encoder = dialect.stream(valid)
+    record = request.record
+    encoder = request.route.dialect.stream(valid)
     stream = Stream(encoder, pieces, record, held)
     try:
         stream.prime()
@@ -281,11 +221,10 @@ class Stream:
     """The bytes of a streamed reply. ``close`` (which WSGI servers call, come what may) gives everything back.
 
     Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
-    thousand tokens wait for it (``transport.stream``). A reader that takes nothing for ``io_timeout`` loses its
-    connection.
+    thousand tokens wait for it (``event_stream``). A reader that takes nothing for ``io_timeout`` loses its connection.
     """
 
-    def __init__(self, encoder: Any, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack) -> None:
+    def __init__(self, encoder: StreamEncoder, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack) -> None:
         self._encoder = encoder
         self._pieces = pieces
         self._record = record
@@ -325,7 +264,7 @@ class Stream:
     def _next_bytes(self) -> bytes:
         """The next non-empty chunk; b"" at the end."""
         for piece in self._pieces:
-            data: bytes = self._encoder.encode(piece)
+            data = self._encoder.encode(piece)
             if data:
                 return data
         self._complete = True
@@ -335,8 +274,7 @@ class Stream:
         self._over = True
         self.release(error)
         self._record.finish(error.status, error.logged)
-        data: bytes = self._encoder.error(error)
-        return data
+        return self._encoder.error(error)
 
     def release(self, error: BaseException | None = None) -> None:
         """Abort what still runs and settle, with ``error`` where there was one. Later calls do nothing."""

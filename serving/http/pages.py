@@ -1,23 +1,22 @@
-"""The routes that answer about the server itself: lists, probes, metrics, documents."""
+"""The routes that answer about the server itself: lists of models and endpoints, probes, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
 from typing import Any
 
 from msgspec import structs
 
+from ..dialects import DIALECTS
 from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
-from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
+from ..metering.authorization import UNKNOWN, Caller
 from ..observability import metrics
 from ..routing.replica_set import BEST_FIRST
 from ..routing.served_endpoints import ServedEntity
-from . import openapi
 from .answer import Answer, json_answer
-from .docs_page import POLICY, page
-from .invoke import Server
+from .route import Auth, Listener, Request, Route
+from .server import Server
 
 NO_FIGURES = ("status", "kernels", "kernels_reason")  # of an endpoint's health
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
@@ -31,17 +30,17 @@ def _model(endpoint: ServedEntity, caller: Caller, adapter: str | None = None) -
     return {**card, **parent, "root": root, "max_model_len": endpoint.engine.info.max_model_len}
 
 
-def list_models(server: Server, caller: Caller, **_: str) -> Answer:
-    cards, seen = [], server.endpoints.seen_by(caller)
+def list_models(server: Server, request: Request) -> Answer:
+    cards, seen = [], server.endpoints.seen_by(request.caller)
     for endpoint in seen:
-        cards.append(_model(endpoint, caller))
-        cards.extend(_model(endpoint, caller, adapter) for adapter in seen.adapters_of(endpoint))
+        cards.append(_model(endpoint, request.caller))
+        cards.extend(_model(endpoint, request.caller, adapter) for adapter in seen.adapters_of(endpoint))
     return json_answer({"object": "list", "data": cards})
 
 
-def get_model(server: Server, caller: Caller, *, name: str) -> Answer:
-    endpoint, adapter = server.endpoints.seen_by(caller).find(name)
-    return json_answer(_model(endpoint, caller, adapter))
+def get_model(server: Server, request: Request) -> Answer:
+    endpoint, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    return json_answer(_model(endpoint, request.caller, adapter))
 
 
 def _entry(endpoint: ServedEntity, caller: Caller) -> dict[str, Any]:
@@ -55,31 +54,31 @@ def _entry(endpoint: ServedEntity, caller: Caller) -> dict[str, Any]:
     }
 
 
-def list_endpoints(server: Server, caller: Caller, **_: str) -> Answer:
-    seen = server.endpoints.seen_by(caller)
-    return json_answer({"endpoints": [_entry(one, caller) for one in seen], "next_page_token": None})
+def list_endpoints(server: Server, request: Request) -> Answer:
+    seen = server.endpoints.seen_by(request.caller)
+    return json_answer({"endpoints": [_entry(one, request.caller) for one in seen], "next_page_token": None})
 
 
-def get_endpoint(server: Server, caller: Caller, *, name: str) -> Answer:
-    endpoint, adapter = server.endpoints.seen_by(caller).find(name)
+def get_endpoint(server: Server, request: Request) -> Answer:
+    endpoint, adapter = server.endpoints.seen_by(request.caller).find(request.name)
     if adapter is not None:
-        raise NotFound(f"{name[:80]!r} is an adapter, not an endpoint", param="name")
-    return json_answer(_entry(endpoint, caller))
+        raise NotFound(f"{request.name[:80]!r} is an adapter, not an endpoint", param="name")
+    return json_answer(_entry(endpoint, request.caller))
 
 
-def databricks_config(server: Server, caller: Caller, **_: str) -> Answer:
+def databricks_config(server: Server, request: Request) -> Answer:
     return json_answer({})
 
 
-def ping(server: Server, caller: Caller, **_: str) -> Answer:
+def ping(server: Server, request: Request) -> Answer:
     return Answer(body=b"\n", content_type="text/plain")
 
 
-def version(server: Server, caller: Caller, **_: str) -> Answer:
+def version(server: Server, request: Request) -> Answer:
     return Answer(body=installed_version("mlflow").encode(), content_type="text/plain")
 
 
-def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
+def health(server: Server, request: Request) -> Answer:
     """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise.
 
     Who shows no key to a server that asks for one sees the status alone. Who does not manage sees no figures: steps and
@@ -90,6 +89,7 @@ def health(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
         found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
     told = {name: _progress_of_all(entities) for name, entities in found.items()}
     well = all(state["status"] == "ready" for state in told.values())
+    caller = request.caller
     seen = {name: _shown(state, caller) for name, state in told.items() if caller.may_see(name)}
     body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
     return json_answer(body, status=200 if well else Unavailable.status)
@@ -141,43 +141,98 @@ def _progress(health: Health) -> dict[str, Any]:
     }
 
 
-def ready(server: Server, caller: Caller = ANONYMOUS, **_: str) -> Answer:
+def ready(server: Server, request: Request) -> Answer:
     """A worker takes requests only after each of its engines has generated a token, so being asked is proof of that."""
     if server.load_shedder.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
-    return health(server, caller)
+    return health(server, request)
 
 
-def metrics_page(server: Server, caller: Caller, **_: str) -> Answer:
+def metrics_exposition(server: Server, request: Request) -> Answer:
     """Every tenant's requests and tokens: where keys are asked for they are for who manages, or for who reaches the
     listener for probes."""
-    if server.asks_who and server.settings.probe_port is None:
-        if caller.key_id == UNKNOWN.key_id:
+    if server.requires_key and server.settings.probe_port is None:
+        if request.caller.key_id == UNKNOWN.key_id:
             raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")
-        caller.check_scope("manage")
+        request.caller.check_scope("manage")
     return Answer(body=metrics.exposition(server.endpoints, server.ledger), content_type=metrics.CONTENT_TYPE)
 
 
-def openapi_document(server: Server, caller: Caller, **_: str) -> Answer:
-    return json_answer(openapi.document())
+_OPENAI, _DATABRICKS, _TEXT = DIALECTS["openai"], DIALECTS["databricks"], ("text/plain",)
+_STALLED = {Unavailable.status: "An engine makes no progress"}
 
-
-def docs(server: Server, caller: Caller, **_: str) -> Answer:
-    body, headers = page(openapi.document()).encode(), {"Content-Security-Policy": POLICY}
-    return Answer(body=body, content_type="text/html; charset=utf-8", headers=headers)
-
-
-PAGES: Mapping[str, Callable[..., Answer]] = {
-    "list_models": list_models,
-    "get_model": get_model,
-    "list_endpoints": list_endpoints,
-    "get_endpoint": get_endpoint,
-    "databricks_config": databricks_config,
-    "ping": ping,
-    "version": version,
-    "health": health,
-    "ready": ready,
-    "metrics": metrics_page,
-    "openapi": openapi_document,
-    "docs": docs,
-}
+ROUTES = (
+    Route(
+        method="GET",
+        path="/v1/models",
+        handler=list_models,
+        summary="Endpoints and their adapters",
+        dialect=_OPENAI,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/<path:name>",
+        handler=get_model,
+        summary="One endpoint or endpoint:adapter",
+        dialect=_OPENAI,
+    ),
+    Route(
+        method="GET",
+        path="/.well-known/databricks-config",
+        handler=databricks_config,
+        summary="Discovery; empty",
+        dialect=_DATABRICKS,
+        auth=Auth.OPEN,
+    ),
+    Route(
+        method="GET",
+        path="/api/2.0/endpoints/",
+        handler=list_endpoints,
+        summary="Endpoints, as MLflow's deployments server lists them",
+    ),
+    Route(method="GET", path="/api/2.0/endpoints/<name>", handler=get_endpoint, summary="One endpoint"),
+    Route(
+        method="GET",
+        path="/ping",
+        handler=ping,
+        summary="Is the server up",
+        auth=Auth.OPEN,
+        listener=Listener.BOTH,
+        produces=_TEXT,
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        handler=health,
+        summary="Do the engines make progress",
+        auth=Auth.OPTIONAL,
+        listener=Listener.BOTH,
+        also=_STALLED,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        handler=ready,
+        summary="Does the server take requests",
+        auth=Auth.OPTIONAL,
+        listener=Listener.BOTH,
+        also=_STALLED,
+    ),
+    Route(
+        method="GET",
+        path="/version",
+        handler=version,
+        summary="The version of MLflow this server speaks for",
+        auth=Auth.OPEN,
+        produces=_TEXT,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=metrics_exposition,
+        summary="Prometheus metrics",
+        auth=Auth.OPTIONAL,
+        listener=Listener.PROBES,
+        produces=_TEXT,
+    ),
+)

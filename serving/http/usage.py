@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ..dialects.base import JSON
 from ..errors import InvalidField, NotFound, PermissionDenied
 from ..metering.authorization import Caller
 from ..metering.money import units
@@ -19,23 +20,38 @@ from ..metering.usage import MAX_PAGE, Usage, UsageFilter
 from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
 from .answer import Answer, json_answer
-from .invoke import Server
-from .management import Asked
-from .management_routes import USAGE_QUERY
+from .paths import USAGE
+from .route import Request, Route, with_body
+from .server import Server
 
+_NAME = {"type": "string", "minLength": 1, "maxLength": 256}
+_TIME = {"type": "string", "description": "A day, an ISO 8601 time or milliseconds since the epoch"}
+USAGE_QUERY: dict[str, dict[str, Any]] = {
+    "start": _TIME,
+    "end": _TIME,
+    "tenant": _NAME,
+    "endpoint": _NAME,
+    "entity": _NAME,
+    "key_id": _NAME,
+    "status": {"enum": ["open", "ok", "error", "aborted", "recovered"]},
+    "by": {"type": "string", "description": "Sums by day, tenant, endpoint, entity, key_id; several with commas"},
+    "format": {"enum": ["json", "csv", "parquet"]},
+    "limit": {"type": "integer", "minimum": 1, "maximum": 10_000, "description": "Rows of a page"},
+    "cursor": {"type": "string", "description": "next_cursor of the page before"},
+}
 FORMATS = tuple(USAGE_QUERY["format"]["enum"])
 CSV_LINES = 200
 CHUNK_BYTES = 1 << 16
 
 
-def answer(server: Server, asked: Asked) -> Answer:
+def get_usage(server: Server, request: Request) -> Answer:
     """Raises ``NotFound`` without a ledger, and what ``usage`` raises."""
     if server.ledger is None:
         raise NotFound("this server keeps no ledger; start it with --database")
-    for name, values in asked.query.items():
+    for name, values in request.parameters().items():
         if name not in USAGE_QUERY:
             raise InvalidField(name[:80], values[0], "no such parameter; known are " + ", ".join(USAGE_QUERY))
-    return usage(Usage(server.ledger.store), asked.caller, asked.single())
+    return usage(Usage(server.ledger.store), request.caller, request.single_parameters())
 
 
 def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
@@ -125,3 +141,15 @@ def _read(file: IO[bytes]) -> Iterator[bytes]:
 
 def _attachment(name: str) -> dict[str, str]:
     return {"Content-Disposition": f'attachment; filename="{name}"'}
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path=USAGE,
+        handler=with_body(get_usage),
+        summary="What was used, and its cost: rows, sums, CSV or Parquet",
+        query=USAGE_QUERY,
+        produces=(JSON, "text/csv", "application/vnd.apache.parquet"),
+    ),
+)

@@ -17,8 +17,8 @@ from serving_process import GATED_CORE, Running, running
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
-from mlflow_llm.serving.http.app import create_app, make_server
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.app import create_app
+from mlflow_llm.serving.http.server import Server, make_server
 from mlflow_llm.serving.modes import Mode
 from mlflow_llm.serving.routing.admission import profile_in
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints, ServedEntity
@@ -26,6 +26,8 @@ from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
 from mlflow_llm.serving.tasks.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
+
+PARTS = ("keys", "tokens", "ledger", "tracer", "endpoint_store")  # of a server, beside its settings
 
 
 def _binaries() -> Path | None:
@@ -111,9 +113,10 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Server]:
-    """``make(keys=…, mode=…, **server_settings)``: a server with one endpoint, ``assistant``."""
+    """``make(keys=…, mode=…, ledger=…, **server_settings)``: a server with one endpoint, ``assistant``."""
 
-    def build(keys: object = None, mode: Mode | None = None, **settings: object) -> Server:
+    def build(mode: Mode | None = None, **options: object) -> Server:
+        parts = {name: options.pop(name) for name in PARTS if name in options}
         engine = InstantEngine(instant_bundle, EngineSettings(max_model_len=4096))
         view = EndpointView(
             name="assistant",
@@ -124,7 +127,7 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
             profile=profile_in(mode, Profile()),
         )
         endpoint = ServedEntity(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
-        return make_server(ServedEndpoints(endpoint), ServerSettings(**settings), keys=keys)
+        return make_server(ServedEndpoints(endpoint), ServerSettings(**options), **parts)
 
     return build
 

@@ -28,7 +28,7 @@ from .tls import Tls, gateway_tls, probe_tls
 from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokenizers nor torch
-    from ..invoke import Server
+    from ..server import Server
     from .accepting import Acceptor
 
 TICK = 0.1
@@ -177,7 +177,8 @@ class DrainingWorker(GeventWorker):
             acceptor.greenlets.kill(timeout=LAST_SECONDS)
         if self.server.ledger is not None:
             self.server.ledger.close()
-        self.server.follower.close()
+        if self.server.follower is not None:
+            self.server.follower.close()
 
     def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
         """The first socket is the gateway's, the second that for probes alone, whose places nobody else takes."""

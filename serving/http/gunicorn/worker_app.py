@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gevent
 from flask import Flask
@@ -27,8 +28,15 @@ from ...routing.served_endpoints import ServedEndpoints
 from ...supervision.warm_up import generate_one
 from ...transport.client.gevent_client import attach
 from .. import gevent_wait
-from ..app import create_app, make_server
+from ..app import create_app
 from ..offload import give_way
+from ..server import make_load_shedder, make_server
+
+if TYPE_CHECKING:  # libraries that a server without them does not load
+    from ...metering.keys import Keys
+    from ...metering.ledger import Ledger
+    from ...metering.store import Store
+    from ..jwt_tokens import Tokens
 
 
 def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Flask:
@@ -36,29 +44,19 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
     server's."""
     logs.configure(spec.settings.log_level)
     gevent_wait.install()
+    settings = spec.settings
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
-    endpoints = ServedEndpoints()
-    required = keys if spec.settings.asks_who else None
-    server = make_server(endpoints, spec.settings, keys=required, ledger=ledger, cache_secret=cache_secret)
-    server.tokens = _tokens(spec.settings)
-    server.tracer = _tracer(spec.settings, directory)
-    server.store = store
-    settings = spec.settings
-    find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
-    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
-    server.management = EndpointStore(store, locate=located)
-    journal = str(ledger.journal_dir) if ledger is not None else ""
-    opened = functools.partial(attach, journal=journal, timeout=spec.settings.engine_timeout)
+    endpoints, load_shedder = ServedEndpoints(), make_load_shedder(settings)
     follower = PlanFollower(
         PlanDirectory(directory),
         endpoints,
-        server.load_shedder,
-        open=opened,
+        load_shedder,
+        open=_open_engines(settings, ledger),
         ledger=ledger,
         profile=spec.profile,
-        profiles=profiles_of(spec.settings),
-        engine_timeout=spec.settings.engine_timeout,
+        profiles=profiles_of(settings),
+        engine_timeout=settings.engine_timeout,
         counter_directory=CounterDirectory(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )
     follower.adopt()
@@ -67,14 +65,34 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
             generate_one(endpoint.engine)
     if ledger is not None:
         ledger.start()  # here we are after the fork
-    server.follower, server.runtime_dir = follower, spec.runtime_dir
+    find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
+    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
+    server = make_server(
+        endpoints,
+        settings,
+        load_shedder=load_shedder,
+        cache_secret=cache_secret,
+        keys=keys if settings.asks_who else None,
+        tokens=_tokens(settings),
+        ledger=ledger,
+        tracer=_tracer(settings, directory),
+        endpoint_store=EndpointStore(store, locate=located),
+        follower=follower,
+        runtime_dir=spec.runtime_dir,
+    )
     gevent.spawn(follower.run)
     app = create_app(server)
     give_way()
     return app
 
 
-def _tokens(settings: ServerSettings) -> Any:
+def _open_engines(settings: ServerSettings, ledger: Ledger | None) -> Callable[..., Any]:
+    """Attaches to engines; what they journal is read by ``ledger``."""
+    journal = str(ledger.journal_dir) if ledger is not None else ""
+    return functools.partial(attach, journal=journal, timeout=settings.engine_timeout)
+
+
+def _tokens(settings: ServerSettings) -> Tokens | None:
     """What checks bearer tokens, where the server takes them."""
     if settings.jwt_jwks is None:
         return None
@@ -90,7 +108,7 @@ def _tracer(settings: ServerSettings, directory: Path) -> Tracer:
     return Tracer(settings.trace_sample, content=settings.trace_content, send=Outbox(directory))
 
 
-def _store(url: str) -> Any:
+def _store(url: str) -> Store:
     from ...metering.store import Store
     from ..store_threads import StoreThreads
 
@@ -98,7 +116,7 @@ def _store(url: str) -> Any:
     return Store(url, run=StoreThreads.for_url(url), patient=True)
 
 
-def _metering(spec: ServeSpec, store: Any) -> tuple[Any, Any]:
+def _metering(spec: ServeSpec, store: Store) -> tuple[Keys | None, Ledger | None]:
     """Keys and ledger, where the server has a database of its own."""
     if spec.settings.database is None:
         return None, None

@@ -13,7 +13,7 @@ from probes import ANY, bounds
 from mlflow_llm.serving.endpoints.config_body import NEW_SHAPE, OLD_SHAPE, config_body
 from mlflow_llm.serving.endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
 from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.http.account_routes import TABLE as ACCOUNTS
+from mlflow_llm.serving.http.paths import SERVING_ENDPOINTS
 from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.readers import Reader
 
@@ -135,13 +135,13 @@ def test_both_spellings_are_one_schema() -> None:
 
 def test_routes_of_the_management_api_have_the_readers_schemas() -> None:
     """Each is valid by JSON Schema's own."""
-    bodies = {route.handler: route.body for route in ROUTES if route.body is not None}
-    assert bodies == {
-        **{handler: body for _, _, handler, _, body, _ in ACCOUNTS if body is not None},
-        "create_serving_endpoint": NEW_ENDPOINT,
-        "update_serving_endpoint": config_body,
-        "put_serving_rate_limits": NEW_RATE_LIMITS,
-        "patch_serving_tags": TAG_CHANGES,
+    bodies = {(route.method, route.path): route.body for route in ROUTES if route.body is not None}
+    one = f"{SERVING_ENDPOINTS}/<name>"
+    assert {place: body for place, body in bodies.items() if place[1].startswith(SERVING_ENDPOINTS)} == {
+        ("POST", SERVING_ENDPOINTS): NEW_ENDPOINT,
+        ("PUT", f"{one}/config"): config_body,
+        ("PUT", f"{one}/rate-limits"): NEW_RATE_LIMITS,
+        ("PATCH", f"{one}/tags"): TAG_CHANGES,
     }
     for reader in bodies.values():
         jsonschema.Draft202012Validator.check_schema(reader.schema)

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.errors import InternalError, Overloaded
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability import access_record
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "temperature": 0}

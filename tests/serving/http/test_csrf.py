@@ -11,12 +11,12 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.csrf import name_of
-from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.routes import ROUTES
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering.keys import ANONYMOUS
 
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-PLACES = [(method, route.path) for route in ROUTES for method in route.methods]
+PLACES = [(route.method, route.path) for route in ROUTES]
 FOREIGN = [
     {"Origin": "http://evil.example"},
     {"Origin": "null"},

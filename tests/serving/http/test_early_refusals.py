@@ -15,9 +15,9 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.errors import LimitExceeded, Overloaded, Unavailable
 from mlflow_llm.serving.http import invoke
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.memory_budget import SMALL, MemoryBudget
 from mlflow_llm.serving.http.refusal_limit import RefusalLimit
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.modes import PayPerToken
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints
@@ -37,8 +37,13 @@ class Place:
     def __init__(self, server: Server, store: Store, clock: list[float]) -> None:
         self.server, self.store, self.clock = server, store, clock
         self.keys, self.limits = Keys(store), Limits(store)
-        self.client: FlaskClient = create_app(server).test_client()
+        self.change()
         self.secret, self.key = self.keys.create("acme")
+
+    def change(self, **parts: Any) -> None:
+        """Another server, with ``parts`` in place of its own."""
+        self.server = dataclasses.replace(self.server, **parts)
+        self.client: FlaskClient = create_app(self.server).test_client()
 
     def ask(
         self, body: Any = CHAT, secret: str | None = None, path: str = "/v1/chat/completions", **environ: Any
@@ -57,8 +62,7 @@ def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[Place]:
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     clock = [1_800_000_000.0]
     ledger = Ledger(store, state_dir=tmp_path, clock=lambda: clock[0])
-    server = make(keys=Keys(store), mode=PayPerToken(ledger), offload_bytes=2048, refusals_per_minute=30)
-    server.ledger = ledger
+    server = make(keys=Keys(store), mode=PayPerToken(ledger), offload_bytes=2048, refusals_per_minute=30, ledger=ledger)
     ledger.prices.set("*", Price(input=1_000_000, output=10_000_000), effective=clock[0])
     yield Place(server, store, clock)
     ledger.close()
@@ -118,7 +122,7 @@ def test_what_is_left_is_left(place: Place) -> None:
 def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the body says which endpoint is meant, its limits refuse before the body is tokenised."""
     (one,) = place.server.endpoints
-    place.server.endpoints = ServedEndpoints(one, dataclasses.replace(one, name="other", entity="model-2"))
+    place.change(endpoints=ServedEndpoints(one, dataclasses.replace(one, name="other", entity="model-2")))
     place.limits.set("endpoint", "assistant", "qpm", 0)
     monkeypatch.setattr(invoke, "prepare", None)
     assert place.ask(LARGE).status_code == 403
@@ -139,7 +143,7 @@ def test_a_store_that_is_away_refuses_before_the_body_is_read(place: Place, monk
 def test_a_key_s_refusals_are_limited(place: Place) -> None:
     """The thirty-first request in a minute that is refused finds a 429 that names the limit, and its body unread;
     another key of the same address goes on; refusals come back with time."""
-    place.server.refusals = RefusalLimit(30, clock=lambda: place.clock[0])
+    place.change(refusals=RefusalLimit(30, clock=lambda: place.clock[0]))
     for _ in range(30):
         assert place.ask(CHAT | {"temperature": 9}).status_code == 400
     refused = place.ask(None)
@@ -158,7 +162,7 @@ def test_a_key_s_refusals_are_limited(place: Place) -> None:
 def test_strangers_are_limited_by_address(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses at keys are refused without a look into the store once an address has made too many; a key that has been
     good here goes on from that address, as behind a proxy, and other addresses do not notice."""
-    place.server.refusals = RefusalLimit(30, clock=lambda: place.clock[0])
+    place.change(refusals=RefusalLimit(30, clock=lambda: place.clock[0]))
     assert place.ask().status_code == 200
     for number in range(30):
         assert place.ask(secret=f"sk-{number}").status_code == 401
@@ -215,7 +219,8 @@ def test_memory_of_a_caller_and_of_all() -> None:
 def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
     """While a key's bodies fill its share another of its large bodies is a 429 with Retry-After, unread where its
     length is announced; another key's is taken; afterwards nothing is held."""
-    place.server.memory = budget = MemoryBudget(total=2**21, by_caller=2**20)
+    budget = MemoryBudget(total=2**21, by_caller=2**20)
+    place.change(memory=budget)
     body = json.dumps(CHAT | {"messages": [{"role": "user", "content": " " * 2**18}]}).encode()
     other, _ = place.keys.create("other")
     with budget.allocate(place.key.key_id) as held:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
-from mlflow_llm.serving.http.management_routes import USAGE, USAGE_QUERY
+from mlflow_llm.serving.http.paths import USAGE
 from mlflow_llm.serving.http.routes import ROUTES
+from mlflow_llm.serving.http.server import Server
+from mlflow_llm.serving.http.usage import USAGE_QUERY
 from mlflow_llm.serving.metering import Keys, Ledger, Store
 
 CHAT = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -69,9 +70,8 @@ def keyed(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory)
     store = Store(f"sqlite:///{place}/serving.db")
     secret, _ = Keys(store).create(tenant="team", scopes=("invoke", "manage", "usage"))
     ledger = Ledger(store, state_dir=place)
-    server = make(keys=Keys(store), refusals_per_minute=0)
-    server.ledger, server.store = ledger, store
-    server.management = EndpointStore(store, locate=lambda entities: ())
+    managed = EndpointStore(store, locate=lambda entities: ())
+    server = make(keys=Keys(store), refusals_per_minute=0, ledger=ledger, endpoint_store=managed)
     yield create_app(server).test_client(), secret
     ledger.close()
     store.close()
@@ -92,11 +92,10 @@ def test_headers(open_to_all: FlaskClient, headers: dict[str, str], route: objec
 
 def check_headers(client: FlaskClient, headers: dict[str, str], route: object) -> None:
     path = route.path.replace("<name>", "assistant").replace("<path:name>", "assistant")
-    for method in route.methods:
-        body = {"json": CHAT} if method == "POST" else {}
-        answer = client.open(path, method=method, headers=headers, **body)
-        assert answer.status_code < 500, (path, headers, answer.text)
-        answer.close()
+    body = {"json": CHAT} if route.method == "POST" else {}
+    answer = client.open(path, method=route.method, headers=headers, **body)
+    assert answer.status_code < 500, (path, headers, answer.text)
+    answer.close()
 
 
 @OFTEN
@@ -137,7 +136,7 @@ def test_names_in_paths(keyed: tuple[FlaskClient, str], name: str) -> None:
     """Every name of an endpoint in a path is an answer below 500."""
     client, secret = keyed
     for route in ROUTES:
-        if "<" in route.path and route.methods[0] in ("GET", "DELETE"):
+        if "<" in route.path and route.method in ("GET", "DELETE"):
             path = route.path.replace("<name>", quote(name, safe="")).replace("<path:name>", quote(name))
-            answer = client.open(path, method=route.methods[0], headers={"Authorization": f"Bearer {secret}"})
+            answer = client.open(path, method=route.method, headers={"Authorization": f"Bearer {secret}"})
             assert answer.status_code < 500, (path, answer.text)

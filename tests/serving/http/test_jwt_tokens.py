@@ -23,9 +23,9 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.errors import InvalidField, PermissionDenied, Unauthenticated, Unavailable
 from mlflow_llm.serving.http import jwks
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.jwks import BadKeySet, KeySource, parsed
 from mlflow_llm.serving.http.jwt_tokens import Tokens
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering.authorization import Caller
 
 NOW = 1_800_000_000
@@ -339,9 +339,7 @@ def test_a_set_is_downloaded_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_over_http(make: Callable[..., Server], tokens: Tokens, keys: dict[str, Any]) -> None:
     """A token runs requests with its scopes; another is a 401 that says no more, a missing scope a 403."""
-    server = make()
-    server.tokens = tokens
-    client: FlaskClient = create_app(server).test_client()
+    client: FlaskClient = create_app(make(tokens=tokens)).test_client()
 
     def ask(path: str, token: str | None) -> Any:
         return client.get(path, headers={} if token is None else {"Authorization": f"Bearer {token}"})

@@ -13,8 +13,8 @@ import pytest
 from mlflow_llm.serving.errors import MAX_SHOWN_VALUE, InvalidField
 from mlflow_llm.serving.http import bodies, invoke
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
 from mlflow_llm.serving.http.offload import Offload
+from mlflow_llm.serving.http.server import Server
 
 TEXT = "some words, and more of them. "
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

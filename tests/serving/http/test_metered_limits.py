@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
 from mlflow_llm.serving.metering.limits import check_integrity, plain
 from mlflow_llm.serving.metering.money import units

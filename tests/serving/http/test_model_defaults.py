@@ -19,7 +19,7 @@ from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint
 
 CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}

@@ -10,7 +10,10 @@ import pytest
 
 from mlflow_llm.serving.dialects import DIALECTS, Encoded, Head, InferenceRoute
 from mlflow_llm.serving.errors import InvalidField, ServingError
-from mlflow_llm.serving.http import app, openapi, routes
+from mlflow_llm.serving.http import pages
+from mlflow_llm.serving.http.app import create_app
+from mlflow_llm.serving.http.openapi import documented
+from mlflow_llm.serving.http.routes import inference_routes
 from mlflow_llm.serving.reply import Delta, Piece, Reply
 from mlflow_llm.serving.request import RawCompletion, RawRequest, RawSampling, Task, ValidRequest
 
@@ -66,12 +69,7 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a server that has the dialect beside its own."""
     framed = Framed()
     monkeypatch.setitem(DIALECTS, framed.name, framed)
-    table = routes.ROUTES + routes.inference_routes(framed)
-    for module in (app, openapi):
-        monkeypatch.setattr(module, "ROUTES", table)
-    openapi.document.cache_clear()
-    yield app.create_app(server).test_client()
-    openapi.document.cache_clear()
+    return create_app(server, documented(inference_routes(framed) + pages.ROUTES)).test_client()
 
 
 IDS = ids_bytes((1, 2, 3))

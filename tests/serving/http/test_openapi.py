@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from flask.testing import FlaskClient
 
+from mlflow_llm.serving.http.docs_page import page
+
 
 def test_every_route_is_described(client: FlaskClient) -> None:
     """The served document has an operation for each route that the application answers, and no other; its own
@@ -68,3 +70,15 @@ def test_the_page_tells_what_a_field_takes(client: FlaskClient) -> None:
     assert "default 1" in row
     (row, *_) = re.findall(r"<tr><td><code>served_entities\[\]\.defaults</code>.*?</tr>", page)
     assert "over the model's own" in row
+
+
+def test_the_page_escapes_what_it_shows() -> None:
+    """Nothing of the document is markup; a body of several media types is shown once for each of its shapes."""
+    shape = {"type": "object", "properties": {"<i>": {"type": "string", "description": "<script>alert(1)</script>"}}}
+    body = {"content": {"application/json": {"schema": shape}, "application/octet-stream": {"schema": {}}}}
+    operation = {"tags": ["<b>"], "summary": "a & b", "parameters": [], "requestBody": body, "responses": {}}
+    shown = page({"paths": {"/<x>": {"post": operation}}, "components": {"schemas": {}}})
+    assert "<script>" not in shown
+    assert "<code>&lt;i&gt;</code>" in shown
+    assert "<code>/&lt;x&gt;</code> a &amp; b" in shown
+    assert shown.count("<p>Body</p>") == 2

@@ -13,6 +13,7 @@ from serving_process import running
 
 from mlflow_llm.serving.http.invoke import TIMEOUT_HEADER
 from mlflow_llm.serving.http.openapi import document
+from mlflow_llm.serving.http.routes import ROUTES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -27,8 +28,8 @@ LESS = (
     "|^/api/2.0/(keys|limits|prices|currency|audit)"
 )
 SMALLEST = "5e-324"  # seconds: what schemathesis takes for "above 0"
-bounds = schemathesis.openapi.from_dict(document())
-examples = schemathesis.openapi.from_dict(document())
+bounds = schemathesis.openapi.from_dict(document(ROUTES))
+examples = schemathesis.openapi.from_dict(document(ROUTES))
 examples.config.phases.coverage.enabled = False
 tried = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

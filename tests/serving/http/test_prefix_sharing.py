@@ -15,9 +15,9 @@ from mlflow_llm.flavors.llm.signature import params_schema, request_fields
 from mlflow_llm.serving.endpoints.config import config_to_wire
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.http import openapi
+from mlflow_llm.serving.http import openapi, routes
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoints
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
@@ -34,8 +34,8 @@ def servers(make: Callable[..., Server], tmp_path: Path) -> Iterator[Callable[..
     def new(of_endpoint: str | None = None, **settings: object) -> FlaskClient:
         server = make(**settings)
         (endpoint,) = server.endpoints
-        server.endpoints = ServedEndpoints(dataclasses.replace(endpoint, engine=engine, prefix_sharing=of_endpoint))
-        return create_app(server).test_client()
+        endpoints = ServedEndpoints(dataclasses.replace(endpoint, engine=engine, prefix_sharing=of_endpoint))
+        return create_app(dataclasses.replace(server, endpoints=endpoints)).test_client()
 
     yield new
     engine.close()
@@ -82,7 +82,7 @@ def test_a_salt_is_a_short_text(client: FlaskClient, path: str, salt: object) ->
 
 def test_where_the_field_is_described() -> None:
     """The OpenAPI document of each route and a model's signature have it."""
-    document = str(openapi.document())
+    document = str(openapi.document(routes.ROUTES))
     assert document.count("'cache_salt': {'anyOf': [{'type': 'string', 'minLength': 1, 'maxLength': 256}") >= 3
     assert "cache_salt" in request_fields()
     assert "cache_salt" in {param.name for param in params_schema()}

@@ -11,10 +11,12 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.http import pages
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.route import Request
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
 from mlflow_llm.serving.metering.authorization import UNKNOWN
 from mlflow_llm.serving.modes import PayPerToken
+from mlflow_llm.serving.observability.access_record import AccessRecord
 
 ASKED = {"model": "assistant", "prompt": "What I ask is mine.", "max_tokens": 7, "ignore_eos": True}
 MINE = {"model": "assistant", "prompt": "x", "max_tokens": 1, "seed": 1, "temperature": 0}
@@ -26,8 +28,7 @@ def place(make: Callable[..., Server], tmp_path: Path) -> Iterator[tuple[FlaskCl
     """A client, and the headers of each tenant's key; limits on the endpoint and on each key."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     ledger, keys, limits = Ledger(store, state_dir=tmp_path), Keys(store), Limits(store)
-    server = make(keys=keys, mode=PayPerToken(ledger))
-    server.ledger = ledger
+    server = make(keys=keys, mode=PayPerToken(ledger), ledger=ledger)
     headers = {}
     for tenant in ("victim", "attacker"):
         secret, key = keys.create(tenant, scopes=("invoke", "usage"))
@@ -79,7 +80,9 @@ def test_metrics_are_for_who_manages_or_scrapes(make: Callable[..., Server], tmp
         secret, _ = keys.create("team", scopes=(scope,))
         seen.append(client.get("/metrics", headers={"Authorization": f"Bearer {secret}"}).status_code)
     assert seen == [401, 403, 403, 200]
-    assert pages.metrics_page(make(keys=keys, probe_port=1), UNKNOWN).status == 200
+    record = AccessRecord(request_id="a", method="GET", path="/metrics")
+    stranger = Request(route=pages.ROUTES[-1], record=record, headers={}, caller=UNKNOWN)
+    assert pages.metrics_exposition(make(keys=keys, probe_port=1), stranger).status == 200
     assert create_app(make()).test_client().get("/metrics").status_code == 200
     store.close()
 

@@ -15,7 +15,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Ledger, Price, Reservation, Store
 
 PATH = "/api/2.0/usage"
@@ -55,9 +55,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ledger, di
 
 @pytest.fixture
 def guarded(make: Callable[..., Server], books: tuple[Ledger, dict[str, str]]) -> FlaskClient:
-    server = make(keys=Keys(books[0].store))
-    server.ledger = books[0]
-    return create_app(server).test_client()
+    return create_app(make(keys=Keys(books[0].store), ledger=books[0])).test_client()
 
 
 @pytest.fixture

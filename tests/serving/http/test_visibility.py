@@ -12,7 +12,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Store
 
 API = "/api/2.0/serving-endpoints"
@@ -30,14 +30,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def client(make: Callable[..., Server], store: Store, instant_bundle: Bundle) -> FlaskClient:
     """A server of ``assistant``, with ``assistant`` and ``other`` in its store."""
-    server = make(keys=Keys(store))
-    server.store = store
-    server.management = EndpointStore(
+    managed = EndpointStore(
         store, locate=lambda entities: tuple(ModelSource(uri=one.uri, bundle=instant_bundle) for one in entities)
     )
     for name in ("assistant", "other"):
-        server.management.create({"name": name, "config": CONFIG, "tags": [{"key": "team", "value": "a"}]})
-    return create_app(server).test_client()
+        managed.create({"name": name, "config": CONFIG, "tags": [{"key": "team", "value": "a"}]})
+    return create_app(make(keys=Keys(store), endpoint_store=managed)).test_client()
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def test_a_path_is_no_name_for_callers(
 
     server = make(keys=Keys(store))
     endpoint: ServedEntity = next(iter(server.endpoints))
-    server.endpoints = ServedEndpoints(replace(endpoint, entity="/srv/models/secret"))
+    server = replace(server, endpoints=ServedEndpoints(replace(endpoint, entity="/srv/models/secret")))
     client = create_app(server).test_client()
     for headers, shown in ((key("invoke", "manage"), "/srv/models/secret"), (key("invoke"), "assistant")):
         assert client.get("/v1/models", headers=headers).json["data"][0]["root"] == shown

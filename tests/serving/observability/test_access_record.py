@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving import logs
 from mlflow_llm.serving.errors import InvalidField, from_kind
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Keys, Store
 from mlflow_llm.serving.observability import metrics
 

@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Ledger, Store
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
@@ -31,9 +31,8 @@ EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target i
 @pytest.fixture
 def shown(make: Callable[..., Server], tmp_path: Path) -> dict[str, set[str]]:
     """The labels of every sample that a scrape shows, by name."""
-    server = make()
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
-    server.ledger = Ledger(store, state_dir=tmp_path)
+    server = make(ledger=Ledger(store, state_dir=tmp_path))
     client = create_app(server).test_client()
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True, "stream": True}
     for model in ("assistant", "assistant:pirate"):

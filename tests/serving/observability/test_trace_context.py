@@ -10,7 +10,7 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving import logs
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.tracing import Tracer, parse
 
@@ -94,8 +94,7 @@ def test_the_log_has_the_ids(client: FlaskClient, caplog: pytest.LogCaptureFixtu
 
 def test_a_far_behind_exporter_costs_traces_and_nothing_else(make: Callable[..., Server]) -> None:
     """Records that cannot be sent are dropped and counted; the request is answered."""
-    server = make()
-    server.tracer = Tracer(1.0, send=lambda record: False)
+    server = make(tracer=Tracer(1.0, send=lambda record: False))
     before = metrics.TRACES_DROPPED._value.get()
     assert create_app(server).test_client().post("/v1/chat/completions", json=CHAT).status_code == 200
     assert metrics.TRACES_DROPPED._value.get() == before + 1

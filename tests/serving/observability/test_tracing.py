@@ -26,7 +26,7 @@ from server_calls import BODY, ask, until
 from serving_process import running
 
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.invoke import Server
+from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability.tracing import SOCKET, Outbox, Tracer
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -129,14 +129,12 @@ class Exported(NamedTuple):
 def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Requests of every kind, traced by one exporter to a database and to a collector."""
     store = f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
-    server = make()
     with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:
         outbox = Outbox(Path(root))
         with exporting(Path(root), MLFLOW_TRACKING_URI=store, OTEL_EXPORTER_OTLP_ENDPOINT=collector[0]):
-            server.tracer = Tracer(1.0, send=outbox)
-            told = ask_all(create_app(server).test_client())
-            server.tracer = Tracer(1.0, content=True, send=outbox)
+            told = ask_all(create_app(make(tracer=Tracer(1.0, send=outbox))).test_client())
             body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
+            server = make(tracer=Tracer(1.0, content=True, send=outbox))
             replies = ask_streamed(create_app(server).test_client(), body)
             outbox.close()
             until = time.monotonic() + 240  # an exporter that is to end leaves what takes it longer than some seconds

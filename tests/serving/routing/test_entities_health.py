@@ -10,6 +10,7 @@ import pytest
 
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.http import pages
+from mlflow_llm.serving.metering.authorization import ANONYMOUS
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 
@@ -36,7 +37,7 @@ def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
             for name, engines in endpoints.items()
         )
     )
-    answer = pages.health(SimpleNamespace(endpoints=served))
+    answer = pages.health(SimpleNamespace(endpoints=served), SimpleNamespace(caller=ANONYMOUS))
     return answer.status, json.loads(answer.body)["endpoints"]
 
 

@@ -1,0 +1,65 @@
+"""Authentication: the caller of a request, by API key or token, where the server asks for one."""
+
+from __future__ import annotations
+
+from ..dialects.base import Headers
+from ..errors import LimitExceeded, RequestError, ServingError, Unauthenticated
+from ..metering.authorization import ANONYMOUS, UNKNOWN, Caller
+from ..observability.access_record import AccessRecord
+from .route import Auth
+from .server import Server
+
+
+def authenticate(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
+    """The caller; ``UNKNOWN`` for one that shows no key where none is needed, ``ANONYMOUS`` where none is asked for.
+
+    Raises ``Unauthenticated``, ``PermissionDenied`` for a scope that is missing, and ``LimitExceeded`` where too much
+    of what the caller sent was refused.
+    """
+    if not auth.is_open:
+        return _checked(server, auth, headers, address, record)
+    if not server.requires_key:
+        return ANONYMOUS
+    if auth is Auth.OPEN or headers.get("Authorization") is None:
+        return UNKNOWN
+    try:
+        return _checked(server, auth, headers, address, record)
+    except Unauthenticated:  # it counts as a refusal: what is open is no place to try keys at
+        server.refusals.charge(address)
+        return UNKNOWN
+    except ServingError:  # probes do not depend on keys, nor on the store that has them
+        return UNKNOWN
+
+
+def charge(server: Server, error: ServingError, record: AccessRecord, address: str) -> None:
+    """Count ``error`` as a refusal of its caller, where it is one."""
+    if isinstance(error, LimitExceeded) and error.limit == "refusals":
+        return
+    if isinstance(error, RequestError):
+        server.refusals.charge(record.key or address)
+
+
+def _checked(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
+    credential = (headers.get("Authorization") or "") if server.requires_key else ""
+    server.refusals.check_stranger(address, credential)
+    if not server.requires_key:
+        return ANONYMOUS
+    caller = _verified(server, credential)
+    record.key = caller.key_id
+    caller.check_scope(auth.scope)
+    server.refusals.remember_good(credential)
+    server.refusals.check(caller.key_id, "key")
+    return caller
+
+
+def _verified(server: Server, credential: str) -> Caller:
+    """Raises ``Unauthenticated``."""
+    scheme, _, secret = credential.partition(" ")
+    secret = secret.strip()
+    if scheme.lower() != "bearer" or not secret:
+        raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
+    if server.tokens is not None and not secret.startswith("sk-"):
+        return server.tokens.verify(secret)
+    if server.keys is not None:
+        return server.keys.verify(secret, scope=None)
+    raise Unauthenticated("this server takes tokens, and no API keys")

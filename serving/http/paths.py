@@ -1,0 +1,12 @@
+"""Paths of the management API, for its routes and for the commands that ask it."""
+
+from __future__ import annotations
+
+BASE = "/api/2.0"
+SERVING_ENDPOINTS = f"{BASE}/serving-endpoints"
+KEYS = f"{BASE}/keys"
+LIMITS = f"{BASE}/limits"
+PRICES = f"{BASE}/prices"
+CURRENCY = f"{BASE}/currency"
+AUDIT = f"{BASE}/audit"
+USAGE = f"{BASE}/usage"

@@ -1,0 +1,140 @@
+"""A route: method and path, the handler that answers, who may ask, and what the OpenAPI document says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ..dialects import DIALECTS, Dialect, InferenceRoute
+from ..dialects.base import JSON, Headers
+from ..dialects.json_body import read_object
+from ..errors import InvalidField
+from ..metering.audit import Actor
+from ..metering.authorization import ANONYMOUS, Caller
+from ..observability.access_record import AccessRecord
+from ..readers import Reader
+from .answer import Answer
+from .memory_budget import Allocation
+from .server import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request whose caller is known and whose body has not been received.
+
+    ``path`` has what stands in the place of the route's ``<variables>``, ``parameters()`` the values of each parameter
+    of the query. ``receive`` reads the body, which ``is_large`` as far as its head says. ``address`` is whom the
+    request counts for where no keys are asked for; ``sock`` is watched for a disconnect.
+    """
+
+    route: Route
+    record: AccessRecord
+    headers: Headers
+    caller: Caller = ANONYMOUS
+    path: Mapping[str, str] = field(default_factory=dict)
+    parameters: Callable[[], Mapping[str, list[str]]] = dict
+    receive: Callable[[Allocation], bytes] = lambda _: b""
+    is_large: bool = False
+    address: str = ""
+    sock: Any = None
+    body: bytes = b""  # of a route ``with_body``
+
+    @property
+    def name(self) -> str:
+        """What the path names: an endpoint, a key."""
+        return self.path.get("name", "")
+
+    @property
+    def actor(self) -> Actor:
+        """The caller as the audit log has it."""
+        caller = self.caller
+        return Actor(name=caller.key_id, via="http", tenant=caller.tenant, request_id=self.record.request_id)
+
+    def payer(self, server: Server) -> str:
+        """Whose share of the memory budget it takes."""
+        return self.caller.key_id if server.requires_key else self.address
+
+    def json(self) -> dict[str, Any]:
+        """The body, a JSON object. Raises ``RequestError``."""
+        return read_object(self.body, dict)
+
+    def single_parameters(self) -> dict[str, str]:
+        """The parameters of the query, each given once. Raises ``InvalidField``."""
+        given = self.parameters()
+        for name, values in given.items():
+            if len(values) > 1:
+                raise InvalidField(name[:80], values, "one value")
+        return {name: values[0] for name, values in given.items()}
+
+
+Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``ClientGone``
+
+
+class Auth(Enum):
+    """Who may ask, where the server asks for keys. Open routes answer while the store of keys is away: probes depend on
+    them. OPTIONAL ones show more to a caller that shows a key."""
+
+    OPEN = "open"
+    OPTIONAL = "optional"
+    ANY_KEY = "any key"
+    INVOKE = "invoke"
+    MANAGE = "manage"
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Auth.OPEN, Auth.OPTIONAL)
+
+    @property
+    def scope(self) -> str | None:
+        """What a key must have; None for any key."""
+        return self.value if self in (Auth.INVOKE, Auth.MANAGE) else None
+
+
+class Listener(Enum):
+    """Where a route is, where probes and metrics have a listener of their own (``probe_port``)."""
+
+    GATEWAY = "gateway"
+    BOTH = "both"
+    PROBES = "probes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """``path`` is in werkzeug's notation; ``dialect`` is the form of its errors, and of its bodies where it is one of
+    ``inference``.
+
+    For the OpenAPI document: ``body`` reads a body that is no dialect's, ``query`` has the JSON schemas of parameters,
+    ``produces`` the media types of answers, the usual one first, and ``also`` answers beside a 200 with such a body, by
+    status.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    dialect: Dialect = DIALECTS["mlflow"]
+    auth: Auth = Auth.ANY_KEY
+    listener: Listener = Listener.GATEWAY
+    inference: InferenceRoute | None = None
+    body: Reader[Any] | None = None
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    produces: tuple[str, ...] = (JSON,)
+    also: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Media types of bodies."""
+        return (JSON,) if self.inference is None else self.inference.content_types
+
+
+def with_body(handler: Handler) -> Handler:
+    """``handler`` for requests whose ``body`` has been received, within the memory budget, needed or not."""
+
+    def received(server: Server, request: Request) -> Answer:
+        with server.memory.allocate(request.payer(server)) as allocation:
+            return handler(server, dataclasses.replace(request, body=request.receive(allocation)))
+
+    return received
