@@ -1,8 +1,8 @@
 """What a client and an engine process say to each other: msgspec structs as msgpack, one ZeroMQ frame each.
 
 A client opens with ``Hello`` and is answered with ``Welcome``. The engine sends one ``Events`` a step with all that
-the step gave this client's requests, and a ``Heartbeat`` between steps. Request ids on this line are unique across
-clients (``client_state`` makes them so).
+the step gave this client's requests, and a ``Heartbeat`` between steps. Both sides speak of a request by the number
+that its client gave it (``Submit``), which counts on one connection; its id is its own everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..events import Event
 from ..request import ValidRequest
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):
@@ -36,24 +36,26 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
-    """``continues``: an engine was given this request before, whether or not any token came of it.
+    """``number``: another for each request of a client; a continuation keeps its request's. ``continues``: an engine
+    was given this request before, whether or not any token came of it.
 
     ``time_left``: seconds to its deadline, which an engine on another host counts by a clock of its own; None without.
     """
 
+    number: int
     request: ValidRequest
     continues: bool = False
     time_left: float | None = None
 
 
 class Abort(Struct, frozen=True, tag="abort", array_like=True):
-    request_id: str
+    number: int
 
 
 class Finish(Struct, frozen=True, tag="finish", array_like=True):
     """End sequence ``index`` alone: its text is complete."""
 
-    request_id: str
+    number: int
     index: int
 
 
@@ -92,10 +94,10 @@ class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
 
 
 class Events(Struct, frozen=True, tag="events", array_like=True):
-    """Everything one step gave this client: (request id, event) in order."""
+    """Everything one step gave this client: (number of the request, event) in order."""
 
     steps: int
-    items: tuple[tuple[str, Event], ...]
+    items: tuple[tuple[int, Event], ...]
 
 
 class Heartbeat(Struct, frozen=True, tag="beat", array_like=True):

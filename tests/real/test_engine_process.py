@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def runtime() -> Iterator[str]:
 def read(engine, temperature, on_token=lambda: None):
     """Token ids and ending of each of two sequences."""
     request = ValidRequest(
-        request_id="r",
+        request_id=uuid.uuid4().hex,
         task="completions",
         model="m",
         n=2,

@@ -1,7 +1,8 @@
 """The instant engine with a count of its own, on files of its own: the truth that a ledger is measured against.
 
-``<model directory>/truth/<pid>`` gets a line a request (``+ wire_id serial``) and a line a step (``= wire_id:n …``),
-written with the step itself: after a kill all but the last line is certain, and the last one was generated or not.
+``<model directory>/truth/<pid>`` gets a line a request (``+ request_id serial``) and a line a step
+(``= request_id:n …``), written with the step itself: after a kill all but the last line is certain, and the last one
+was generated or not.
 The serial is what follows "#" in the last message of the prompt.
 """
 
@@ -88,10 +89,10 @@ class Truth:
         steps = [line.split()[1:] for line in lines if line.startswith("=")]
         for line in lines:
             if line.startswith("+") and len(words := line.split()) == 3:
-                self.serials[words[1].rpartition("@")[0]] = int(words[2])
-        self.steps.append([{word.rpartition("@")[0] for word in words} for words in steps])
+                self.serials[words[1]] = int(words[2])
+        self.steps.append([{word.rpartition(":")[0] for word in words} for words in steps])
         for number, words in enumerate(steps, 1):
             counts = self.doubtful if killed and number == len(steps) else self.certain
             for word in words:
-                wire_id, _, tokens = word.rpartition(":")
-                counts[wire_id.rpartition("@")[0]] += int(tokens)
+                request_id, _, tokens = word.rpartition(":")
+                counts[request_id] += int(tokens)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def completion(
-    name: str = "r", *, max_tokens: int = 20, n: int = 1, temperature: float = 1.0, prompt: tuple[int, ...] = (1, 2, 3)
+    name: str = "", *, max_tokens: int = 20, n: int = 1, temperature: float = 1.0, prompt: tuple[int, ...] = (1, 2, 3)
 ) -> ValidRequest:
     return ValidRequest(
-        request_id=name,
+        request_id=name or uuid.uuid4().hex,
         task="completions",
         model="m",
         n=n,

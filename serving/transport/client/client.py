@@ -155,7 +155,7 @@ class RemoteEngine(Engine):
         stream = RemoteStream(handle, events, len(request.sequences), owner=self)
 
         def start(state: ClientState) -> None:
-            handle.wire_id = state.submit(request, events)
+            handle.number = state.submit(request, events)
 
         try:
             self._ready()
@@ -175,12 +175,12 @@ class RemoteEngine(Engine):
         handle, ours, theirs = stream.handle, self._io, other._io
 
         def release(state: ClientState) -> None:
-            running = state.release(handle.wire_id) if handle.io is ours else None
+            running = state.release(handle.number) if handle.io is ours else None
             if running is None:
                 return
 
             def adopt(state: ClientState) -> None:
-                handle.wire_id = state.adopt(running)
+                handle.number = state.adopt(running)
 
             if not other.post(adopt):
                 running.fail(ShuttingDown("the engine was closed"))

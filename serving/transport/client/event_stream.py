@@ -47,20 +47,21 @@ class CommandQueue(Protocol):
 
 
 class RequestHandle:
-    """Where a request runs, and under which id: behind the command that submits it; it may move to another engine."""
+    """Where a request runs, and under which number, once the command that submits it has run; it may move to another
+    engine."""
 
-    __slots__ = ("io", "wire_id")
+    __slots__ = ("io", "number")
 
     def __init__(self, io: CommandQueue) -> None:
-        self.io, self.wire_id = io, ""
+        self.io, self.number = io, 0
 
-    def post(self, command: Callable[[ClientState, str], None]) -> None:
+    def post(self, command: Callable[[ClientState, int], None]) -> None:
         """Have the loop that owns the request by then run ``command``."""
         io = self.io
 
         def run(state: ClientState) -> None:
             if self.io is io:
-                command(state, self.wire_id)
+                command(state, self.number)
             else:
                 self.post(command)
 
@@ -68,7 +69,7 @@ class RequestHandle:
             io.post(run)
 
     def abort(self) -> None:
-        self.post(lambda state, wire_id: state.abort(wire_id))
+        self.post(lambda state, number: state.abort(number))
 
 
 class RemoteStream:
@@ -93,7 +94,7 @@ class RemoteStream:
         event = self._buffer.get()
         if self._buffer.is_drained:
             self._buffer.paused = False
-            self.handle.post(lambda state, wire_id: state.resume(wire_id))
+            self.handle.post(lambda state, number: state.resume(number))
         if is_terminal(event):
             self._left = 0 if isinstance(event, Failed) else self._left - 1
         return event
@@ -101,7 +102,7 @@ class RemoteStream:
     def finish(self, index: int) -> None:
         """End sequence ``index`` alone; it still gets its ``Finished``."""
         if self._left > 0 and self._pid == os.getpid():
-            self.handle.post(lambda state, wire_id: state.finish(wire_id, index))
+            self.handle.post(lambda state, number: state.finish(number, index))
 
     def close(self) -> None:
         if self._closed:

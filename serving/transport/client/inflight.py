@@ -40,8 +40,8 @@ class EventSink(Protocol):
 class InflightRequest:
     """``attempt`` maps the sequence numbers of the submission now running to the request's own."""
 
-    def __init__(self, request: ValidRequest, wire_id: str, sink: EventSink) -> None:
-        self.request, self.wire_id, self.sink = request, wire_id, sink
+    def __init__(self, request: ValidRequest, number: int, sink: EventSink) -> None:
+        self.request, self.number, self.sink = request, number, sink
         self.delivered: list[list[int]] = [[] for _ in request.sequences]
         self.open = set(range(len(request.sequences)))
         self.attempt = list(range(len(request.sequences)))
@@ -139,7 +139,7 @@ class InflightRequest:
         self.attempt = sorted(self.open)
         sequences = tuple(self._resumed(index) for index in self.attempt)
         n = self.request.n if len(sequences) == len(self.request.sequences) else 1
-        return msgspec.structs.replace(self.request, request_id=self.wire_id, sequences=sequences, n=n)
+        return msgspec.structs.replace(self.request, sequences=sequences, n=n)
 
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]

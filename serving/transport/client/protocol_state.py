@@ -11,8 +11,6 @@ import time
 from collections import deque
 from typing import Protocol
 
-import msgspec
-
 from ...engine.interface import AdapterInfo, EngineInfo, Health
 from ...errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
 from ...events import Event
@@ -33,7 +31,7 @@ class Waiter(Protocol):
 
 
 class ClientState:
-    """``name`` makes this client's request ids unique in the engine, and its connections one client's.
+    """``name`` is the same on all of this client's connections. Requests and calls are numbered by the client.
 
     ``journal`` is where the engine is to count what it generates for this client, ``counts`` where what it does in
     all; "" nowhere. An engine of another ``content_hash`` is not taken; "" takes any.
@@ -51,10 +49,10 @@ class ClientState:
         self.lost = False  # the engine does not know us
         self.refused = ""  # why this engine is not for us
         self.moved = True  # whether there was progress since somebody last looked
-        self._running: dict[str, InflightRequest] = {}
+        self._running: dict[int, InflightRequest] = {}
         self._alone: InflightRequest | None = None  # the suspect that runs; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
-        self._number = 0
+        self._last_number = 0
 
     @property
     def busy(self) -> bool:
@@ -75,45 +73,42 @@ class ClientState:
         self.generation, self.closing, self.lost, self.refused = "", None, False, ""
         self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
 
-    def submit(self, request: ValidRequest, sink: EventSink) -> str:
-        """The id under which the request runs: its own, made unique."""
-        wire_id = self._wire_id(request)
-        running = InflightRequest(request, wire_id, sink)
+    def submit(self, request: ValidRequest, sink: EventSink) -> int:
+        """The number under which the request runs on this connection."""
+        number = self._next()
+        running = InflightRequest(request, number, sink)
         if running.done:
-            return wire_id
+            return number
         if self.welcome and self.health.status == "draining":
             running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_AFTER))
-            return wire_id
-        self._running[wire_id] = running
+            return number
+        self._running[number] = running
         if self.welcome and self._alone is None:
-            self._send(running, msgspec.structs.replace(request, request_id=wire_id))
-        return wire_id
+            self._send(running, request)
+        return number
 
     def _send(self, running: InflightRequest, request: ValidRequest) -> None:
         time_left = None if request.deadline is None else request.deadline - time.monotonic()
-        self.outbox.append(m.encode(m.Submit(request, running.sent, time_left)))
+        self.outbox.append(m.encode(m.Submit(running.number, request, running.sent, time_left)))
         running.sent = running.submitted = True
 
-    def _wire_id(self, request: ValidRequest) -> str:
-        return f"{request.request_id}@{self.name}.{self._next()}"
-
-    def release(self, wire_id: str) -> InflightRequest | None:
+    def release(self, number: int) -> InflightRequest | None:
         """Let go of a request that goes on elsewhere; None for one that has ended."""
-        running = self._running.get(wire_id)
+        running = self._running.get(number)
         if running is not None:
-            self.abort(wire_id)
+            self.abort(number)
             running.submitted = False
             if running.phase == "pausing":
                 running.move("paused")
         return running
 
-    def adopt(self, running: InflightRequest) -> str:
-        """Go on with what another client has released; the id under which it runs from now on."""
-        running.wire_id = wire_id = self._wire_id(running.request)
-        self._running[wire_id] = running
+    def adopt(self, running: InflightRequest) -> int:
+        """Go on with what another client has released; the number under which it runs from now on."""
+        running.number = number = self._next()
+        self._running[number] = running
         if self.welcome and self._alone is None:
             self._start(running)
-        return wire_id
+        return number
 
     def _start_waiting(self) -> None:
         """Start what is not in the engine: the first suspect alone, all once there is none."""
@@ -135,32 +130,32 @@ class ClientState:
         else:
             self._go_on(running)
 
-    def abort(self, wire_id: str) -> None:
+    def abort(self, number: int) -> None:
         """Nobody reads this request any more: what still arrives for it is dropped."""
-        running = self._running.pop(wire_id, None)
+        running = self._running.pop(number, None)
         if running is not None and self.welcome:
-            self.outbox.append(m.encode(m.Abort(wire_id)))
+            self.outbox.append(m.encode(m.Abort(number)))
             if running is self._alone:
                 self._start_waiting()
 
-    def finish(self, wire_id: str, index: int) -> None:
-        running = self._running.get(wire_id)
+    def finish(self, number: int, index: int) -> None:
+        running = self._running.get(number)
         if running is None or index not in running.open:
             return
         running.ending.add(index)
         if running.submitted and running.phase != "paused":
-            self.outbox.append(m.encode(m.Finish(wire_id, running.attempt.index(index))))
+            self.outbox.append(m.encode(m.Finish(number, running.attempt.index(index))))
 
     def _pause(self, running: InflightRequest) -> None:
         """Take a request whose reader does not follow out of the engine: its place there is for those who do."""
         running.move("pausing")
         running.wanted = False
         for index in running.open - running.ending:
-            self.outbox.append(m.encode(m.Finish(running.wire_id, running.attempt.index(index))))
+            self.outbox.append(m.encode(m.Finish(running.number, running.attempt.index(index))))
 
-    def resume(self, wire_id: str) -> None:
+    def resume(self, number: int) -> None:
         """The reader of a paused request has room again; one that is not quite paused yet goes on once it is."""
-        running = self._running.get(wire_id)
+        running = self._running.get(number)
         if running is not None:
             running.wanted = True
             self._go_on(running)
@@ -185,8 +180,8 @@ class ClientState:
             self.outbox.append(m.encode(message))
 
     def _next(self) -> int:
-        self._number += 1
-        return self._number
+        self._last_number += 1
+        return self._last_number
 
     # from the engine
 
@@ -196,8 +191,8 @@ class ClientState:
         match message:
             case m.Events():
                 self.moved, self.step_age = True, 0.0
-                for wire_id, event in message.items:
-                    self._deliver(wire_id, event)
+                for number, event in message.items:
+                    self._deliver(number, event)
             case m.Heartbeat(health):
                 idle = health.num_running + health.num_waiting == 0
                 self.moved = self.moved or idle or health.steps != self.health.steps
@@ -218,13 +213,13 @@ class ClientState:
         if self.welcome:
             self.seen = dict([*(self.seen | {self.generation: health}).items()][-SEEN:])  # a new one: others read it
 
-    def _deliver(self, wire_id: str, event: Event) -> None:
-        running = self._running.get(wire_id)
+    def _deliver(self, number: int, event: Event) -> None:
+        running = self._running.get(number)
         if running is None:
             return  # abandoned
         running.deliver(event)
         if running.done:
-            del self._running[wire_id]
+            del self._running[number]
         elif self._can_pause and running.should_pause:
             self._pause(running)
         else:
@@ -265,7 +260,7 @@ class ClientState:
             running.fail(died(f"the engine ended, and {self.info.backend} engines do not resume a text"))
             request = None
         if request is None:
-            del self._running[running.wire_id]
+            del self._running[running.number]
         else:
             self._send(running, request)
 
@@ -279,7 +274,7 @@ class ClientState:
         """
         self.generation, self._alone = "", None
         self.outbox.clear()
-        for wire_id, running in list(self._running.items()):
+        for number, running in list(self._running.items()):
             was_there, running.submitted = running.submitted, False
             if running.phase == "pausing":
                 running.move("paused")
@@ -289,7 +284,7 @@ class ClientState:
             if running.restarts > MAX_RESTARTS:
                 told = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
                 running.fail(PoisonRequest(told))
-                del self._running[wire_id]
+                del self._running[number]
         for number, (call, waiter) in list(self._calls.items()):
             if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done
                 del self._calls[number]

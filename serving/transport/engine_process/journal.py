@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from ...events import Event, Failed, Tokens, is_terminal
+from ...engine.interface import Client, EngineOutput
+from ...events import Failed, Tokens, is_terminal
 from ...journal import Journal, JournalEntry
 from ...request import ValidRequest
 
@@ -29,26 +30,26 @@ class MeteredRequests:
     def __init__(self, generation: str) -> None:
         self._generation = generation
         self._journals: dict[str, Journal | None] = {}
-        self._running: dict[tuple[Hashable, str], _Metered] = {}
+        self._running: dict[Client, _Metered] = {}
 
-    def begin(self, client: Hashable, request: ValidRequest, root: str) -> None:
-        """Count ``request`` in the journal under ``root``; "" counts nothing."""
+    def begin(self, client: Client, request: ValidRequest, root: str) -> None:
+        """Count ``request`` in the journal under ``root``; "" counts nothing. ``client``: as the core returns it with
+        the request's events."""
         journal = self._journal(root) if root and request.task != "embeddings" else None
         if journal is None:
             return
-        request_id = request.request_id.rpartition("@")[0] or request.request_id  # without what the client added
         try:
-            metered = _Metered(journal, journal.begin(request_id), len(request.sequences))
+            metered = _Metered(journal, journal.begin(request.request_id), len(request.sequences))
         except OSError:
             self._give_up(journal)
         else:
-            self._running[client, request.request_id] = metered
+            self._running[client] = metered
 
-    def see(self, told: Iterable[tuple[Hashable, str, Event]]) -> None:
+    def see(self, told: Iterable[EngineOutput]) -> None:
         """Everything that a step gave, before any of it is sent, whether or not somebody still waits for it."""
         ended: dict[Journal, list[JournalEntry]] = {}
-        for client, request_id, event in told:
-            metered = self._running.get((client, request_id))
+        for client, _, event in told:
+            metered = self._running.get(client)
             if metered is None:
                 continue
             if isinstance(event, Tokens):
@@ -56,7 +57,7 @@ class MeteredRequests:
             elif is_terminal(event):
                 metered.left = 0 if isinstance(event, Failed) else metered.left - 1
                 if not metered.left:
-                    del self._running[client, request_id]
+                    del self._running[client]
                     ended.setdefault(metered.journal, []).append(metered.entry)
         for journal, entries in ended.items():
             try:

@@ -11,13 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import zmq
 
 from ...engine.interface import Core, EngineInfo, EngineOutput, Health
-from ...errors import InternalError, PermissionDenied, ServingError
+from ...errors import Aborted, InternalError, PermissionDenied, ServingError
 from ...events import Event, Failed, is_terminal
 from ...request import ValidRequest
 from ...settings import EngineSettings
@@ -36,8 +36,21 @@ LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
 
 
+_Client: TypeAlias = tuple[bytes, int]
+"""(identity of the connection, number of the request on it): what the core returns with a request's events."""
+
+
+class _Open:
+    """A request that a client waits for, and how many of its sequences have not ended."""
+
+    __slots__ = ("left", "request_id")
+
+    def __init__(self, request_id: str, left: int) -> None:
+        self.request_id, self.left = request_id, left
+
+
 class _Peer:
-    """A connected client and the sequences it still waits for, by request."""
+    """A connected client and the requests it still waits for, by its numbers."""
 
     __slots__ = ("client_id", "counts", "is_local", "journal", "name", "open", "seen")
 
@@ -46,7 +59,7 @@ class _Peer:
         self.name, self.is_local = hello.name, is_local
         self.client_id = hello.client_id if is_local else ""
         self.journal, self.counts = (hello.journal, hello.counts) if self.client_id else ("", "")
-        self.open: dict[str, int] = {}
+        self.open: dict[int, _Open] = {}
         self.seen = time.monotonic()
 
 
@@ -79,6 +92,7 @@ class EngineServer:
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self._peers: dict[bytes, _Peer] = {}
+        self._clients: dict[str, _Client] = {}  # of the requests that peers wait for, by their ids
         self._drain = Drain(drain_timeout)
         self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
@@ -139,15 +153,15 @@ class EngineServer:
             return
         peer.seen = time.monotonic()
         match message:
-            case m.Submit(request, continues, time_left):
+            case m.Submit(number, request, continues, time_left):
                 if time_left is not None and not peer.client_id:  # the deadline is of another host's clock
                     request = msgspec.structs.replace(request, deadline=time.monotonic() + time_left)
-                self._submit(identity, peer, request, continues)
-            case m.Abort(request_id):
-                self._abort(peer, request_id)
-            case m.Finish(request_id, index):
-                if request_id in peer.open:
-                    self.core.finish(request_id, index)
+                self._submit((identity, number), peer, request, continues)
+            case m.Abort(number):
+                self._abort(peer, number)
+            case m.Finish(number, index):
+                if number in peer.open:
+                    self.core.finish(peer.open[number].request_id, index)
             case m.Goodbye():
                 self._drop(identity)
             case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
@@ -168,20 +182,39 @@ class EngineServer:
         self._counters.keep({peer.counts for peer in self._peers.values()}, self.core.health())
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 
-    def _submit(self, identity: bytes, peer: _Peer, request: ValidRequest, continues: bool) -> None:
-        peer.open[request.request_id] = len(request.sequences)
-        self._metered.begin(identity, request, peer.journal)
+    def _submit(self, client: _Client, peer: _Peer, request: ValidRequest, continues: bool) -> None:
+        for earlier in (client, self._clients.get(request.request_id)):
+            if earlier is not None:
+                self._replace(earlier)
+        peer.open[client[1]] = _Open(request.request_id, len(request.sequences))
+        self._clients[request.request_id] = client
+        self._metered.begin(client, request, peer.journal)
         try:
-            self.core.add(request, identity, continues=continues)
+            self.core.add(request, client, continues=continues)
         except Exception as error:
             logger.exception("request %s", request.request_id)
             told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
             failed = Failed(told.kind, told.message, told.param)
-            self._send_events([(identity, request.request_id, failed)], self.core.health().steps)
+            self._send_events([(client, request.request_id, failed)], self.core.health().steps)
 
-    def _abort(self, peer: _Peer, request_id: str) -> None:
-        if peer.open.pop(request_id, None) is not None:
-            self.core.abort(request_id)
+    def _replace(self, client: _Client) -> None:
+        """End what is submitted again: a request runs once, and one that was handed over may come before its abort."""
+        identity, number = client
+        peer = self._peers.get(identity)
+        if peer is not None and number in peer.open:
+            self._abort(peer, number)
+            aborted = Failed(Aborted.kind, "the request was submitted again")
+            self._send(identity, m.Events(self.core.health().steps, ((number, aborted),)))
+
+    def _abort(self, peer: _Peer, number: int) -> None:
+        if number in peer.open:
+            self.core.abort(self._close(peer, number))
+
+    def _close(self, peer: _Peer, number: int) -> str:
+        """The id of a request that its client waits for no more."""
+        request_id = peer.open.pop(number).request_id
+        self._clients.pop(request_id, None)
+        return request_id
 
     def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
         try:
@@ -232,20 +265,19 @@ class EngineServer:
         if not told:
             return
         self._metered.see(told)
-        by_client: dict[bytes, list[tuple[str, Event]]] = {}
-        for identity, request_id, event in told:
-            peer = self._peers.get(identity)  # type: ignore[call-overload]
-            if peer is None or request_id not in peer.open:
+        by_peer: dict[bytes, list[tuple[int, Event]]] = {}
+        for client, _, event in told:
+            identity, number = cast(_Client, client)
+            peer = self._peers.get(identity)
+            if peer is None or (request := peer.open.get(number)) is None:
                 continue  # gone, or aborted by the client itself
             if is_terminal(event):
-                left = 0 if isinstance(event, Failed) else peer.open[request_id] - 1
-                if left:
-                    peer.open[request_id] = left
-                else:
-                    del peer.open[request_id]
-            by_client.setdefault(identity, []).append((request_id, event))  # type: ignore[arg-type]
-        for client, items in by_client.items():
-            self._send(client, m.Events(steps, tuple(items)))
+                request.left = 0 if isinstance(event, Failed) else request.left - 1
+                if not request.left:
+                    self._close(peer, number)
+            by_peer.setdefault(identity, []).append((number, event))
+        for identity, items in by_peer.items():
+            self._send(identity, m.Events(steps, tuple(items)))
 
     def _send(self, identity: bytes, message: m.ToClient) -> None:
         self._sockets[identity[:1]].send_multipart([identity[1:], m.encode(message)])
@@ -283,8 +315,9 @@ class EngineServer:
 
     def _drop(self, identity: bytes) -> None:
         peer = self._peers.pop(identity, None)
-        for request_id in peer.open if peer else ():
-            self.core.abort(request_id)
+        if peer is not None:
+            for number in list(peer.open):
+                self._abort(peer, number)
 
     def _end_if_unused(self) -> bool:
         lock = self.state.try_lock()

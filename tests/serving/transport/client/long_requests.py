@@ -10,7 +10,7 @@ from mlflow_llm.serving.transport.client.event_stream import HIGH
 LENGTH = 100 * HIGH  # how far an engine gets is up to the machine: it goes on until the word to pause has reached it
 
 
-def long(name="r", length=LENGTH, **given):
+def long(name="", length=LENGTH, **given):
     """A request of ``length`` tokens a sequence."""
     request = completion(name, max_tokens=length, **given)
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, stop_token_ids=()))
@@ -18,5 +18,5 @@ def long(name="r", length=LENGTH, **given):
 
 def paused(engine, stream) -> bool:
     """Nothing of the request is in the engine, whose last word of it has arrived."""
-    (running,) = [running for running in engine._state.running() if running.wire_id == stream.handle.wire_id] or [None]
+    (running,) = [running for running in engine._state.running() if running.number == stream.handle.number] or [None]
     return running is not None and running.phase == "paused"

@@ -42,10 +42,10 @@ def test_only_an_engine_that_resumes_gets_a_request_again(resumes: bool) -> None
     """After a death what has delivered tokens goes on where it can be resumed, else it fails; the rest starts again."""
     state, begun, fresh = ClientState("c"), Sink(), Sink()
     welcome(state, resumes)
-    wire_id = state.submit(completion("begun"), begun)
+    number = state.submit(completion("begun"), begun)
     state.submit(completion("fresh"), fresh)
     begun.is_full = fresh.is_full = False
-    state.receive(m.encode(m.Events(1, ((wire_id, Tokens(0, (5,))),))))
+    state.receive(m.encode(m.Events(1, ((number, Tokens(0, (5,))),))))
     state.disconnected()
     welcome(state, resumes)
     assert outgoing(state) == ["Submit"] * (2 if resumes else 1)
@@ -58,7 +58,7 @@ def test_only_a_request_that_can_be_resumed_is_paused(resumes: bool) -> None:
     """For a reader that does not follow it leaves the engine, unless its text could not go on afterwards."""
     state = ClientState("c")
     welcome(state, resumes)
-    wire_id = state.submit(completion("slow"), Sink())
+    number = state.submit(completion("slow"), Sink())
     outgoing(state)
-    state.receive(m.encode(m.Events(1, ((wire_id, Tokens(0, (5,))),))))
+    state.receive(m.encode(m.Events(1, ((number, Tokens(0, (5,))),))))
     assert outgoing(state) == (["Finish"] if resumes else [])

@@ -43,7 +43,7 @@ def submitted(state):
     """What goes to the engine now, by the callers' names: whether it continues."""
     frames, state.outbox = list(state.outbox), type(state.outbox)()
     found = [message for message in map(m.decode_for_engine, frames) if isinstance(message, m.Submit)]
-    return {message.request.request_id.partition("@")[0]: message.continues for message in found}
+    return {message.request.request_id: message.continues for message in found}
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def test_what_is_adopted_continues_if_it_had_begun():
 def test_a_message_without_the_mark_is_a_new_request():
     """The mark has a default, so that an engine takes what a client of the same protocol without it says."""
     request = completion()
-    frame = msgspec.msgpack.encode(["submit", request])
-    assert m.decode_for_engine(frame) == m.Submit(request)
+    frame = msgspec.msgpack.encode(["submit", 7, request])
+    assert m.decode_for_engine(frame) == m.Submit(7, request)
 
 
 def test_the_instant_engine_refuses_new_requests_only(bundle):

@@ -36,18 +36,18 @@ class Engines:
         self.state.hello("c")
         self.state.receive(m.encode(m.Welcome(f"g{self.deaths}", INFO, Health(status="ready"))))
         while batch := self.submitted():
-            if any(request.request_id.split("@")[0] in self.poison for request in batch):
+            if any(message.request.request_id in self.poison for message in batch):
                 self.deaths += 1
                 self.state.disconnected()
                 return
-            for request in batch:
-                self.state.receive(m.encode(m.Events(1, ((request.request_id, Finished(0, "length", 0, 1)),))))
+            for message in batch:
+                self.state.receive(m.encode(m.Events(1, ((message.number, Finished(0, "length", 0, 1)),))))
 
-    def submitted(self) -> list:
+    def submitted(self) -> list[m.Submit]:
         """All that came since the last step: what is together in the engine."""
         frames = [m.decode_for_engine(frame) for frame in self.state.outbox]
         self.state.outbox.clear()
-        return [frame.request for frame in frames if isinstance(frame, m.Submit)]
+        return [frame for frame in frames if isinstance(frame, m.Submit)]
 
 
 @pytest.mark.parametrize("poison", [{"r0"}, {"r2"}, {"r4"}, {"r1", "r3"}, {f"r{i}" for i in range(5)}])
@@ -77,7 +77,7 @@ def test_others_do_not_wait_for_a_suspect_that_left(end: str) -> None:
         engines.live()
     state.hello("c")
     state.receive(m.encode(m.Welcome("g", INFO, Health(status="ready"))))
-    assert [request.request_id for request in engines.submitted()] == [first]
+    assert [message.number for message in engines.submitted()] == [first]
     late = state.submit(completion("late"), Sink())
     assert engines.submitted() == []
     if end == "finish":
@@ -85,9 +85,9 @@ def test_others_do_not_wait_for_a_suspect_that_left(end: str) -> None:
         state.receive(m.encode(m.Events(1, ((first, Finished(0, "abort", 0, 1)),))))
     else:
         getattr(state, end)(first)
-    assert [request.request_id for request in engines.submitted()] == [second]
+    assert [message.number for message in engines.submitted()] == [second]
     state.receive(m.encode(m.Events(1, ((second, Failed("internal", "x")),))))
-    assert [request.request_id for request in engines.submitted()] == [late]
+    assert [message.number for message in engines.submitted()] == [late]
 
 
 def test_nobody_waits_when_all_have_failed() -> None:
@@ -102,7 +102,7 @@ def test_nobody_waits_when_all_have_failed() -> None:
     state.fail_all(Unavailable("none"))
     engines.submitted()
     late = state.submit(completion("late"), Sink())
-    assert [request.request_id for request in engines.submitted()] == [late]
+    assert [message.number for message in engines.submitted()] == [late]
 
 
 def test_the_others_get_their_tokens(place, make_bundle) -> None:

@@ -188,7 +188,7 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
         identity = server.LOCAL + name.encode()
         engine._handle(identity, protocol.Hello(client_id, name=name))
         request = msgspec.structs.replace(completion(name, max_tokens=5), deadline=3.0)
-        engine._handle(identity, protocol.Submit(request, time_left=600.0))
+        engine._handle(identity, protocol.Submit(1, request, time_left=600.0))
     assert 500 < taken["far"].deadline - time.monotonic() <= 600
     assert taken["near"].deadline == 3.0
 
@@ -216,7 +216,7 @@ def test_a_silent_client_is_gone(place, make_bundle, monkeypatch):
         client = context.socket(zmq.DEALER)
         client.connect("inproc://engine")
         client.send(protocol.encode(protocol.Hello("", name=name)))
-        client.send(protocol.encode(protocol.Submit(completion(name, max_tokens=10**5))))
+        client.send(protocol.encode(protocol.Submit(1, completion(name, max_tokens=10**5))))
         clients.append(client)
     loop.start()
     assert eventually(lambda: core.health().num_running == 2)
@@ -257,7 +257,7 @@ def test_a_key_opens_no_files(place, make_bundle, key, tmp_path):
                     return found
 
         ask(protocol.Hello("x" * 32, journal=str(journal)), protocol.Welcome)
-        stranger.send(protocol.encode(protocol.Submit(completion("metered", max_tokens=5))))
+        stranger.send(protocol.encode(protocol.Submit(1, completion("metered", max_tokens=5))))
         while not isinstance(ask(protocol.Ping(), protocol.Events).items[-1][1], Finished):
             pass
         assert not journal.exists()

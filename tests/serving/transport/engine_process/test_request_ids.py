@@ -1,0 +1,115 @@
+"""A request keeps its one id on its way to the engine and into its journal; connections speak of it by numbers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from transport_place import completion
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.events import Failed, Finished, Tokens
+from mlflow_llm.serving.journal import journals
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantCore, InstantModel, write_model
+from mlflow_llm.serving.transport import protocol as m
+from mlflow_llm.serving.transport.client.event_stream import EventBuffer
+from mlflow_llm.serving.transport.client.protocol_state import ClientState
+from mlflow_llm.serving.transport.engine_process.server import LOCAL, EngineServer
+
+ONE, TWO = LOCAL + b"one", LOCAL + b"two"
+
+
+class Server(EngineServer):
+    """Without a connection: what it would send is kept."""
+
+    def _send(self, identity: bytes, message: m.ToClient) -> None:
+        self.sent.setdefault(identity, []).append(message)
+
+    def events(self, identity: bytes) -> list[tuple[int, Any]]:
+        messages = self.sent.pop(identity, [])
+        return [item for message in messages if isinstance(message, m.Events) for item in message.items]
+
+    def run_out(self) -> None:
+        while self.core.has_work():
+            self._send_events(self.core.step(), 0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    bundle = Bundle(content_hash="x", tasks=("completions",), model_dir=str(tmp_path), tokenizer_dir="")
+    write_model(tmp_path, InstantModel())
+    settings = EngineSettings()
+    core = InstantCore(bundle, settings)
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as socket:
+        found = Server(core, settings, None, socket, core.info, "g")  # type: ignore[arg-type]
+        found.sent = {}
+        for identity in (ONE, TWO):
+            found._handle(identity, m.Hello("c", name=identity.decode(), journal=str(tmp_path / "journal")))
+        yield found
+    context.term()
+
+
+def test_numbers_are_a_connections_own(server: Server) -> None:
+    """Two clients may use the same number: each hears of its own request, by that number."""
+    server._handle(ONE, m.Submit(1, completion("a", max_tokens=2)))
+    server._handle(TWO, m.Submit(1, completion("b", max_tokens=3)))
+    server.run_out()
+    for identity, count in ((ONE, 2), (TWO, 3)):
+        events = server.events(identity)
+        assert {number for number, _ in events} == {1}
+        assert sum(len(event.token_ids) for _, event in events if isinstance(event, Tokens)) == count
+
+
+def test_the_journal_has_the_id_that_the_ledger_has(server: Server, tmp_path: Path) -> None:
+    """Nothing is added to it, whatever it is made of."""
+    for number, name in enumerate(("req@x.1", "3f", "req-9")):
+        server._handle(ONE, m.Submit(number, completion(name, max_tokens=number + 1)))
+    server.run_out()
+    (journal,) = journals(tmp_path / "journal")
+    found, _ = journal.ended(0, 10)
+    assert {(one.request_id, one.tokens) for one in found} == {("req@x.1", 1), ("3f", 2), ("req-9", 3)}
+
+
+def test_a_request_runs_once(server: Server) -> None:
+    """Handed over to another connection it may come there before it is aborted on the first: the first attempt ends,
+    and its abort, when it comes, is not the second's."""
+    request = completion("a", max_tokens=4)
+    server._handle(ONE, m.Submit(5, request))
+    server.core.step()
+    server._handle(TWO, m.Submit(9, request, True))
+    server._handle(ONE, m.Abort(5))
+    server.run_out()
+    ((number, failed),) = server.events(ONE)
+    assert (number, failed.kind) == (5, "aborted")
+    assert isinstance(failed, Failed)
+    events = server.events(TWO)
+    assert {number for number, _ in events} == {9}
+    assert sum(len(event.token_ids) for _, event in events if isinstance(event, Tokens)) == 4
+    assert isinstance(events[-1][1], Finished)
+    assert not server._clients
+
+
+def test_a_client_sends_the_id_as_it_is(server: Server) -> None:
+    """Also of a request that it has taken over from another client; the number is then another."""
+    one, two = ClientState("one"), ClientState("two")
+    for state in (one, two):
+        state.hello("")
+        state.receive(m.encode(m.Welcome("g", server.info, server.core.health())))
+        state.outbox.clear()
+    two.submit(completion("other"), _sink())
+    running = one.release(one.submit(completion("a"), _sink()))
+    assert running is not None
+    two.adopt(running)
+    sent = [m.decode_for_engine(frame) for frame in (*one.outbox, *two.outbox)]
+    told = [(message.number, message.request.request_id) for message in sent if isinstance(message, m.Submit)]
+    assert told == [(1, "a"), (1, "other"), (2, "a")]
+
+
+def _sink() -> EventBuffer:
+    return EventBuffer(queue.SimpleQueue(), 1)
