@@ -128,7 +128,7 @@ def test_all_reserves_fit_the_machine_together(measured: list[object], reserved_
 
 
 def test_an_entity_that_is_not_provisioned_has_one_replica() -> None:
-    """Whatever its load; none when it may scale to zero and nobody called for long enough."""
+    """Whatever its load; none when it may scale to zero and there was no request for long enough."""
     autoscaler = Autoscaler(idle_seconds=10)
     busy = status(1, num_running=64, num_waiting=100, generated_tokens=10_000)
     assert autoscaler.step(served(), {}, busy, None, 0.0) == 1
@@ -206,7 +206,7 @@ def test_reserved_time_is_billed_by_the_minute(store: Store) -> None:
     ]
 
 
-def test_a_store_that_does_not_answer_is_told_later(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_are_billed_once_the_store_answers_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """No minute is lost and none is billed for another; nothing is raised meanwhile."""
     clock = iter((6000.0, 6060.0, 6121.0, 6130.0))
     now = 0.0

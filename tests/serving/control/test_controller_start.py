@@ -47,6 +47,6 @@ def test_a_store_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     """The database and the reason, without a trace."""
     spec = ServeSpec(settings=ServerSettings(database="mysql://me:s3cret@host/db"), runtime_dir=str(tmp_path / "r"))
     said, complained = said_at_start(tmp_path, spec)
-    told = "database mysql://me:***@host/db: is neither sqlite:// nor postgresql://"
-    assert said == {"stage": "failed", "message": told}
+    message = "database mysql://me:***@host/db: is neither sqlite:// nor postgresql://"
+    assert said == {"stage": "failed", "message": message}
     assert complained == ""

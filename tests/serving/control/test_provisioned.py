@@ -136,7 +136,7 @@ def engines(server: Running) -> int:
 
 def test_an_idle_entity_scales_to_zero_and_back(server: Running) -> None:
     """Idle, the engine ends. The next requests wait for a new one as far as the queue goes, and each of these is
-    answered; one more is told when to come again."""
+    answered; one more gets a time to come again."""
     until(lambda: engines(server) == 1)
     awake = engine_pids(server)
     answers: list[tuple[int, dict[str, Any], Any]] = []

@@ -1,4 +1,4 @@
-"""Code that comes with a model runs only where somebody has said that it may."""
+"""Code that comes with a model runs only where the command line says that it may."""
 
 from __future__ import annotations
 

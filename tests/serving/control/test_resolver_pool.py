@@ -108,7 +108,7 @@ def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
     """Who asks for what is being looked up gets that answer or that error; later ones look anew."""
     lookups = Lookups()
     bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
-    for uri, told in (("a", model("a")), ("missing", None)):
+    for uri, answer in (("a", model("a")), ("missing", None)):
         first, answers = ask(bounded, uri)
         assert lookups.entered.acquire(timeout=60)
         others, more = ask(bounded, uri, uri)
@@ -118,7 +118,7 @@ def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
         join(first + others)
         answers += more
         assert lookups.asked.count(uri) == 1
-        assert answers == [told] * 3 if told else all(isinstance(answer, NotFound) for answer in answers)
+        assert answers == [answer] * 3 if answer else all(isinstance(answer, NotFound) for answer in answers)
     lookups.go.release()
     assert bounded(("a",)) == model("a")
     assert lookups.asked.count("a") == 2
@@ -163,7 +163,7 @@ def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
         threading.Event().wait(seconds)
 
     first, second = (ResolverPool(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
-    for uri, told in (("a", model("a")), ("missing", None)):
+    for uri, answer in (("a", model("a")), ("missing", None)):
         asking, answers = ask(first, uri)
         assert lookups.entered.acquire(timeout=60)
         others, more = ask(second, uri, uri)
@@ -172,17 +172,18 @@ def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
         join(asking + others)
         assert lookups.asked.count(uri) == 1
         answers += more
-        if told is None:
+        if answer is None:
             assert [(type(error), str(error)) for error in answers] == [(NotFound, "no such model")] * 3
         else:
-            assert answers == [told] * 3
+            assert answers == [answer] * 3
     lookups.go.release()
     assert second(("a",)) == model("a")
     assert lookups.asked == ["a", "missing", "a"]
 
 
 def test_a_lookup_whose_process_was_killed_is_done_by_another(tmp_path: Path) -> None:
-    """A lookup that ends without an answer keeps nobody waiting, and an answer from before is not taken for its own."""
+    """A lookup that ends without an answer keeps no caller waiting, and an answer from before is not taken for its
+    own."""
     lookups, polls = Lookups(), threading.Semaphore(0)
 
     def wait(seconds: float) -> None:

@@ -58,7 +58,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
 
-def told(done: Result) -> str:
+def error_of(done: Result) -> str:
     """What the console script prints of a command that was refused."""
     return done.output if isinstance(done.exception, SystemExit) else f"Error: {done.exception}\n"
 
@@ -126,7 +126,7 @@ def test_bad_settings_on_the_command_line_are_refused(
         key = str(tmp_path / "key")
         assert invoke("engine-key", key).exit_code == 0
         command = (*command, key)
-    shown = told(invoke(*command, "-C", setting))
+    shown = error_of(invoke(*command, "-C", setting))
     assert shown.startswith(f"Error: {expected}")
     assert shown.count("\n") == 1
 
@@ -150,7 +150,7 @@ def test_bad_seconds_of_serve_are_refused(arguments: tuple[str, ...]) -> None:
 )
 def test_bad_names_of_endpoints_are_refused(arguments: tuple[str, ...], name: str) -> None:
     """A name is one that the management API takes too."""
-    shown = told(invoke("serve", "--port", "0", *arguments))
+    shown = error_of(invoke("serve", "--port", "0", *arguments))
     allowed = "1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
     assert shown.startswith("Error: " + line("name", name, allowed))
     assert shown.count("\n") == 1
@@ -175,7 +175,7 @@ def test_a_bad_spec_of_serve_is_refused_by_place(tmp_path: Path, spec: object, r
     """A file's settings are refused by their place in it."""
     path = tmp_path / "spec.json"
     path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
-    shown = told(invoke("serve", "--spec", str(path)))
+    shown = error_of(invoke("serve", "--spec", str(path)))
     assert shown.startswith(f"Error: --spec {path}: ")
     assert reason in shown
     assert shown.count("\n") == 1
@@ -250,10 +250,10 @@ def test_requiring_keys_without_a_database_is_refused(tmp_path: Path) -> None:
     reason = "require_keys: True is not allowed; expected false without --database"
     with pytest.raises(InvalidField, match=reason):
         ServerSettings(require_keys=True)
-    assert reason in told(invoke("serve", "-m", "models:/x/1", "--require-keys"))
+    assert reason in error_of(invoke("serve", "-m", "models:/x/1", "--require-keys"))
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps({"endpoints": [], "settings": {"require_keys": True}}))
-    assert reason in told(invoke("serve", "--spec", str(spec)))
+    assert reason in error_of(invoke("serve", "--spec", str(spec)))
 
 
 def test_options_beside_a_spec_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def taken(reader: Reader[Any], body: Any) -> bool:
 
 
 def probes(body: Any, schema: Any) -> Iterator[Any]:
-    """The body with another value in each of its places, without each, and with one that nobody knows."""
+    """The body with another value in each of its places, without each, and with an unknown one."""
     values = [*ANY, *TEXTS, *INTEGERS, *dict.fromkeys(bounds(schema))]
     for path in places(body):
         here = body

@@ -70,7 +70,7 @@ def test_a_request_reserves_what_it_may_use_at_most(store, ledger, mode):
 
 
 def test_within_the_reserve_a_request_runs_first(ledger):
-    """The engine is told to keep its pace; beyond the reserve it is one among the pay-per-token requests."""
+    """The engine keeps its pace; beyond the reserve it is one among the pay-per-token requests."""
     reserved, paid = Provisioned(ledger, throughput=1), PayPerToken(ledger)
     admissions = [reserved.admit(valid(f"r{number}"), CALLER, TARGET) for number in range(3)]  # 25 of 60 tokens each
     flood = paid.admit(valid("flood"), CALLER, TARGET)

@@ -23,9 +23,9 @@ CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "con
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What was logged."""
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(logs, "event", lambda name, **fields: told.append({"event": name, **fields}))
-    return told
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(logs, "event", lambda name, **fields: lines.append({"event": name, **fields}))
+    return lines
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_refused_values_are_for_the_caller(
 
 
 def test_numbers_and_faults_of_engines_are_logged_with_their_field() -> None:
-    """A number tells nothing of anybody, and what came over from an engine has no value any more."""
+    """A number identifies no caller, and what came over from an engine has no value any more."""
     assert InvalidField("temperature", 9, "a number in [0, 2]").logged == (
         "temperature: 9 is not allowed; expected a number in [0, 2]"
     )
@@ -86,8 +86,8 @@ def test_every_answer_but_those_open_to_all_has_a_line(
     headers = {"Authorization": f"Bearer {secret}", "X-Request-Id": "audit-1"}
     assert client.get("/v1/models", headers=headers).status_code == 200
     (line,) = lines
-    told = {name: line[name] for name in ("event", "request_id", "method", "path", "status", "key")}
-    assert told == {
+    found = {name: line[name] for name in ("event", "request_id", "method", "path", "status", "key")}
+    assert found == {
         "event": "request",
         "request_id": "audit-1",
         "method": "GET",

@@ -28,21 +28,21 @@ INFO = SimpleNamespace(pid=1, **dict.fromkeys(metrics.EngineCollector.INFO, ""))
 
 
 class Engine:
-    """An engine process that says to have counted what it is told."""
+    """An engine process with the counters that a test gives it."""
 
     info, num_replicas = INFO, 1
 
     def __init__(self, generation: str, counted: int) -> None:
-        self.told = {generation: Health(status="ready", generated_tokens=counted)}
+        self.processes = {generation: Health(status="ready", generated_tokens=counted)}
 
     def restarted(self, generation: str) -> None:
-        self.told[generation] = Health(status="ready")
+        self.processes[generation] = Health(status="ready")
 
     def health(self) -> Health:
-        return next(reversed(self.told.values()))
+        return next(reversed(self.processes.values()))
 
     def process_health(self) -> dict[str, Health]:
-        return dict(self.told)
+        return dict(self.processes)
 
     def close(self) -> None:
         pass
@@ -81,7 +81,7 @@ def test_a_replica_that_leaves_takes_nothing_away() -> None:
     assert generated(endpoints) == 1_000_400
     replicas.set_addresses(("one",))
     assert generated(endpoints) == 1_000_400
-    engines["other"].told["b"] = Health(status="ready", generated_tokens=500)
+    engines["other"].processes["b"] = Health(status="ready", generated_tokens=500)
     replicas.release_idle()
     assert generated(endpoints) == 1_000_500
 
@@ -93,7 +93,7 @@ def test_an_engine_that_starts_again_counts_on() -> None:
     endpoints = worker(**engines)
     engines["one"].restarted("c")
     assert generated(endpoints) == 1_000_400
-    engines["one"].told["c"] = Health(status="ready", generated_tokens=7)
+    engines["one"].processes["c"] = Health(status="ready", generated_tokens=7)
     assert generated(endpoints) == 1_000_407
 
 
@@ -108,7 +108,7 @@ def test_every_worker_shows_the_same_counters(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
-    """Of engine processes that nobody tells of any more only the sum is kept."""
+    """Of engine processes that are not seen any more only the sum is kept."""
     counters = EngineCounters(tmp_path)
     lasting = Health(status="ready", steps=1)
     for number in range(3 * KEPT):
@@ -119,7 +119,7 @@ def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
 
 
 def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:
-    """Also of a process that nobody was connected to any more, or never told of, and of an entity's former versions;
+    """Also of a process that no worker was connected to any more, or never saw, and of an entity's former versions;
     a heartbeat that is older than what is written changes nothing, and no other entity has any of it."""
     kept, counters = CounterDirectory(tmp_path), EngineCounters(tmp_path)
     for key, place in (("first", PLACE), ("second", PLACE), ("third", ("chat", "v2"))):
@@ -127,9 +127,9 @@ def test_counter_files_of_engines_are_summed(tmp_path: Path) -> None:
         for engine in ("a", "b"):
             counted = CounterWriter(f"{key}-{engine}")
             counted.keep({kept.root(key), ""}, Health(status="ready", steps=1, generated_tokens=100))
-    told = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
+    seen = {"first-a": Health(status="ready", generated_tokens=7), "far": Health(status="ready", generated_tokens=9)}
     for _ in range(2):
-        sums = counters.merge([(PLACE, told)])[PLACE]
+        sums = counters.merge([(PLACE, seen)])[PLACE]
         assert (sums["steps"], sums["generated_tokens"]) == (4, 409)
     counted.write(Health(status="ready", generated_tokens=105))
     assert counters.merge([(("chat", "v2"), {})])["chat", "v2"]["generated_tokens"] == 205

@@ -59,7 +59,7 @@ def test_tokens_are_counted_by_kind(counted: tuple[Figures, Running]) -> None:
         assert pick(found, name, kind="completion", **labels) == 8 * requests
         assert pick(found, name, kind="prompt", **labels) == usage["prompt_tokens"] * requests
         assert pick(found, name, kind="cached", **labels) == 0
-    entity = {"endpoint": "assistant", "entity": "model-1"}  # told by heartbeats, a moment later
+    entity = {"endpoint": "assistant", "entity": "model-1"}  # by heartbeats, a moment later
     until(lambda: pick(figures(server), "mlflow_llm_generated_tokens_total", **entity) >= 8 * 20)
 
 
@@ -78,19 +78,19 @@ def test_histograms_have_an_observation_for_each_request(
     found, _ = counted
     for adapter, count in (("", base), ("pirate", adapted)):
         labels = {"endpoint": "assistant", "adapter": adapter}
-        told = pick(found, f"{name}_count", **labels)
-        assert told == count if "output" not in name else told >= count
+        observations = pick(found, f"{name}_count", **labels)
+        assert observations == count if "output" not in name else observations >= count
         rows = [
             (dict(has)["le"], v) for (n, has), v in found.items() if n == f"{name}_bucket" and labels.items() <= has
         ]
         buckets = sorted((float(le), value) for le, value in rows)
         assert [value for _, value in buckets] == sorted(value for _, value in buckets)
-        assert buckets[-1] == (float("inf"), told)
-        assert 0 < pick(found, f"{name}_sum", **labels) < 60 * told
+        assert buckets[-1] == (float("inf"), observations)
+        assert 0 < pick(found, f"{name}_sum", **labels) < 60 * observations
 
 
 def test_engine_gauges(counted: tuple[Figures, Running]) -> None:
-    """A scrape tells what runs now, and that the engine is ready and makes steps."""
+    """A scrape shows what runs now, and that the engine is ready and makes steps."""
     _, server = counted
     labels = {"endpoint": "assistant", "entity": "model-1"}
     with asking(server, BODY | {"stream": True, "max_tokens": 3000}) as answer:
@@ -118,10 +118,10 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
     fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
-    told = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
+    heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
-    runs = SimpleNamespace(health=lambda: told, num_replicas=3, info=SimpleNamespace(**runs_on))
-    runs.process_health = lambda: {"g": told}
+    runs = SimpleNamespace(health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on))
+    runs.process_health = lambda: {"g": heartbeat}
     entity = SimpleNamespace(name="a", entity="model", engine=runs)
     registry = CollectorRegistry()
     registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), EngineCounters()))

@@ -79,9 +79,9 @@ def exporting(directory: Path, **environment: str) -> Iterator[None]:
             assert time.monotonic() < until
             time.sleep(0.05)
         yield
-        _, told = process.communicate(timeout=240)
-        assert process.returncode == 0, told
-        assert b"not exported" not in told, told
+        _, output = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        assert b"not exported" not in output, output
     finally:
         process.kill()
         process.wait()
@@ -106,19 +106,19 @@ def spans(taken: list[Any]) -> dict[str, Any]:
 
 
 def usage_of(answer: Any) -> dict[str, int]:
-    told = answer["usage"]
+    usages = answer["usage"]
     return {
-        "input_tokens": told["prompt_tokens"],
-        "output_tokens": told.get("completion_tokens", 0),
-        "total_tokens": told["total_tokens"],
+        "input_tokens": usages["prompt_tokens"],
+        "output_tokens": usages.get("completion_tokens", 0),
+        "total_tokens": usages["total_tokens"],
     }
 
 
 class Exported(NamedTuple):
-    """``told`` is the usage each caller was told, ``replies`` the texts of the request whose content is traced;
+    """``usages`` is the usage that each caller got, ``replies`` the texts of the request whose content is traced;
     ``found`` are MLflow's traces and ``sent`` the collector's spans, by the request's id."""
 
-    told: dict[str, dict[str, int]]
+    usages: dict[str, dict[str, int]]
     body: dict[str, Any]
     replies: list[str]
     found: dict[str, Any]
@@ -132,7 +132,7 @@ def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
     with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:
         outbox = Outbox(Path(root))
         with exporting(Path(root), MLFLOW_TRACKING_URI=store, OTEL_EXPORTER_OTLP_ENDPOINT=collector[0]):
-            told = ask_all(create_app(make(tracer=Tracer(1.0, send=outbox))).test_client())
+            usages = ask_all(create_app(make(tracer=Tracer(1.0, send=outbox))).test_client())
             body = CHAT | {"n": 2, "temperature": 1, "seed": 1, "stream": True}
             server = make(tracer=Tracer(1.0, content=True, send=outbox))
             replies = ask_streamed(create_app(server).test_client(), body)
@@ -141,7 +141,7 @@ def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
             while not all("content" in found for found in (traces(store), spans(collector[1]))):
                 assert time.monotonic() < until
                 time.sleep(0.2)
-        return Exported(told, body, replies, traces(store), spans(collector[1]))
+        return Exported(usages, body, replies, traces(store), spans(collector[1]))
 
 
 def ask_all(client: FlaskClient) -> dict[str, dict[str, int]]:
@@ -150,7 +150,7 @@ def ask_all(client: FlaskClient) -> dict[str, dict[str, int]]:
     def ask(name: str, path: str, body: dict[str, Any], **headers: str) -> Any:
         return client.post(path, json=body, headers={"X-Request-Id": name, **headers})
 
-    told = {
+    usages = {
         "whole": usage_of(ask("whole", "/v1/chat/completions", CHAT).json),
         "adapter": usage_of(ask("adapter", "/v1/chat/completions", CHAT | {"model": "assistant:pirate"}).json),
         "vectors": usage_of(ask("vectors", "/v1/embeddings", {"model": "assistant", "input": ["a", "bc"]}).json),
@@ -158,11 +158,11 @@ def ask_all(client: FlaskClient) -> dict[str, dict[str, int]]:
     }
     body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
     events = ask("stream", "/v1/chat/completions", body).text.split("\n\n")
-    told["stream"] = usage_of(json.loads(events[-3].removeprefix("data: ")))
+    usages["stream"] = usage_of(json.loads(events[-3].removeprefix("data: ")))
     too_long = CHAT | {"messages": [{"role": "user", "content": "x" * 9000}]}
     assert ask("refused", "/v1/chat/completions", too_long).status_code == 400
     assert ask("unsampled", "/v1/chat/completions", CHAT, traceparent=HEADER[:-2] + "00").status_code == 200
-    return told
+    return usages
 
 
 def ask_streamed(client: FlaskClient, body: dict[str, Any]) -> list[str]:
@@ -175,9 +175,9 @@ def ask_streamed(client: FlaskClient, body: dict[str, Any]) -> list[str]:
 
 
 def test_usage_in_mlflow_and_at_a_collector(exported: Exported) -> None:
-    """Every sampled request is a trace with the usage its caller was told, in both places; an unsampled one is none."""
-    assert set(exported.found) == set(exported.sent) == {*exported.told, "refused", "content"}
-    for name, usage in exported.told.items():
+    """Every sampled request is a trace with the usage that its caller got, in both places; an unsampled one is none."""
+    assert set(exported.found) == set(exported.sent) == {*exported.usages, "refused", "content"}
+    for name, usage in exported.usages.items():
         (span,) = exported.found[name].data.spans
         assert span.get_attribute("mlflow.chat.tokenUsage") == usage
         assert exported.found[name].info.token_usage == usage
@@ -206,7 +206,7 @@ def test_a_callers_trace_goes_on(exported: Exported) -> None:
 
 def test_content_only_where_asked_for(exported: Exported) -> None:
     """Prompt and reply are in a trace only where content is traced, in the form MLflow shows as a conversation."""
-    for name in exported.told:
+    for name in exported.usages:
         (span,) = exported.found[name].data.spans
         assert (span.inputs, span.outputs) == (None, None)
     trace = exported.found["content"]

@@ -1,4 +1,4 @@
-"""Adapters while their engine does not answer: they are known all the same, and nobody waits to be looked up."""
+"""Adapters while their engine does not answer: they are known all the same, and no request waits for a look-up."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def models(server: Running) -> list[str]:
 
 def test_names_are_known_while_the_engine_is_away(instant_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """First those of the model; the engine's own when it answers; these too while it fails. It is asked one question
-    at a time, and none when nobody wants to know any more."""
+    at a time, and none after it is closed."""
     monkeypatch.setattr(adapter_poller, "INTERVAL", 0.01)
     engine = Absent(instant_bundle)
     engine.load_adapter("formal", instant_bundle.model_dir)

@@ -23,7 +23,7 @@ def engine(status: str, **figures: float) -> SimpleNamespace:
     return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None, info=NATIVE)
 
 
-def told(**endpoints: dict[str, object]) -> tuple[int, dict]:
+def health_of(**endpoints: dict[str, object]) -> tuple[int, dict]:
     """Status and endpoints of the answer, given each endpoint's engines by served entity."""
     served = ServedEndpoints()
     served.replace(
@@ -52,7 +52,9 @@ def replicas(*engines: object) -> ReplicaSet:
 def test_every_served_entity_counts(status: str) -> None:
     """A second entity that makes no progress is a 503; the endpoint's state is its worst entity's."""
     well = {"only": engine("ready")}
-    code, found = told(chat={"v1": engine("ready", num_running=1), "v2": engine(status, num_running=2)}, other=well)
+    code, found = health_of(
+        chat={"v1": engine("ready", num_running=1), "v2": engine(status, num_running=2)}, other=well
+    )
     assert code == 503
     assert (found["chat"]["status"], found["chat"]["running"]) == (status, 3)
     assert {name: (e["status"], e["running"]) for name, e in found["chat"]["entities"].items()} == {
@@ -61,16 +63,16 @@ def test_every_served_entity_counts(status: str) -> None:
     }
     idle = {"status": "ready", "steps": 0, "last_step_age": 0.0, "running": 0, "waiting": 0, "processor_wait": 0.0}
     assert found["other"] == {**idle, "kernels": "native"}
-    assert told(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
+    assert health_of(chat={"v1": engine("ready"), "v2": engine("ready")}, other=well)[0] == 200
 
 
 def test_one_replica_that_makes_progress_is_enough() -> None:
     """Requests move to it; the age of the other's last step is seen. None wanted is well, none reached is not."""
     hung, good = engine("stalled", last_step_age=9.0, steps=1), engine("ready", last_step_age=0.1, steps=1)
-    code, found = told(chat={"v1": replicas(hung, good)})
+    code, found = health_of(chat={"v1": replicas(hung, good)})
     assert (code, found["chat"]["status"], found["chat"]["last_step_age"]) == (200, "ready", 9.0)
-    assert told(chat={"v1": replicas(hung, hung)})[0] == 503
-    assert told(chat={"v1": replicas()})[0] == 200
+    assert health_of(chat={"v1": replicas(hung, hung)})[0] == 503
+    assert health_of(chat={"v1": replicas()})[0] == 200
     idle = [engine("ready", last_step_age=age) for age in (50.0, 2.0)]
     assert replicas(*idle).health().last_step_age == 2.0
     waiting = [engine("ready", processor_wait=share) for share in (0.1, 0.4, 0.2)]
@@ -82,7 +84,7 @@ def test_health_names_the_engines_kernels() -> None:
     slow = engine("ready")
     slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
     told_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
-    found = told(one={"v1": slow}, two={"v1": engine("ready"), "v2": slow})[1]
+    found = health_of(one={"v1": slow}, two={"v1": engine("ready"), "v2": slow})[1]
     assert found["one"].items() >= told_of.items()
     assert found["two"]["entities"]["v2"].items() >= told_of.items()
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
@@ -94,6 +96,6 @@ def test_health_counts_standbys_where_they_are_configured() -> None:
     asked = [engine("ready", num_standbys=number) for number in (0, 1)]
     for one in asked:
         one.info = msgspec.structs.replace(NATIVE, num_standbys=1)
-    code, found = told(lacking={"v1": asked[0]}, backed={"v1": asked[1]}, plain={"v1": engine("ready")})
+    code, found = health_of(lacking={"v1": asked[0]}, backed={"v1": asked[1]}, plain={"v1": engine("ready")})
     assert (code, found["lacking"]["standbys"], found["backed"]["standbys"]) == (200, 0, 1)
     assert "standbys" not in found["plain"]

@@ -93,7 +93,7 @@ def test_what_a_body_names_is_of_the_paths_endpoint(endpoints: ServedEndpoints) 
 
 
 def test_callers_stick_where_it_is_asked(endpoints: ServedEndpoints) -> None:
-    """By the request's key on any endpoint; by the API key on a sticky one; nobody sticks for having no key."""
+    """By the request's key on any endpoint; by the API key on a sticky one; callers without a key do not stick."""
 
     def chosen(name: str, **who: str) -> set[str]:
         return {endpoints.route(name, **who)[0].entity for _ in range(20)}
@@ -149,7 +149,7 @@ def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
 
 
 def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> None:
-    """It gets no new ones, and its address is told until it is let go."""
+    """It gets no new ones, and its address is reported until it is released."""
     replicas = replicated()
     replicas.set_addresses(("x", "y"))
     streams = [replicas.submit(request()) for _ in range(2)]
