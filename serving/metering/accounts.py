@@ -1,6 +1,6 @@
-"""Keys, limits, prices and the audit log as the management API has them: plain objects in and out.
+"""Keys, limits, prices and the audit log as the management API has them: JSON objects in and out.
 
-The server answers with it, and the commands use it on a database of their own: both do the same.
+Shared by the server's management API and the commands that work on a database.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKEN_PREFIX = "jwt:"  # of callers who are no keys of the store
 
 
 class Accounts:
-    """``by`` is who asks. Every method raises ``ServingError``."""
+    """The management API's operations on a store. ``by`` makes the changes; every method raises ``ServingError``."""
 
     def __init__(self, store: Store, *, by: Actor | None = None, keys: Keys | None = None) -> None:
         self._store, self._by = store, by
@@ -101,8 +101,8 @@ class Accounts:
         ]
 
     def _key(self, key: ApiKey) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.to_builtins(key)
-        return told | {"state": key.state(self._keys.now_ms())}
+        found: dict[str, Any] = msgspec.to_builtins(key)
+        return found | {"state": key.state(self._keys.now_ms())}
 
     # limits
 
@@ -112,7 +112,7 @@ class Accounts:
         return {"currency": self._currency(), "limits": [_limit(limit) for limit in found]}
 
     def set_limits(self, body: Body) -> dict[str, Any]:
-        """All of them or none; ``notes`` say what people may have meant otherwise."""
+        """Set several limits in one transaction; ``notes`` in the answer name likely mistakes."""
         given = NEW_LIMITS(body, "")
         scope, subject = given["scope"], given["subject"]
         notes = self._check_subject(scope, subject)
@@ -160,7 +160,7 @@ class Accounts:
         return {"currency": self._currency(), "prices": found}
 
     def set_price(self, body: Body) -> dict[str, Any]:
-        """A price not given is 0, that of cached tokens is that of input. ``notes``: see ``set_limits``."""
+        """Set a price. A missing one is 0, that of cached tokens is that of input; ``notes`` as in ``set_limits``."""
         given = NEW_PRICE(body, "")
         entity, texts = given["entity"], {name: given[name] for name in Price.__struct_fields__ if name in given}
         if not texts:
@@ -265,8 +265,8 @@ def _value(kind: str, value: int | str) -> int:
 def _limit(limit: Limit) -> dict[str, Any]:
     kind: Kind = limit.kind
     unit = ("money " if kind in BUDGETS else "") + UNITS[kind]
-    told = {"scope": limit.scope, "subject": limit.subject, "kind": kind}
-    return told | {"value": plain(kind, limit.value), "unit": unit}
+    named = {"scope": limit.scope, "subject": limit.subject, "kind": kind}
+    return named | {"value": plain(kind, limit.value), "unit": unit}
 
 
 def _price(entity: str, effective_ms: int, price: Price) -> dict[str, Any]:

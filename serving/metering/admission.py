@@ -1,4 +1,4 @@
-"""The reservation's transaction: row, limits, windows and bucket, all or nothing."""
+"""Admission: the transaction that checks limits, charges windows and bucket and opens the ledger row."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def reserve(
 
 
 def is_shared(key_id: str) -> bool:
-    """Whether other callers may use an endpoint too."""
+    """Whether the caller with this key shares its endpoints with others."""
     return key_id != ANONYMOUS.key_id
 
 
@@ -126,10 +126,11 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
 def _take(
     connection: sa.Connection, store: Store, reservation: Reservation, bucket: Bucket, clock: MonotonicClock
 ) -> int:
-    """Thousandths of tokens taken from the reserve's bucket; 0 where it has not enough, and then nothing is taken.
+    """Take the reservation from the token bucket of provisioned throughput; returns thousandths of tokens taken.
 
-    A token bucket: it refills at ``rate`` and holds ``rate × burst_seconds``; over any T seconds at most
-    ``rate × (T + burst_seconds)`` tokens run within the reserve. A request larger than the bucket needs a full one.
+    All of it or nothing, which is 0. The bucket refills at ``rate`` and holds ``rate × burst_seconds``; over any T
+    seconds at most ``rate × (T + burst_seconds)`` tokens are provisioned. A request larger than the bucket needs a full
+    one.
     """
     subject, now_ms = f"{reservation.endpoint}\n{reservation.entity}", int(clock.now() * 1000)
     capacity = bucket.rate * bucket.burst_seconds * 1000

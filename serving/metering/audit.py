@@ -1,4 +1,4 @@
-"""The audit log: who changed what of endpoints, keys, limits and prices, in the transaction that changed it.
+"""The audit log: changes of endpoints, keys, limits and prices with their authors, written in the same transaction.
 
 The database itself refuses to change its rows, and to delete them (triggers, see the migrations) but by age, where an
 entry says so, which stays. Secrets and their hashes are never in it.
@@ -55,7 +55,7 @@ class Actor(Struct, frozen=True, kw_only=True):
 
 
 class AuditEntry(Struct, frozen=True, kw_only=True):
-    """``before`` and ``after`` are what the change was about, None where there was or is nothing."""
+    """One change. ``before`` and ``after`` are its object's state, None where that did or does not exist."""
 
     id: int
     at_ms: int
@@ -70,7 +70,7 @@ class AuditEntry(Struct, frozen=True, kw_only=True):
 
 
 class AuditFilter(Struct, frozen=True, kw_only=True):
-    """Entries of [start_ms, end_ms) that match what is given."""
+    """Entries within [start_ms, end_ms) that match the other fields; None matches all."""
 
     start_ms: int = 0
     end_ms: int | None = None
@@ -80,7 +80,7 @@ class AuditFilter(Struct, frozen=True, kw_only=True):
 
 
 def here(via: Via = "python") -> Actor:
-    """The user of this process."""
+    """The author of changes by this process: its user."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -104,13 +104,15 @@ def _encoded(value: Any) -> str | None:
 
 
 class Audit:
+    """The audit log of a store."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def page(
         self, what: AuditFilter, *, limit: int = 100, cursor: str | None = None
     ) -> tuple[tuple[AuditEntry, ...], str | None]:
-        """The newest first, and the cursor of the next page. Raises ``InvalidField``."""
+        """A page of entries, the newest first, and the cursor of the next page. Raises ``InvalidField``."""
         query = sa.select(audit).where(audit.c.at_ms >= what.start_ms)
         if what.end_ms is not None:
             query = query.where(audit.c.at_ms < what.end_ms)

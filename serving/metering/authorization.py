@@ -39,31 +39,31 @@ class Caller(Struct, frozen=True, kw_only=True):
 
     @property
     def permission_level(self) -> PermissionLevel:
-        """As Databricks names what the caller may do with an endpoint that it sees."""
+        """Databricks' name for what the caller may do with an endpoint that it sees."""
         if self.manages:
             return "CAN_MANAGE"
         return "CAN_QUERY" if "invoke" in self.scopes else "CAN_VIEW"
 
     def may_see(self, endpoint: str) -> bool:
-        """Whether it may know of ``endpoint``: it uses it, or one of its adapters, or manages all."""
+        """Whether the caller may know of ``endpoint``: it may use it or one of its adapters, or manages all."""
         if self.manages or self.endpoints is None:
             return True
         return any(entry.partition(":")[0] == endpoint for entry in self.endpoints)
 
     def may_use(self, endpoint: str, adapter: str | None) -> bool:
-        """``adapter`` None is the model itself."""
+        """Whether the caller may run requests at ``endpoint``; ``adapter`` None is the model itself."""
         if self.endpoints is None or endpoint in self.endpoints:
             return True
         return adapter is not None and f"{endpoint}:{adapter}" in self.endpoints
 
     def check_scope(self, scope: str | None) -> None:
-        """None asks for nothing. Raises ``PermissionDenied``."""
+        """Raises ``PermissionDenied`` where the caller lacks ``scope``; None requires none."""
         if scope is not None and scope not in self.scopes:
             raise PermissionDenied(f"the caller lacks the scope {scope!r}")
 
 
 ANONYMOUS = Caller(key_id="anonymous", tenant="default")
-"""The caller where a server asks nobody who they are; metered like any other."""
+"""Every caller of a server without keys; metered like any other."""
 
 UNKNOWN = Caller(key_id="unknown", tenant="", scopes=(), endpoints=())
-"""Who asks for what is open to all, at a server that asks for keys, and shows none."""
+"""A caller without a key, at a server that requires keys, of what is open to all."""

@@ -15,12 +15,14 @@ PAUSE = 0.005  # seconds between looks for one that has come back
 
 
 class ConnectionPool(sa.Pool):
-    """``pool_size`` at most, of which ``kept`` stay open while nobody uses them. Where all are in use one is waited
-    for, ``timeout`` seconds at most. Raises ``sqlalchemy.exc.TimeoutError``.
+    """A pool of ``pool_size`` connections at most, of which ``kept`` stay open while they are idle.
+
+    Where all are in use a caller waits for one, ``timeout`` seconds at most, then raises
+    ``sqlalchemy.exc.TimeoutError``.
 
     SQLAlchemy's own pool has locks, and where gevent has patched ``threading`` those are gevent's: a thread that finds
     one taken by another thread asks the event loop of that thread to wake it, and the threads that run transactions
-    (``web.store_threads``) have a loop that never runs. They would wait for ever. Hence no lock here: each change is
+    (``http.store_threads``) have a loop that never runs. They would wait for ever. Hence no lock here: each change is
     one operation on a deque, which no thread can interrupt.
     """
 

@@ -22,7 +22,7 @@ from .tables import ledger, owners
 
 
 def heartbeat(store: Store, owner: str, now_ms: int, open_leases: Iterable[Lease]) -> None:
-    """Say that ``owner`` lives, and write into its open rows what they have used so far."""
+    """Write the heartbeat of ``owner``, and checkpoint its open rows with what they have used so far."""
     checkpoints = [
         {
             "id": lease.request_id,
@@ -49,10 +49,10 @@ _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 class Recovery:
-    """Of one store, whose processes on this host have ``state_dir``. One thread at a time calls it.
+    """Crash recovery of one store; ``state_dir`` is that of its processes on this host. One thread at a time calls it.
 
-    A process of this host lives as long as the kernel holds its lock; one of another host (or of a state directory that
-    is gone) as long as its heartbeat changes, by the clock of who looks: nobody's wall clock decides.
+    A process of this host is alive as long as its lock is held; one of another host (or of a state directory that is
+    gone) as long as its heartbeat changes, by this process's monotonic clock: no wall clock decides.
     """
 
     def __init__(self, store: Store, state_dir: Path, *, monotonic: Callable[[], float]) -> None:
@@ -61,14 +61,14 @@ class Recovery:
         self._unfinished = StalenessDetector(STALE_SECONDS, monotonic=monotonic)
 
     def run(self, now_ms: int) -> int:
-        """Rows settled. Interrupted anywhere, it is simply done again: no step changes a row twice."""
+        """Settle the rows of ended processes and return how many. Idempotent: interrupted, it is done again."""
         settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
         silent = self._beats.stale(heartbeats(self._store, self._state_dir))
         return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
 
 
 def recover_local(store: Store, state_dir: Path, now_ms: int, unfinished: StalenessDetector) -> int:
-    """Settle what ended processes of this host left; rows settled."""
+    """Settle the rows of ended processes of this host and return how many."""
     remove_unfinished(state_dir, unfinished)
     found = take_over_dead(state_dir)
     try:
@@ -89,7 +89,7 @@ def _open_owners(connection: sa.Connection) -> list[str]:
 
 
 def heartbeats(store: Store, state_dir: Path) -> dict[str, int | None]:
-    """The last heartbeat of every owner without a directory here; None of one that has open rows and never had one."""
+    """The last heartbeat (ms) of every owner without a directory here; None where it has open rows and no heartbeat."""
 
     def work(connection: sa.Connection) -> dict[str, int | None]:
         found: dict[str, int | None] = dict.fromkeys(_open_owners(connection))
@@ -111,7 +111,7 @@ def _recover_owner(store: Store, owner: DeadOwner, now_ms: int) -> int:
 
 
 def recover_rows(store: Store, owner: str, now_ms: int) -> int:
-    """Settle the open rows of ``owner`` by their checkpoint, then forget it."""
+    """Settle the open rows of ``owner`` by their checkpoints, then forget it. Returns how many."""
     query = sa.select(ledger.c.request_id, *(ledger.c[name] for name in _COUNTS))
     query = query.where(ledger.c.owner == owner, ledger.c.status == "open")
     settled = 0
@@ -122,7 +122,7 @@ def recover_rows(store: Store, owner: str, now_ms: int) -> int:
 
 
 def settlement_of(request_id: str, now_ms: int, prompt: int = 0, cached: int = 0, completion: int = 0) -> Settlement:
-    """Of a request whose process cannot say more of it."""
+    """The settlement of a request whose process has ended, by what is known of it."""
     return Settlement(
         request_id=request_id,
         prompt=prompt,

@@ -32,7 +32,7 @@ _add = (
 
 
 def collect(store: Store, state_dir: Path) -> int:
-    """Add what the journals of this host hold and the ledger does not have yet; how many counts."""
+    """Add the new counts in this host's journals to the ledger, and return how many."""
     return sum(_collect(store, journal) for journal in written_journals(state_dir / ENGINES))
 
 
@@ -52,7 +52,7 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
 
 
 def _read(store: Store, journal: WrittenJournal) -> int:
-    final = journal.is_final()  # asked first: what is read behind it is all there will be
+    final = journal.is_final()  # asked first: what is read after it is all there will be
     position, added = _position(store, journal.name), 0
     for _ in range(BATCHES):
         if position == DONE:
@@ -64,7 +64,7 @@ def _read(store: Store, journal: WrittenJournal) -> int:
         if last:
             found, reached = found + journal.running(), DONE
         if not _apply(store, journal.name, found, position, reached):
-            return added  # another host's directory of the same name cannot be: somebody was faster
+            return added  # another process was faster
         position, added = reached, added + len(found)
         journal.forget(position)
     if position == DONE:

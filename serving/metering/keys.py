@@ -1,4 +1,4 @@
-"""API keys: who calls, for which tenant, and what they may do.
+"""API keys: their tenant, scopes and endpoints, and their secrets.
 
 A secret is ``sk-`` and 256 random bits; the store holds its SHA-256. That is right for a secret of full entropy: there
 is nothing to guess, so a slow hash would only slow the server down. A rotated key has a new secret under its old id,
@@ -40,9 +40,9 @@ __all__ = ["ANONYMOUS", "SCOPES", "ApiKey", "Caller", "Keys"]
 
 
 class ApiKey(Struct, frozen=True, kw_only=True):
-    """A key as it is listed: never its secret. ``prefix`` is the start of the secret, to tell keys apart.
+    """A key without its secret, of which ``prefix`` is the beginning, to tell keys apart.
 
-    ``endpoints`` None: all of them (see ``Caller``). ``overlap_ms``: until when an older secret is taken as well.
+    ``endpoints`` None: all of them (see ``Caller``). ``overlap_ms``: until when an older secret is accepted as well.
     """
 
     key_id: str
@@ -63,15 +63,17 @@ class ApiKey(Struct, frozen=True, kw_only=True):
 
 
 class _Known(Struct, frozen=True):
-    """Whom a secret stands for, and until when."""
+    """The key of a secret, and until when the secret is accepted."""
 
     caller: Caller
     until_ms: int | None
 
 
 class Keys:
-    """Create, list, change, rotate, revoke and verify keys. What is changed holds in every process within
-    ``CACHE_SECONDS``; ``by`` is who changes it, for the audit log."""
+    """The API keys of a store. Thread-safe.
+
+    A change takes effect in every process within ``CACHE_SECONDS``; ``by`` is its author in the audit log.
+    """
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -177,9 +179,10 @@ class Keys:
     def rotate(
         self, key: str, *, overlap: str = OVERLAP, expires: str | None = None, by: Actor | None = None
     ) -> tuple[str, ApiKey]:
-        """(new secret, key). The secrets before it are taken for ``overlap`` more, none of them longer than it was.
+        """Give a key a new secret and return ``(secret, key)``.
 
-        An expired key needs a new ``expires``. Raises as ``update`` does.
+        Earlier secrets are accepted for ``overlap`` more, none longer than before. An expired key needs a new
+        ``expires``. Raises as ``update``.
         """
         now_ms = self.now_ms()
         until_ms = now_ms + parse_duration("overlap", overlap) * 1000
@@ -211,8 +214,9 @@ class Keys:
         return secret, self._changed(work)
 
     def revoke(self, key: str, *, by: Actor | None = None) -> ApiKey:
-        """End a key and all its secrets. ``key`` is an id or a prefix that only one key has. Revoking twice keeps the
-        first time.
+        """Revoke a key with all its secrets. Revoking twice keeps the first time.
+
+        ``key`` is an id, or a prefix that only one key has.
 
         Raises ``NotFound``, or ``InvalidField`` for a prefix of several keys.
         """
@@ -256,9 +260,9 @@ class Keys:
         return int(self._clock() * 1000)
 
     def verify(self, secret: str | None, *, scope: str | None = "invoke") -> Caller:
-        """The caller behind a secret. Raises ``Unauthenticated``, or ``PermissionDenied`` without ``scope``.
+        """The caller with this secret. Raises ``Unauthenticated``, or ``PermissionDenied`` where it lacks ``scope``.
 
-        ``scope`` None: whatever the key may do.
+        ``scope`` None requires none.
         """
         if not secret or not secret.startswith("sk-") or len(secret) > 128:
             raise Unauthenticated("an API key is needed: Authorization: Bearer sk-…")

@@ -1,4 +1,4 @@
-"""One admitted request: what it reserved, what it has used, and the one exit through which it is settled."""
+"""A lease: an admitted request's reservation and usage, and the one exit through which it is settled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .settlement import Settlement, Status
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
-    """A provisioned reserve: ``rate`` tokens/s, up to ``burst_seconds`` of them saved up.
+    """The token bucket of provisioned throughput: ``rate`` tokens/s, a burst of ``burst_seconds`` of them.
 
     A prompt token costs ``prompt_weight_milli`` thousandths of a generated one (it is cheaper to compute).
     """
@@ -27,9 +27,9 @@ class Bucket(Struct, frozen=True, kw_only=True):
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
-    """What a request may use at most. ``max_output_tokens`` is over all its sequences together.
+    """The most that a request may use. ``max_output_tokens`` is the sum over its sequences.
 
-    ``pays_tokens``: False where the reserved time is paid instead, and its tokens cost nothing more.
+    ``pays_tokens``: False where provisioned time is billed instead, and tokens cost nothing more.
     ``request_id`` is the server's own, unique for ever (1 to 256 bytes); not an id that callers choose.
     """
 
@@ -48,14 +48,14 @@ class Reservation(Struct, frozen=True, kw_only=True):
 
 
 class Began(Struct, frozen=True):
-    """When: the wall clock's label, and a monotonic clock's time that durations are counted from."""
+    """The start of a request: by the wall clock, for its label, and by a monotonic one, for durations."""
 
     wall_ms: int
     monotonic: float
 
 
 class LeaseCloser(Protocol):
-    """Where a lease is settled: the ledger that gave it out."""
+    """What a lease needs of its ledger: a clock, and a place to be settled."""
 
     @property
     def monotonic(self) -> Callable[[], float]: ...
@@ -63,7 +63,7 @@ class LeaseCloser(Protocol):
 
 
 class Lease:
-    """Use as a context manager: leaving it settles, whatever happened. Thread-safe.
+    """The open ledger row of a running request. A context manager: leaving it settles, in any case. Thread-safe.
 
     ``limits``: for each kind the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
     ``within_reserve``: the reservation's bucket had room (True without a bucket).
@@ -129,7 +129,7 @@ class Lease:
         finish_reason: str | None = None,
         status: Literal["ok", "error", "aborted"] = "ok",
     ) -> None:
-        """Close the row with exact numbers; None means what was counted. Only the first call has an effect.
+        """Close the row with exact token counts; None takes what was counted. Only the first call has an effect.
 
         A successful request bills its prompt even if nothing was counted (embeddings). Never raises for the store's
         sake: what it cannot take is spooled.

@@ -67,7 +67,7 @@ def take_over(directory: Path) -> DeadOwner | None:
 
 
 def take_over_dead(state_dir: Path) -> list[DeadOwner]:
-    """Every owner of this state directory whose process has ended and that nobody else is recovering, locked."""
+    """Every owner of this state directory whose process has ended and that no other is recovering, locked."""
     named = (path for path in _directories(state_dir) if not path.name.startswith("."))
     return [owner for path in named if (owner := take_over(path)) is not None]
 
@@ -81,7 +81,7 @@ def remove_unfinished(state_dir: Path, unfinished: StalenessDetector) -> None:
 
 
 def living_owners(state_dir: Path) -> list[str]:
-    """Names of the owners of this state directory whose process lives (or that somebody recovers just now)."""
+    """Names of the owners of this state directory that are alive, or being recovered at this moment."""
     return [path.name for path in _directories(state_dir) if _is_locked(path)]
 
 

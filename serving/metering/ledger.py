@@ -35,16 +35,19 @@ log = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 2.0
 SETTLE_TIMEOUT = 0.5
-CLOSED_SECONDS = 1.0
-"""For how long after a failure of the store admissions are refused and settlements spooled without asking it."""
-UNHELD_SECONDS = 30
-"""How long a row may be open without a lease in its process; what is then settled after all replaces it."""
+BREAKER_SECONDS = 1.0
+"""A circuit breaker: so long after a failure of the store admissions are refused and settlements spooled unasked."""
+ORPHAN_SECONDS = 30
+"""How long a row may be open without a lease in its process; a later settlement replaces the one made then."""
 MAX_TOKENS = 2**40
 
 
-class Standing(Struct, frozen=True, kw_only=True):
-    """``open_rows`` of the store, as its last upkeep saw them; settlements ``spooled`` on this host; whether the store
-    ``answers``."""
+class LedgerStatus(Struct, frozen=True, kw_only=True):
+    """The ledger as this process sees it.
+
+    ``open_rows`` are those of the store at the last round of upkeep, ``spooled`` the settlements that wait on this
+    host; ``answers`` is whether the store does.
+    """
 
     open_rows: int
     spooled: int
@@ -52,11 +55,12 @@ class Standing(Struct, frozen=True, kw_only=True):
 
 
 class Ledger:
-    """``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end.
+    """The ledger of a store, as one process uses it. Thread-safe.
 
-    ``state_dir`` holds locks, progress and spools of the processes of this host, of each store in a directory of its
-    own: on a local disk, the same for all workers. ``clock`` is seconds since the epoch, which label rows;
-    ``monotonic`` counts every duration. ``on_outage`` is called each time that the store ceases to answer.
+    ``Ledger(store)`` then ``start()`` in every worker process (after the fork), ``close()`` at its end. ``state_dir``
+    is on a local disk and the same for all workers: it has locks, progress and spools of this host's processes, in a
+    directory for each store. ``clock`` gives seconds since the epoch, which label rows; ``monotonic`` measures every
+    duration. ``on_outage`` is called each time the store stops answering.
     """
 
     def __init__(
@@ -71,9 +75,9 @@ class Ledger:
         self.prices = Prices(store, clock=clock)
         self.state_dir = open_directory(store, Path(state_dir))
         self._clock, self.monotonic = clock, monotonic
-        self._steady = MonotonicClock(clock, monotonic)
+        self._window_clock = MonotonicClock(clock, monotonic)
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic)
-        self._unheld = StalenessDetector(UNHELD_SECONDS, monotonic=monotonic)
+        self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
@@ -81,14 +85,14 @@ class Ledger:
         self.on_outage: Callable[[], object] = lambda: None
         self._away = False
         self._open_rows = 0
-        self._closed_until = 0.0  # for admissions
-        self._spooling_until = 0.0  # for settlements: one that took too long refuses nobody
+        self._refusing_until = 0.0  # admissions
+        self._spooling_until = 0.0  # settlements: a slow one stops no admissions
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     @property
     def journal_dir(self) -> Path:
-        """Where engines of this host count what they generate; an engine's client tells it."""
+        """Where engines of this host keep their journals; they get it from their clients."""
         return (self.state_dir / ENGINES).absolute()
 
     def now_ms(self) -> int:
@@ -101,15 +105,15 @@ class Ledger:
         ``Unavailable`` while the store does not answer: nothing is admitted that could not be accounted for.
         """
         _check(reservation)
-        if time.monotonic() < self._closed_until:
-            raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
+        if time.monotonic() < self._refusing_until:
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
         owner = self._own()
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
             price = self.prices.at(reservation.entity, started)
         except Unavailable:
-            self._close()
+            self._open_breaker()
             raise
         row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
         try:
@@ -122,9 +126,9 @@ class Ledger:
         except BaseException as error:  # the commit's answer was lost, or a greenlet was killed: the row may be there
             self._undo(owner, reservation.request_id, str(row["nonce"]))
             if isinstance(error, Unavailable):
-                self._close()
+                self._open_breaker()
             if isinstance(error, OSError):
-                raise Unavailable("no room to keep the progress of a request", retry_after=CLOSED_SECONDS) from error
+                raise Unavailable("no room to keep the progress of a request", retry_after=BREAKER_SECONDS) from error
             raise
         self._open[reservation.request_id] = lease
         return lease
@@ -132,37 +136,39 @@ class Ledger:
     def check(
         self, *, key_id: str, tenant: str, endpoint: str | None, entities: Iterable[str] | None, generates: bool
     ) -> None:
-        """Refuse what ``reserve`` would refuse whatever the request is, before it is read. ``endpoint`` None: not known
-        yet. ``entities``: those that it may be for, where their tokens are paid; None where they are not.
+        """Refuse, before a request is read, what ``reserve`` would refuse in any case.
 
-        Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
+        ``endpoint`` is None where it is not known yet. ``entities`` are those that may answer, where their tokens are
+        paid; else None. Raises ``LimitExceeded``, ``PermissionDenied``, ``Unavailable``.
         """
-        if time.monotonic() < self._closed_until:
-            raise Unavailable("the metering store does not answer", retry_after=CLOSED_SECONDS)
+        if time.monotonic() < self._refusing_until:
+            raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
         now = self._clock()
         costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
         least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
-        ask = partial(precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._steady)
+        ask = partial(
+            precheck.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
+        )
         self.store.read(ask, timeout=ADMISSION_TIMEOUT)
 
-    def _close(self) -> None:
-        self._closed_until = self._spooling_until = time.monotonic() + CLOSED_SECONDS
+    def _open_breaker(self) -> None:
+        self._refusing_until = self._spooling_until = time.monotonic() + BREAKER_SECONDS
         self._note(away=True)
 
     def _note(self, *, away: bool) -> None:
-        """Whether the store answers; ``on_outage`` is called when it stops to."""
+        """Note whether the store answers; call ``on_outage`` where it has stopped answering."""
         began, self._away = away and not self._away, away
         if began:
             self.on_outage()
 
-    def standing(self) -> Standing:
-        """How it stands, without asking the store."""
+    def status(self) -> LedgerStatus:
+        """Open rows, spooled settlements and whether the store answers, without asking it."""
         waiting = sum(_lines(path) for path in self.state_dir.glob("owners/*/spool-*.jsonl"))
-        return Standing(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
+        return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=not self._away)
 
     def _reserve(self, reservation: Reservation, row: dict[str, object]) -> Admitted:
         def work(connection: sa.Connection) -> Admitted:
-            return admission.reserve(connection, reservation, self.store, row=row, clock=self._steady)
+            return admission.reserve(connection, reservation, self.store, row=row, clock=self._window_clock)
 
         while True:
             try:
@@ -174,7 +180,7 @@ class Ledger:
                 return self._committed_before(reservation, str(row["nonce"]))
 
     def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
-        """Close the row with nothing used, should it be there after all."""
+        """Close the row of a failed admission, should it have been committed, with nothing used."""
         settlement = Settlement(
             request_id=request_id,
             nonce=nonce,
@@ -188,7 +194,7 @@ class Ledger:
         self._spool(owner, None, settlement)
 
     def _committed_before(self, reservation: Reservation, nonce: str) -> Admitted:
-        """A commit whose answer was lost went through after all: same row, same nonce. Otherwise the id is taken."""
+        """The result of a commit whose answer was lost: the row has our nonce. Raises ``AlreadyExists`` where not."""
         query = sa.select(ledger.c.nonce, ledger.c.bucket_milli).where(ledger.c.request_id == reservation.request_id)
         found = self.store.read(lambda connection: connection.execute(query).one_or_none(), timeout=ADMISSION_TIMEOUT)
         if found is None or found.nonce != nonce:
@@ -213,7 +219,7 @@ class Ledger:
         try:
             settle_in(self.store, settlement, timeout=SETTLE_TIMEOUT)
         except Unavailable:
-            self._spooling_until = time.monotonic() + CLOSED_SECONDS
+            self._spooling_until = time.monotonic() + BREAKER_SECONDS
             self._note(away=True)
             return False
         except Exception:
@@ -241,7 +247,7 @@ class Ledger:
             return self._owner
 
     def maintain(self) -> None:
-        """One round of upkeep; ``start`` does it every few seconds. Raises ``Unavailable`` with the store away."""
+        """Do one round of upkeep, as ``start`` does every few seconds. Raises ``Unavailable``."""
         try:
             self._maintain()
         except Unavailable:
@@ -259,22 +265,22 @@ class Ledger:
         if owner.spool.pending:
             owner.spool.drain(lambda settlement: settle_in(self.store, settlement))
         self.recover()
-        self._close_unheld(owner)
+        self._close_orphans(owner)
         engine_journals.collect(self.store, self.state_dir)
         self._open_rows = crash_recovery.count_open(self.store)
 
-    def _close_unheld(self, owner: LeaseOwner) -> None:
-        """Close rows of this process that no request of it holds: an admission that ended inside its transaction."""
-        unheld = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
-        for request_id in self._unheld.stale(unheld):
+    def _close_orphans(self, owner: LeaseOwner) -> None:
+        """Close rows of this process that have no lease: their admission ended inside its transaction."""
+        orphans = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
+        for request_id in self._orphans.stale(orphans):
             settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
-        """Settle what ended processes left open, by what they had counted; how many rows. Safe at any time."""
+        """Settle the open rows of ended processes by what those had counted, and return how many. Safe at any time."""
         return self._recovery.run(self.now_ms())
 
     def start(self, interval: float = 2.0) -> None:
-        """Recover now, then keep up every ``interval`` seconds on a daemon thread (under gevent: a greenlet)."""
+        """Do a round of upkeep now and every ``interval`` seconds, on a daemon thread (under gevent: a greenlet)."""
         self._own()
         if self._thread is None:
             self._stop = threading.Event()
@@ -295,12 +301,12 @@ class Ledger:
                 return
 
     def settle_open(self) -> None:
-        """Settle every lease by what it has counted: the process ends."""
+        """Settle every open lease by what it has counted, at the end of the process."""
         for lease in list(self._open.values()):
             lease.settle(finish_reason="error", status="error")
 
     def close(self) -> None:
-        """Stop upkeep and hand over: what is still open or spooled is settled by the next process that recovers."""
+        """Stop upkeep; open leases and spooled settlements are left to the next process that recovers."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)

@@ -1,4 +1,4 @@
-"""Limits by key, tenant and endpoint: set by an operator, checked inside the reservation's transaction."""
+"""Limits of keys, tenants and endpoints: set by an operator, checked inside the reservation's transaction."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ each key by itself; the window's subject is ``user_subject(endpoint, key)``."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
+    """One limit: ``value`` is tokens, queries, requests or, of a budget, micro-units."""
+
     scope: Scope
     subject: str
     kind: Kind
@@ -34,7 +36,7 @@ class Limit(Struct, frozen=True, kw_only=True):
 
 
 class LimitStatus(Struct, frozen=True, kw_only=True):
-    """How a limit stands right after an admission. It is wholly free again ``reset_after`` seconds later."""
+    """A limit right after an admission: what is left, and the seconds after which all of it is free again."""
 
     scope: Scope
     kind: Kind
@@ -66,11 +68,9 @@ class Limits:
         insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
         update = insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
         connection.execute(update)
-        told = {kind: None if before is None else plain(limit.kind, before)}
+        was = {kind: None if before is None else plain(limit.kind, before)}
         after = {kind: plain(limit.kind, value)}
-        record(
-            connection, by, "limit.set", f"{scope} {subject}", before=before if before is None else told, after=after
-        )
+        record(connection, by, "limit.set", f"{scope} {subject}", before=before if before is None else was, after=after)
         return limit
 
     def remove(self, scope: str, subject: str, kind: str, *, by: Actor | None = None) -> bool:
@@ -84,8 +84,8 @@ class Limits:
             if before is None:
                 return False
             connection.execute(sa.delete(limits).where(this))
-            told = {kind: plain(before.kind, before.value)}
-            record(connection, by, "limit.delete", f"{scope} {subject}", before=told)
+            was = {kind: plain(before.kind, before.value)}
+            record(connection, by, "limit.delete", f"{scope} {subject}", before=was)
             left = connection.execute(sa.select(sa.func.count()).select_from(limits).where(of_subject)).scalar_one()
             if not left:
                 owned = window_table.c.subject == subject
@@ -112,14 +112,14 @@ def _is(limit: Limit) -> sa.ColumnElement[bool]:
 
 
 def plain(kind: Kind, value: int) -> int | str:
-    """A limit's value as it is written: money as a decimal text."""
+    """A limit's value as the API has it: money as a decimal string."""
     return units(value) if kind in BUDGETS else value
 
 
 def amount(kind: Kind, value: int, currency: str) -> str:
     """``"25.00 EUR a month"``, ``"20000 output tokens a minute"``."""
-    told = money(value, currency or "currency units") if kind in BUDGETS else str(value)
-    return f"{told} {UNITS[kind]}"
+    number = money(value, currency or "currency units") if kind in BUDGETS else str(value)
+    return f"{number} {UNITS[kind]}"
 
 
 def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
@@ -142,11 +142,15 @@ def admit(
     *,
     is_shared: bool = False,
 ) -> None:
-    """Return where all limits have room. Else raise, of the limit that holds the caller up longest: ``LimitExceeded``,
-    or where waiting never helps ``RequestError`` (the request alone is too large) or ``PermissionDenied`` (a budget is
-    spent for good, a limit is zero). ``currency`` is asked for the message of a refusal.
+    """Check that all limits have room for ``wanted``.
 
-    ``is_shared``: others use the endpoint, and what is left of its limits would tell what they did."""
+    Raises, for the limit with the longest wait, ``LimitExceeded``; where waiting never helps ``RequestError`` (the
+    request alone is too large) or ``PermissionDenied`` (a budget is spent for good, a limit is zero). ``currency`` is
+    called for the message of a refusal.
+
+    ``is_shared``: other callers use the endpoint, so what is left of its limits is not shown, from which their usage
+    could be inferred.
+    """
     worst: tuple[float, Limit, int, int | None] | None = None
     for limit, state in found:
         have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
@@ -187,7 +191,7 @@ def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, no
 def standing(
     found: Iterable[tuple[Limit, WindowState]], now: int, *, is_shared: bool = False
 ) -> tuple[LimitStatus, ...]:
-    """For each kind the limit with the least left. ``is_shared``: of the caller's own limits, not the endpoint's."""
+    """For each kind the limit with the least left; with ``is_shared`` of the caller's own limits alone."""
     strictest: dict[Kind, LimitStatus] = {}
     for limit, state in found:
         if is_shared and _is_of_all(limit):
@@ -257,7 +261,7 @@ def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
 
 
 def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
-    """Money of days that are no rows any more: only budgets reach so far back."""
+    """The cost of folded days, which count in budgets alone."""
     query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
     return [(int(day) * windows.DAY, int(spent)) for day, spent in connection.execute(query)]
 

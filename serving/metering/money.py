@@ -1,4 +1,4 @@
-"""Money: integer micro-units, one rounding a request, decimal texts for people and over the wire.
+"""Money: integer micro-units, rounded once a request; decimal strings in the API.
 
 A price is micro-units per million tokens, so that 3.00 a million tokens is 3_000_000 and one token costs 3 micro-units.
 """
@@ -23,7 +23,7 @@ CURRENCY_ALLOWED = "a currency such as EUR: 1 to 16 letters, digits, dashes and 
 
 
 class Price(Struct, frozen=True, kw_only=True):
-    """Micro-units per million input, cached input and output tokens, and per reserved token/s and minute."""
+    """Micro-units per million input, cached input and output tokens, and per provisioned token/s and minute."""
 
     input: int = 0
     cached: int = 0
@@ -53,7 +53,7 @@ def cost(price: Price, *, prompt: int, cached: int, completion: int) -> int:
 
 
 def micro_units(field: str, value: str) -> int:
-    """``"2.50"`` as 2_500_000. Raises ``InvalidField``."""
+    """Micro-units of a decimal string: ``"2.50"`` is 2_500_000. Raises ``InvalidField``."""
     if not isinstance(value, str) or not AMOUNT.fullmatch(value):
         raise InvalidField(field, value, AMOUNT_ALLOWED)
     whole, _, decimals = value.partition(".")
@@ -61,14 +61,14 @@ def micro_units(field: str, value: str) -> int:
 
 
 def units(micro: int) -> str:
-    """2_500_000 as ``"2.50"``: at least two decimals, as many as it takes."""
+    """A decimal string of micro-units, with two decimals or more: 2_500_000 is ``"2.50"``."""
     whole, rest = divmod(abs(micro), MILLION)
     decimals = f"{rest:06d}".rstrip("0").ljust(2, "0")
     return f"{'-' if micro < 0 else ''}{whole}.{decimals}"
 
 
 def money(micro: int, currency: str) -> str:
-    """``"2.50 EUR"``; without a currency the number alone."""
+    """Micro-units with their currency, ``"2.50 EUR"``; without one the number alone."""
     return f"{units(micro)} {currency}".rstrip()
 
 

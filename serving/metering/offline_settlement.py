@@ -21,7 +21,7 @@ WATCH_SECONDS = 10.0
 
 
 class Settled(Struct, frozen=True, kw_only=True):
-    """``rows`` were closed. ``living`` are open in processes that live."""
+    """``rows`` that were closed, and open rows of ``living`` processes."""
 
     rows: int
     living: int
@@ -35,10 +35,11 @@ def settle_ended(
     watching: Callable[[int], object] = lambda count: None,
     wait: Callable[[float], object] = time.sleep,
 ) -> Settled:
-    """Close the open rows of every process that has ended; those of living ones are left alone.
+    """Close the open rows of every process that has ended.
 
-    ``moved``: what is left of the store that this one was a copy of is this one's. Raises ``AlreadyExists`` where a
-    process of that store lives. ``watching`` is told how many processes of other hosts are watched for a while.
+    ``moved``: also take over the files of the store that this one was copied from. Raises ``AlreadyExists`` where a
+    process of that store is alive. ``watching`` is called with the number of other hosts' processes that are watched
+    for ``WATCH_SECONDS``.
     """
     directory, count = open_directory(store, root), 0
     if moved and (left := former(root, identify(store))) is not None:

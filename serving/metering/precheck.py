@@ -1,5 +1,7 @@
-"""Whether any request of a caller could be admitted now, asked before one is read: a body of megabytes is neither
-received nor tokenised for a limit that is used up. It reserves nothing; the admission decides (``admission``)."""
+"""A check of limits before a request is read: no body of megabytes is received and tokenised for a spent limit.
+
+It reserves nothing; the admission decides (``admission``).
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from .windows import Amounts, WindowState
 def check(
     connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: MonotonicClock
 ) -> None:
-    """``least`` is what every request takes. ``endpoint`` None: it is not known yet, and its limits are left out.
+    """Raises ``LimitExceeded`` or ``PermissionDenied`` where a request of ``least`` amounts would be refused.
 
-    Raises ``LimitExceeded``, ``PermissionDenied``.
+    ``endpoint`` is None where it is not known yet; its limits are left out then.
     """
     of_limits: dict[str, Subject] = {"key": ("key", key_id), "tenant": ("tenant", tenant)}
     if endpoint is not None:

@@ -1,4 +1,4 @@
-"""Prices by entity and the time they take effect."""
+"""Prices of served entities, each from the time on at which it takes effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANY = "*"
 
 
 class Prices:
-    """A price holds from its time on; a request pays what held when it was admitted."""
+    """The price list of a store. A request pays the price in effect when it was admitted."""
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -29,10 +29,10 @@ class Prices:
         self._cache: dict[str, tuple[float, tuple[tuple[int, Price], ...]]] = {}
 
     def set(self, entity: str, price: Price, *, effective: float | None = None, by: Actor | None = None) -> int:
-        """Since when it holds (ms). ``effective`` (epoch seconds, now if None) must not lie in the past: what is
-        admitted keeps its price.
+        """Set the price of ``entity`` from ``effective`` on and return that time in ms since the epoch.
 
-        A price set for this moment reaches the other processes within ``CACHE_SECONDS``.
+        ``effective`` is in seconds since the epoch, None is now; it must not lie in the past: admitted requests keep
+        their price. A price of now reaches the other processes within ``CACHE_SECONDS``. Raises ``InvalidField``.
         """
         now = self._clock()
         at = now if effective is None else effective
@@ -54,8 +54,8 @@ class Prices:
             before = connection.execute(until.order_by(prices.c.effective_ms.desc()).limit(1)).one_or_none()
             connection.execute(statement)
             after = {"effective_ms": int(at * 1000), **plain(price)}
-            told = None if before is None else {"effective_ms": before.effective_ms, **plain(_price(before))}
-            record(connection, by, "price.set", entity, before=told, after=after)
+            was = None if before is None else {"effective_ms": before.effective_ms, **plain(_price(before))}
+            record(connection, by, "price.set", entity, before=was, after=after)
 
         self._store.write(work)
         self._cache.pop(entity, None)
@@ -64,8 +64,9 @@ class Prices:
     def remove(
         self, entity: str, *, effective_ms: int | None = None, by: Actor | None = None
     ) -> tuple[tuple[int, Price], ...]:
-        """The (effective_ms, price) taken away: all of ``entity``, or the one that takes effect at that time. What was
-        admitted keeps its price."""
+        """Remove all prices of ``entity``, or the one that takes effect at ``effective_ms``; returns those removed.
+
+        Each is ``(effective_ms, price)``. Admitted requests keep their price."""
         which = prices.c.entity == entity
         if effective_ms is not None:
             which = sa.and_(which, prices.c.effective_ms == effective_ms)
@@ -112,7 +113,7 @@ class Prices:
 
 
 def plain(price: Price) -> dict[str, str]:
-    """As it is written: currency units a million tokens (``unit_minute``: a reserved token/s and minute)."""
+    """A price as the API has it: currency units a million tokens, ``unit_minute`` a provisioned token/s and minute."""
     return {name: units(getattr(price, name)) for name in Price.__struct_fields__}
 
 

@@ -16,8 +16,11 @@ from .windows import Amounts
 
 
 class ProvisionedMinutes:
-    """``record`` is called by any number of processes, any number of times a minute; a minute is billed once, by the
-    most units that were reserved in it. One unit is one token/s."""
+    """Bills provisioned minutes. One unit is one token/s.
+
+    Any number of processes may call ``record``, any number of times: a minute is billed once, by the most units that
+    were provisioned in it.
+    """
 
     def __init__(self, store: Store, *, prices: Prices | None = None, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -25,7 +28,7 @@ class ProvisionedMinutes:
         self._clock = clock
 
     def record(self, *, tenant: str, endpoint: str, entity: str, units: int) -> int:
-        """Bill the current minute for ``units``; the micro-units added (0 where it was billed already)."""
+        """Bill the current minute for ``units`` and return the micro-units added, 0 where it was billed already."""
         now = self._clock()
         minute, price = int(now) // 60, self._prices.at(entity, now).unit_minute
         row = {"endpoint": endpoint, "entity": entity, "minute": minute, "tenant": tenant}

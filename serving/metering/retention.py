@@ -1,4 +1,4 @@
-"""Folding: old rows become sums by day, so that the ledger stays small and every total stays what it was."""
+"""Retention: old rows are folded into sums by day, which keeps the ledger small and every total the same."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ GROUP = ("day", "key_id", "tenant", "endpoint", "entity", "mode", "task", "statu
 
 
 def fold(store: Store, days: int, *, clock: Callable[[], float] = time.time) -> int:
-    """Fold every closed row that started more than ``days`` days ago; how many. Raises ``InvalidField``.
+    """Fold every closed row that started more than ``days`` days ago, and return how many. Raises ``InvalidField``.
 
-    May be ended and started again at any time, and run beside a serving server.
+    It may be interrupted and repeated at any time, and run beside a server.
     """
     if not isinstance(days, int) or isinstance(days, bool) or days < MIN_DAYS:
         raise InvalidField("days", days, f"an integer from {MIN_DAYS}: a month's budget is counted by rows")

@@ -1,4 +1,4 @@
-"""Closing a ledger row: the row, the windows and the bucket change in one transaction, and only once.
+"""Settlement: the transaction that closes a ledger row and corrects windows and bucket, once.
 
 ::
 
@@ -27,7 +27,7 @@ Status: TypeAlias = Literal["ok", "error", "aborted", "recovered"]
 
 
 class Settlement(Struct, frozen=True, kw_only=True):
-    """What a request used in the end. ``prompt`` includes ``cached``. ``nonce``: only a row written with it."""
+    """What a request used. ``prompt`` includes ``cached``; ``nonce`` limits it to a row that was written with it."""
 
     request_id: str
     prompt: int
@@ -59,7 +59,7 @@ _save_window = (
 
 
 def load_windows(connection: sa.Connection, row: Any) -> dict[tuple[str, str], WindowState]:
-    """The windows a request counts in, locked, by (scope, subject). ``row`` maps key_id, tenant and endpoint."""
+    """The windows that a request counts in by (scope, subject), locked; ``row`` has key_id, tenant and endpoint."""
     found = connection.execute(_find_windows, dict(subjects_of(row)))
     return {(scope, subject): windows.decode(state) for scope, subject, state in found}
 
@@ -120,7 +120,7 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
 
 
 def _at_least(settlement: Settlement, row: Any) -> Settlement:
-    """After a power cut the progress file may be older than the row's checkpoint: counts only grow, take the larger."""
+    """``settlement`` with counts no lower than the row's checkpoint, which may be newer after a power cut."""
     return msgspec.structs.replace(
         settlement,
         prompt=max(settlement.prompt, row["prompt_tokens"]),

@@ -1,4 +1,4 @@
-"""Settlements that the store could not take: kept in files until it can.
+"""The spool: settlements that the store could not take, kept in files until it can.
 
 One JSON object a line, appended and fsynced before ``append`` returns. ``drain`` closes the current file, applies the
 closed ones in order and unlinks each when all of it is in the store. Applying a settlement twice changes nothing, so a
@@ -23,6 +23,8 @@ _decode = msgspec.json.Decoder(Settlement).decode
 
 
 class Spool:
+    """The spool files of one process. Thread-safe."""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = threading.Lock()
@@ -31,7 +33,7 @@ class Spool:
         self._fd: int | None = None
 
     def append(self, settlement: Settlement) -> None:
-        """Durable when it returns. Raises ``OSError`` (a full disk)."""
+        """Write a settlement to the disk. Raises ``OSError`` (a full disk)."""
         line = _encode(settlement) + b"\n"
         with self._lock:
             if self._fd is None:
@@ -48,7 +50,7 @@ class Spool:
         return bool(spooled(self._directory))
 
     def drain(self, apply: Callable[[Settlement], object]) -> int:
-        """Apply and remove everything spooled so far; how many. An exception of ``apply`` leaves its file."""
+        """Apply and remove everything spooled so far, and return how many. Where ``apply`` raises its file stays."""
         with self._draining:
             with self._lock:
                 self._close()

@@ -1,4 +1,4 @@
-"""One SQL database behind all metering: SQLite in WAL mode by default, PostgreSQL by URL.
+"""The SQL database of all metering: SQLite in WAL mode by default, PostgreSQL by URL.
 
 ``write`` runs a function in one read-write transaction and repeats it from the start while the database is busy, so
 the function must have no other effect. On SQLite a write begins with BEGIN IMMEDIATE: writers come one after another,
@@ -33,14 +33,16 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """Runs one attempt of a transaction, where it holds up nobody else. It returns or raises what ``attempt`` does, or,
-    where that can be left to itself, ``sqlalchemy.exc.TimeoutError`` after ``seconds``: it may yet be committed."""
+    """Runs one attempt of a transaction, on this thread or another. It returns or raises what ``attempt`` does.
+
+    One on another thread may raise ``sqlalchemy.exc.TimeoutError`` after ``seconds``; the attempt may yet be committed.
+    """
 
     def __call__(self, attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T: ...
 
 
 def here(attempt: Callable[[], T], *, read: bool, seconds: float | None) -> T:
-    """On the caller's own thread."""
+    """The ``Runner`` that runs an attempt on the calling thread."""
     return attempt()
 
 
@@ -67,12 +69,12 @@ _inherited: list[Any] = []  # pools of a parent process: closing its SQLite hand
 
 
 class Store:
-    """``Store("sqlite:///path")``, ``Store("postgresql://…")``.
+    """A metering store: ``Store("sqlite:///path")``, ``Store("postgresql://…")``.
 
     ``?synchronous=FULL`` on a SQLite URL makes every commit survive a power cut (NORMAL, the default, survives the
     end of any process). Opening migrates the schema, and makes it unless ``make`` is False; many processes may open a
     new database at once. ``run`` is where transactions run: an event loop passes one that uses threads
-    (``web.store_threads``). Raises ``NoStore`` where there cannot be one, and ``Unavailable`` where others hold it for
+    (``http.store_threads``). Raises ``NoStore`` where there cannot be one, and ``Unavailable`` where others hold it for
     too long; with ``patient``, for who knows that it was there, a database that does not answer is waited for as well.
     """
 
@@ -93,7 +95,7 @@ class Store:
             self.engine = self._open(parsed.difference_update_query(["synchronous"]))
             stores.add(self)
             try:
-                self._migrate(make=make, hopeful=_always if patient else store_checks.passing)
+                self._migrate(make=make, hopeful=_always if patient else store_checks.is_transient)
             except BaseException:
                 self.close()
                 raise
@@ -182,7 +184,7 @@ class Store:
         backoff = Backoff(0.001, 0.05, jitter=(0.5, 1.5))
 
         def attempt() -> T:
-            if time.monotonic() > until:  # it waited behind others for all its time: they found a slow store
+            if time.monotonic() > until:  # all its time was spent waiting for others, whose store was slow
                 raise PoolTimeout("the store is busy")
             return self._transact(work, read=read)
 

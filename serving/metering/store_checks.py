@@ -15,19 +15,19 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from ..errors import Unavailable, without_password
 
 BACKENDS = ("sqlite", "postgresql")
-_PASSING_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
-_PASSING_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
+_TRANSIENT_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
+_TRANSIENT_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
 
 
 class NoStore(ValueError):
-    """There is no store at a URL, and waiting will not make one. The message has the URL, its password hidden."""
+    """There is no store at a URL, and retrying is useless. The message has the URL without its password."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"database {without_password(url)}: {reason}")
 
 
 def parsed(given: str) -> sa.URL:
-    """``given`` with the driver that we use. Raises ``NoStore``."""
+    """The parsed URL with this package's driver. Raises ``NoStore``."""
     if "://" not in given:
         raise NoStore(given, "is no URL such as sqlite:///serving.db")
     try:
@@ -54,13 +54,13 @@ def check_file(url: sa.URL, *, make: bool) -> None:
 
 
 def _make_private(file: Path) -> None:
-    """SQLite gives its other files the mode of this one: hashes of keys and the ledger are for the owner."""
+    """Create the file for its owner alone, with key hashes and ledger; SQLite gives its other files the same mode."""
     with contextlib.suppress(OSError):  # another process has just made it, or opening it will say what is wrong
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
-    """How far the schema is migrated; None before the first time. Raises ``ValueError`` where it is not ours."""
+    """The schema's revision, None before the first migration. Raises ``ValueError`` for another program's database."""
     found = MigrationContext.configure(connection).get_current_heads()
     known = {script.revision for script in scripts.walk_revisions()}
     if not found:
@@ -74,30 +74,30 @@ def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
     raise ValueError("is another program's database")
 
 
-def passing(error: Exception) -> bool:
-    """Whether ``error`` comes of others at work, so that a later attempt may succeed."""
+def is_transient(error: Exception) -> bool:
+    """Whether ``error`` is transient, caused by other connections, so that a later attempt may succeed."""
     if not isinstance(error, DBAPIError):
         return True
     code = getattr(error.orig, "sqlite_errorcode", None)
     state = getattr(error.orig, "sqlstate", None) or ""
-    return state.startswith(_PASSING_POSTGRES) if code is None else code & 0xFF in _PASSING_SQLITE
+    return state.startswith(_TRANSIENT_POSTGRES) if code is None else code & 0xFF in _TRANSIENT_SQLITE
 
 
 def reason(error: BaseException) -> str:
-    """The database's own words, in one line."""
-    told = getattr(error, "orig", None) or error
-    return next(iter(str(told).splitlines()), "")[:200] or type(told).__name__
+    """The first line of the database's own message."""
+    original = getattr(error, "orig", None) or error
+    return next(iter(str(original).splitlines()), "")[:200] or type(original).__name__
 
 
 @contextlib.contextmanager
 def named(url: str) -> Iterator[None]:
-    """Whatever goes wrong in opening ``url``, as ``NoStore`` or ``Unavailable`` with its name and the reason."""
+    """Errors in opening ``url`` leave as ``NoStore`` or ``Unavailable``, with the URL and the reason."""
     try:
         yield
     except NoStore:
         raise
     except Unavailable as error:
-        told = f"database {without_password(url)}: does not answer: {reason(error.__cause__ or error)}"
-        raise Unavailable(told, retry_after=error.retry_after) from error
+        message = f"database {without_password(url)}: does not answer: {reason(error.__cause__ or error)}"
+        raise Unavailable(message, retry_after=error.retry_after) from error
     except (ValueError, OSError, ModuleNotFoundError, SQLAlchemyError) as error:
         raise NoStore(url, reason(error)) from error

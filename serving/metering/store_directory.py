@@ -44,12 +44,12 @@ def open_directory(store: Store, root: Path) -> Path:
             "been moved, 'mlflow-llm usage settle --moved' takes over what is left in %s",
             left,
         )
-    _take_unnamed(store, root, directory)
+    _adopt_legacy_files(store, root, directory)
     return directory
 
 
 def former(root: Path, found: Identity) -> Path | None:
-    """What is left on this host by processes of the store that this one was copied from."""
+    """The directory on this host of the store that this one was copied from; None where nothing is left in it."""
     if found.former_id is None:
         return None
     directory = root / found.former_id
@@ -57,8 +57,8 @@ def former(root: Path, found: Identity) -> Path | None:
     return directory if has_any else None
 
 
-def _take_unnamed(store: Store, root: Path, directory: Path) -> None:
-    """Earlier releases kept the files of all stores together: those that have ended and that this store knows."""
+def _adopt_legacy_files(store: Store, root: Path, directory: Path) -> None:
+    """Move the files of ended processes that this store knows: earlier releases kept those of all stores together."""
     for found in sorted((root / OWNERS).iterdir()) if (root / OWNERS).is_dir() else ():
         owner = None if found.name.startswith(".") else take_over(found)
         if owner is not None:

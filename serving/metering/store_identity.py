@@ -1,7 +1,7 @@
 """The identity of a store: a UUID in the database, beside where that database is.
 
 A copy of a database (``cp`` of SQLite's file, ``pg_dump`` and restore) has the UUID of the original, whose processes
-may live, or have left spools that are the original's alone. It is told by its place, and is given a UUID of its own:
+may live, or have left spools that are the original's alone. It is recognised by its place, and gets a UUID of its own:
 
 * SQLite: the file's path, and its device and inode. One of the two is the same where a file was renamed, or restored
   in place, or where a file system gives new numbers at every mount; a copy has neither.
@@ -24,7 +24,7 @@ SECONDS = 30.0  # a worker starts beside others that may hold the store
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """``former_id`` is what a copy had before it was known for one, ``is_new`` whether that was now."""
+    """``former_id`` is the UUID of the store that this one was copied from; ``is_new``: the copy was noticed now."""
 
     store_id: str
     former_id: str | None
@@ -32,7 +32,7 @@ class Identity(Struct, frozen=True, kw_only=True):
 
 
 def identify(store: Store) -> Identity:
-    """Which store this is; another than before where it turns out to be a copy."""
+    """The identity of ``store``, which gets a new one where it turns out to be a copy."""
 
     def look(connection: sa.Connection) -> Identity | None:
         store_id, known, former_id = connection.execute(_find).one()
@@ -56,7 +56,7 @@ _find = sa.select(identity.c.store_id, identity.c.place, identity.c.former_id)
 
 
 def _place(connection: sa.Connection, store: Store) -> str:
-    """A line for each way to know a database again."""
+    """Where the database is: a line for each property by which it is recognised."""
     if store.is_sqlite:
         (path,) = (row.file for row in connection.execute(sa.text("PRAGMA database_list")) if row.name == "main")
         found = os.stat(path)

@@ -1,4 +1,4 @@
-"""What was used: the ledger's rows by time, tenant and endpoint in pages, and sums by day, tenant and model."""
+"""Usage: pages of ledger rows by time, tenant and endpoint, and sums by day, tenant and model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class UsageFilter(Struct, frozen=True, kw_only=True):
 class UsageRow(Struct, frozen=True, kw_only=True):
     """One request. ``cost`` is micro-units; an open row has what it last checkpointed and ``cost`` 0.
 
-    ``generated_tokens`` is the engine's own count, some seconds behind. What it has more than ``completion_tokens`` was
-    generated and never came to the gateway (a request that was cut, an engine that died); nobody pays for it.
+    ``generated_tokens`` is the engine's own count, some seconds late. Where it exceeds ``completion_tokens`` the rest
+    was generated and never reached the gateway (a request that was cut, an engine that died); it is not billed.
     """
 
     request_id: str
@@ -68,9 +68,9 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     status: str
 
     def to_wire(self) -> dict[str, Any]:
-        """Money as decimal text."""
-        told: dict[str, Any] = msgspec.structs.asdict(self)
-        return told | {name: units(told[name]) for name in MONEY}
+        """The row as the API has it, with money as decimal strings."""
+        row: dict[str, Any] = msgspec.structs.asdict(self)
+        return row | {name: units(row[name]) for name in MONEY}
 
 
 class UsagePage(Struct, frozen=True, kw_only=True):
@@ -92,13 +92,13 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     cost: int
 
     def to_wire(self, by: tuple[GroupBy, ...]) -> dict[str, Any]:
-        """Its group by name, its counts, and its cost as decimal text."""
-        told: dict[str, Any] = msgspec.structs.asdict(self)
-        return dict(zip(by, told.pop("group"), strict=True)) | told | {"cost": units(self.cost)}
+        """The sum as the API has it: group columns by name, counts, and cost as a decimal string."""
+        row: dict[str, Any] = msgspec.structs.asdict(self)
+        return dict(zip(by, row.pop("group"), strict=True)) | row | {"cost": units(self.cost)}
 
 
 class UsageSource(Protocol):
-    """What bills, files and plots are made from: a ledger, or a server that has one."""
+    """A source of bills, exports and plots: a ledger, or a server that has one."""
 
     def currency(self) -> str: ...
 
@@ -172,7 +172,7 @@ class Usage:
         return tuple(_sum(by, group, total) for group, total in sorted(totals.items()))
 
     def provisioned_cost(self, what: UsageFilter) -> tuple[tuple[str, str, str, int, int], ...]:
-        """(tenant, endpoint, entity, unit-minutes, micro-units) of reserved throughput in the filter's time."""
+        """(tenant, endpoint, entity, unit-minutes, micro-units) of provisioned throughput in the filter's time."""
         table = provisioned_minutes.c
         names = (table.tenant, table.endpoint, table.entity)
         query = sa.select(*names, sa.func.sum(table.units), sa.func.sum(table.cost))

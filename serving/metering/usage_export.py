@@ -1,4 +1,4 @@
-"""Usage as files: CSV for people, Parquet for tables. Both are written page by page, so size does not matter."""
+"""Usage exported as CSV or Parquet, page by page, so that size does not matter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def _cell(value: object) -> object:
 
 
 def write_parquet(usage: UsageSource, what: UsageFilter, target: str | IO[bytes]) -> int:
-    """Rows written. Token counts are int64, money exact decimals, ``started_ms`` and ``ended_ms`` UTC timestamps."""
+    """Write usage as Parquet and return the number of rows.
+
+    Token counts are int64, money exact decimals, ``started_ms`` and ``ended_ms`` UTC timestamps.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""What part of the ledger is asked for, as callers write it: query parameters, options of a command."""
+"""Filters and groups of usage, parsed from query parameters or a command's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("tenant", "endpoint", "entity", "key_id", "status")
 
 
 def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
-    """``start`` (included), ``end`` (excluded) and the names to match; what is missing matches all.
+    """A filter with ``start`` (included), ``end`` (excluded) and names to match; what is missing matches all.
 
     Raises ``InvalidField``.
     """

@@ -1,4 +1,4 @@
-"""A picture of usage by day: tokens by kind, cost by tenant and by model. Needs matplotlib (``mlflow-llm[plot]``)."""
+"""A plot of usage by day: tokens by kind, cost by tenant and by model. Needs matplotlib (``mlflow-llm[plot]``)."""
 
 from __future__ import annotations
 

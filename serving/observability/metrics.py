@@ -144,7 +144,7 @@ class LedgerCollector(Collector):
         self.ledger = ledger
 
     def collect(self) -> Iterator[Metric]:
-        found = self.ledger.standing()
+        found = self.ledger.status()
         for name, text, value in (
             (
                 "ledger_open_rows",

@@ -16,7 +16,7 @@ from ledger_rows import die, rows_of
 
 from mlflow_llm.serving.errors import Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store
-from mlflow_llm.serving.metering.ledger import Standing
+from mlflow_llm.serving.metering.ledger import LedgerStatus
 from mlflow_llm.serving.metering.limits import check_integrity
 from mlflow_llm.serving.metering.spool import spooled
 
@@ -128,17 +128,17 @@ def test_a_ledger_says_how_it_stands(store, ledger, reserve_of, locked):
     ledger.on_outage = lambda: outages.append(1)
     leases = [ledger.reserve(reserve_of(f"r{number}")) for number in range(3)]
     ledger.maintain()
-    assert ledger.standing() == Standing(open_rows=3, spooled=0, answers=True)
+    assert ledger.status() == LedgerStatus(open_rows=3, spooled=0, answers=True)
     locked.execute("BEGIN EXCLUSIVE")
     for lease in leases[:2]:
         lease.settle()
     for _ in range(2):
         with pytest.raises(Unavailable):
             ledger.maintain()
-    assert ledger.standing() == Standing(open_rows=3, spooled=2, answers=False)
+    assert ledger.status() == LedgerStatus(open_rows=3, spooled=2, answers=False)
     locked.execute("ROLLBACK")
     ledger.maintain()
-    assert ledger.standing() == Standing(open_rows=1, spooled=0, answers=True)
+    assert ledger.status() == LedgerStatus(open_rows=1, spooled=0, answers=True)
     assert outages == [1]
 
 

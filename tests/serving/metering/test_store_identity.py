@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
 from ledger_rows import die, rows_of
 
+from mlflow_llm.serving import metering
 from mlflow_llm.serving.errors import AlreadyExists
 from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.journal import Journal
@@ -257,5 +260,7 @@ def test_the_migration_gives_an_existing_store_its_identity(store_url):
 
 
 def _back_to_0003(connection: sa.Connection) -> None:
-    connection.execute(sa.text("DROP TABLE identity"))
-    connection.execute(sa.text("UPDATE alembic_version SET version_num = '0003'"))
+    config = Config()
+    config.set_main_option("script_location", str(Path(metering.__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.downgrade(config, "0003")
