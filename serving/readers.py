@@ -29,7 +29,7 @@ JSON_TYPES = {str: "string", bool: "boolean", list: "array", dict: "object"}
 
 @dataclass(frozen=True, slots=True)
 class Reader(Generic[T]):
-    """``schema`` tells callers what ``read`` takes; a test compares the two."""
+    """``schema`` says to callers what ``read`` takes; a test compares the two."""
 
     read: Callable[[Any, str], T]
     schema: Mapping[str, Any]
@@ -134,7 +134,7 @@ def one_of(*options: Any, why: str = "") -> Reader[Any]:
 
 @reader(type="object")
 def obj(value: Any, path: str) -> dict[str, Any]:
-    """An object of any content, ``MAX_DEPTH`` levels of it: templates and those who walk it recurse."""
+    """An object of any content, ``MAX_DEPTH`` levels of it: templates and what walks it recurse."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise InvalidField(path, value, "an object")
     if not is_shallow(value):

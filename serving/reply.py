@@ -1,4 +1,4 @@
-"""What a caller is to be told, before a dialect puts it into bytes.
+"""What a reply holds, before a dialect puts it into bytes.
 
 ``tasks.generate`` turns an engine's events into these: detokenised, stop strings matched and trimmed, counted.
 """

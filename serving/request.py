@@ -48,7 +48,7 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 
 
 class Raw(Struct, frozen=True, kw_only=True):
-    """What every task has: the name called, the adapter, whether to stream, who may share its prefixes."""
+    """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share."""
 
     task: ClassVar[Task]
 
@@ -157,7 +157,7 @@ class Sequence(Struct, frozen=True, kw_only=True):
     """One text to continue or to embed.
 
     ``resumed_token_ids`` are tokens that an earlier attempt already sampled and delivered: the engine feeds them
-    after the prompt and goes on at the position behind them, so the text is what it would have been. They count
+    after the prompt and goes on at the position after them, so the text is what it would have been. They count
     towards ``max_tokens`` and penalties and are not sent again. ``seed`` (uint64) with the position decides
     every random draw of this sequence.
     """

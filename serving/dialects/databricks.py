@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from ..request import RawCompletion, RawRequest, Task
-from . import wire
 from .base import InferenceRoute
-from .codec import CodedErrorDialect
+from .openai_codec import CodedErrorDialect
+from .openai_replies import Style
 from .tables import DATABRICKS
 
 ERROR_CODES: dict[str, str] = {
@@ -45,7 +45,7 @@ class DatabricksDialect(CodedErrorDialect):
     name = "databricks"
     tables = DATABRICKS
     error_codes = ERROR_CODES
-    style = wire.Style(cached_tokens=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
+    style = Style(cached_tokens=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
     routes = (
         InferenceRoute("/serving-endpoints/<name>/invocations", None, "Query an endpoint; the body says the task"),
         InferenceRoute("/serving-endpoints/chat/completions", "chat", "Chat; model names the endpoint"),

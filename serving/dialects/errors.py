@@ -1,4 +1,4 @@
-"""What the dialects share in telling errors."""
+"""What the dialects share in rendering errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ServingError
 
-MAX_RETRY_AFTER = 60  # clients sleep as long as they are told, some without a bound: a month's budget would be days
+MAX_RETRY_AFTER = 60  # clients sleep as long as they are asked to, some without a bound: a month's budget would be days
 
 # kind -> (type, code); clients pick their exception by status and read these for details
 OPENAI_ERRORS: dict[str, tuple[str, str | None]] = {

@@ -19,7 +19,7 @@ from ..request import Task
 class Field:
     """One request field. ``target`` is the attribute of the raw request (``sampling.top_k`` for sampling's own);
     None is a field that is checked and then means nothing to this server, ``note`` says why. ``default`` holds on every
-    endpoint; what models and endpoints set themselves (``default_words``) is told in words: a client generated from the
+    endpoint; what models and endpoints set themselves (``default_words``) is in words: a client generated from the
     schema would send it."""
 
     name: str
@@ -78,7 +78,7 @@ class Table:
 
 
 def unknown_field(name: Any, value: Any, known: Mapping[str, Any] | Sequence[str], parent: str = "") -> InvalidField:
-    """The error for a field nobody knows, with the nearest known name."""
+    """The error for an unknown field, with the nearest known name."""
     shown_name = str(name)[:64]
     near = nearest(shown_name, known)
     hint = f"; did you mean {near!r}?" if near else ""

@@ -7,10 +7,10 @@ the codes of MLflow's REST API.
 
 from __future__ import annotations
 
-from . import wire
 from .base import InferenceRoute
-from .codec import CodedErrorDialect
 from .databricks import ERROR_CODES as DATABRICKS_CODES
+from .openai_codec import CodedErrorDialect
+from .openai_replies import Style
 from .tables import MLFLOW
 
 # MLflow's own names where they say more; all are in mlflow.protos.databricks_pb2.ErrorCode
@@ -30,7 +30,7 @@ class MlflowDialect(CodedErrorDialect):
     name = "mlflow"
     tables = MLFLOW
     error_codes = ERROR_CODES
-    style = wire.Style(usage_in_last=True, embedding_id=True)
+    style = Style(usage_in_last=True, embedding_id=True)
     routes = (
         InferenceRoute("/invocations", None, "Query the server's only endpoint; the body says the task"),
         InferenceRoute("/endpoints/<name>/invocations", None, "Query an endpoint"),

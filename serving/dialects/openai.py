@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ServingError
-from . import wire
 from .base import InferenceRoute
-from .codec import ObjectDialect
 from .errors import OPENAI_ERROR_SCHEMA, openai_error
+from .openai_codec import ObjectDialect
+from .openai_replies import Style
 from .tables import OPENAI
 
 
 class OpenAIDialect(ObjectDialect):
     name = "openai"
     tables = OPENAI
-    style = wire.Style()
+    style = Style()
     routes = (
         InferenceRoute("/v1/chat/completions", "chat", "Chat completion"),
         InferenceRoute("/v1/completions", "completions", "Text completion"),

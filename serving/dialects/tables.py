@@ -29,7 +29,7 @@ from ..readers import (
 from ..request import MAX_CHOICES, Task
 from .fields import Field, Table
 from .messages import read_messages
-from .readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
+from .text_readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
 
 MAX_TOKENS = INT32_MAX
 MAX_CACHE_SALT = 256  # characters

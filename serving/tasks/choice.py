@@ -39,7 +39,7 @@ class ChoiceText:
         self.num_tokens = self._resume()
 
     def _resume(self) -> int:
-        """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not told again."""
+        """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not sent again."""
         resumed = self._request.sequences[self._index].resumed_token_ids
         for count, token_id in enumerate(resumed, 1):
             self._feed(token_id, count)
@@ -116,7 +116,7 @@ class ChoiceText:
         return self._stop_rule.is_stop(token_id, count)
 
     def _trim(self, match: Match) -> str:
-        """What belongs to the text of a match; log probabilities behind the cut are dropped."""
+        """What belongs to the text of a match; log probabilities after the cut are dropped."""
         kept = self._request.include_stop_str_in_output
         cut = match.end if kept else match.start
         while self._waiting and self._waiting[-1][0] >= cut:
@@ -125,8 +125,8 @@ class ChoiceText:
 
     def _delta(self, text: str, token_ids: tuple[int, ...], final: bool = False) -> Delta:
         ready = []
-        told = self._pushed if self.matched is not None else self._stops.position
-        while self._waiting and (final or self._waiting[0][0] < told):
+        released = self._pushed if self.matched is not None else self._stops.position
+        while self._waiting and (final or self._waiting[0][0] < released):
             ready.append(self._waiting.popleft()[1])
         return Delta(
             index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=tuple(ready)
@@ -135,7 +135,7 @@ class ChoiceText:
     def _ended(self, reason: ReplyFinish, stop_reason: str | int | None) -> Iterator[Piece]:
         if self._request.suffix:
             yield Delta(index=self._index, text=self._request.suffix)
-        # a cut prompt is an answer to less than was asked, which is what "length" tells
+        # a cut prompt is an answer to less than was asked, which is what "length" says
         reason = "length" if self._request.truncated and reason == "stop" else reason
         yield Ended(index=self._index, finish_reason=reason, stop_reason=stop_reason)
 

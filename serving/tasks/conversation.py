@@ -40,7 +40,7 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
 
 
 def with_system(messages: tuple[Message, ...], prompt: str | None) -> tuple[Message, ...]:
-    """``messages`` behind the endpoint's own system prompt, where they bring none."""
+    """``messages`` after the endpoint's own system prompt, where they bring none."""
     if not prompt or messages[0].role == "system":
         return messages
     return (Message(role="system", content=prompt), *messages)

@@ -24,7 +24,7 @@ def run(engine: Engine, request: ValidRequest) -> Pieces:
 
 
 class Run:
-    """One request's inputs, for ``pieces.all_pieces`` or for who waits for events otherwise."""
+    """One request's inputs, fed with events by ``pieces.all_pieces`` or by an event loop (``flavors``' ``aio``)."""
 
     def __init__(self, request: ValidRequest) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""Runs a chat or completions request on an engine and tells the caller's side of it: text, ends, usage."""
+"""Runs a chat or completions request on an engine and makes the caller's side of it: text, ends, usage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _ignore(index: int, count: int) -> None:
 
 
 class Run:
-    """One request's choices, for ``pieces.all_pieces`` or for who waits for events otherwise. ``open``: indexes whose
+    """One request's choices, fed with events by ``pieces.all_pieces`` or by an event loop. ``open``: indexes whose
     text goes on; ``reported``: those the engine has ended."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """From what a caller wrote to the token ids of each prompt: template, context length, truncation.
 
 With ``error_behavior: truncate`` an over-long prompt loses its oldest tokens (a leading BOS stays) until
-``max_tokens`` fits behind it, or a quarter of the context where the caller set none; ``max_tokens`` itself is held to
+``max_tokens`` fits after it, or a quarter of the context where the caller set none; ``max_tokens`` itself is held to
 half of the context, so that some prompt is always left. An over-long embedding input loses its end instead: the
 encoders were trained so.
 """
@@ -117,7 +117,7 @@ def _templated(
 def _fit(
     ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
 ) -> tuple[tuple[int, ...], bool]:
-    """``(ids, truncated)``: ids with room for at least one token behind them."""
+    """``(ids, truncated)``: ids with room for at least one token after them."""
     context = endpoint.context
     if sampling.error_behavior != "truncate":
         if len(ids) >= context:

@@ -15,7 +15,7 @@ from ..errors import Overloaded, PackagingError, RequestError
 
 
 class Renderer:
-    """Renders for one tokenizer. A tokenizer class that renders by code of its own, which somebody has said may run,
+    """Renders for one tokenizer. A tokenizer class that renders by code of its own, which was allowed to run,
     is asked itself."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -61,7 +61,7 @@ class Renderer:
 
 class TemplateReads:
     """What a chat template reads of a request: whether ``tool_calls``, and ``variables``, the names that ``source``
-    takes from outside; None where they cannot be told.
+    takes from outside; None where they cannot be found.
 
     Raises what ``confined.Pool.run`` does.
     """

@@ -50,9 +50,9 @@ def _check_logprobs(request: ValidRequest, most: int, field: str) -> None:
     if sampling.prompt_logprobs is not None:
         tokens += sum(len(sequence.prompt_token_ids) for sequence in request.sequences)
     if tokens * (sampling.logprobs + 1) * LOGPROB > most:
-        told = f"{sampling.logprobs} with {tokens} tokens"
+        asked = f"{sampling.logprobs} with {tokens} tokens"
         allowed = f"at most {most // LOGPROB} tokens and alternatives over max_tokens of all choices"
-        raise InvalidField(field, told, allowed)
+        raise InvalidField(field, asked, allowed)
 
 
 def fixed_size(request: ValidRequest, dimensions: int) -> int:

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from ..bundle import Bundle, EmbeddingSpec
 from ..confined import Refused
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
-from .control_text import ControlText, unmarked
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from .rendering import Renderer, TemplateReads, read_template
+from .special_token_injection import InjectionGuard, unmarked
 from .tokenizer_check import check_tokenizer
 
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
@@ -50,7 +50,7 @@ class TextModel:
         plain = self._copy()
         plain.encode_special_tokens = True
         sources = set(self.templates.values())
-        self._controls = {source: ControlText(self._hf, self._backend, plain, source) for source in sources}
+        self._guards = {source: InjectionGuard(self._hf, self._backend, plain, source) for source in sources}
         self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
         self._renderer = Renderer(self._hf)
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
@@ -84,7 +84,7 @@ class TextModel:
         return Tokenizer.from_str(self._backend.to_str())
 
     def surely_over(self, text: str, limit: int) -> int | None:
-        """A number of tokens above ``limit`` that ``text`` surely has, or None where only encoding it tells.
+        """A number of tokens above ``limit`` that ``text`` surely has, or None where only encoding it can say.
 
         Costs about ``limit`` tokens, however long the text: stretches are encoded until they sum up to clearly more
         than the limit. A cut between two stretches can add tokens but a few, which the margin covers.
@@ -129,14 +129,14 @@ class TextModel:
         source = self.template(template)
         given = [dict(message) for message in messages]
         kwargs = dict(variables or {})
-        control = self._controls[source]
-        if not control.found_in([given, kwargs]):
+        guard = self._guards[source]
+        if not guard.found_in([given, kwargs]):
             rendered = self._render(given, source, kwargs, context)
             over = None if limit is None else self.surely_over(rendered, limit)
             return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
-        rendered = self._render(control.mark(given), source, control.mark(kwargs), context)
+        rendered = self._render(guard.mark(given), source, guard.mark(kwargs), context)
         over = None if limit is None else self.surely_over(unmarked(rendered), limit)
-        return control.encode(rendered) if over is None else over
+        return guard.encode(rendered) if over is None else over
 
     def template(self, name: str | None) -> str:
         """Raises ``InvalidField`` for a name the model does not have; a template's source itself is never taken."""

@@ -141,7 +141,7 @@ def test_both_bounds_are_named(field):
     [({"messages": HI}, "chat"), ({"prompt": "x"}, "completions"), ({"input": "x"}, "embeddings")],
 )
 def test_unknown_fields_are_refused_by_name(dialect, body, task):
-    """A field nobody knows is refused, with the nearest name."""
+    """An unknown field is refused, with the nearest name."""
     error = _refused({**body, "modle": "x"}, dialect, task)
     assert "modle" in error.message
     assert "did you mean 'model'" in error.message

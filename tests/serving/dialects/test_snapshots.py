@@ -1,4 +1,4 @@
-"""Whole replies, streams and errors of each dialect and task, byte for byte, beside those in ``test_wire``."""
+"""Whole replies, streams and errors of each dialect and task, byte for byte, beside those in ``test_replies``."""
 
 import json
 from array import array
@@ -131,7 +131,7 @@ def test_error_body(dialect: str, error: Exception, expected: tuple[str, str]) -
 
 @pytest.mark.parametrize("dialect", ["databricks", "mlflow"])
 def test_streamed_error(dialect: str) -> None:
-    """An error within a stream has OpenAI's object beside the two keys, and [DONE] behind it."""
+    """An error within a stream has OpenAI's object beside the two keys, and [DONE] after it."""
     code = {"databricks": "INTERNAL_ERROR", "mlflow": "DEADLINE_EXCEEDED"}[dialect]
     assert DIALECTS[dialect].stream(_request("chat")).error(DeadlineExceeded("late")).decode() == (
         'data: {"error":{"message":"late","type":"server_error","param":null,"code":"timeout"},'

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from mlflow_llm.serving.tasks import control_text
-from mlflow_llm.serving.tasks.control_text import END, START
+from mlflow_llm.serving.tasks import special_token_injection
+from mlflow_llm.serving.tasks.special_token_injection import END, START
 
 WORDS = ["<|start|>", "<|end|>", "</s>", "<s>", " fox", "dog ", "\n", "<|", "|>", "end", "ü", "user"]
 
@@ -13,8 +13,8 @@ WORDS = ["<|start|>", "<|end|>", "</s>", "<s>", " fox", "dog ", "\n", "<|", "|>"
 @pytest.mark.parametrize(("stretch", "group"), [(16, 1), (40, 3), (16384, 256)])
 def test_as_transformers_does_it(text, monkeypatch, stretch, group):
     """Whatever mixture of tokens, halves of tokens and text a chat is, its ids are those of transformers."""
-    monkeypatch.setattr(control_text, "STRETCH", stretch)
-    monkeypatch.setattr(control_text, "GROUP", group)
+    monkeypatch.setattr(special_token_injection, "STRETCH", stretch)
+    monkeypatch.setattr(special_token_injection, "GROUP", group)
     source, rng = text.template(None), random.Random(stretch)
     for _ in range(150):
         messages = [
@@ -38,7 +38,7 @@ def test_marks_cannot_be_forged(text):
 
 def test_long_chats_are_searched_in_stretches(text, monkeypatch):
     """No single search sees more than a stretch, and a token across the cut is found."""
-    control = text._controls[text.template(None)]
-    for at in range(control_text.STRETCH - 12, control_text.STRETCH + 3):
-        assert control.found_in({"content": [" " * at + "<|end|>" + " " * 40_000]})
-    assert not control.found_in("<|end" * 20_000)
+    guard = text._guards[text.template(None)]
+    for at in range(special_token_injection.STRETCH - 12, special_token_injection.STRETCH + 3):
+        assert guard.found_in({"content": [" " * at + "<|end|>" + " " * 40_000]})
+    assert not guard.found_in("<|end" * 20_000)

@@ -1,7 +1,8 @@
-"""Control tokens that callers write in messages are text; only those that the template itself writes are tokens.
+"""Guard against special-token injection: control tokens that callers write in messages are text; only those that the
+template itself writes are tokens.
 
 What callers wrote is marked before the template is rendered. Where a mark comes out on the other side, the token
-behind it is spelt out. Stateless and without a lock; no single step takes the interpreter for longer than a stretch
+after it is spelt out. Stateless and without a lock; no single step takes the interpreter for longer than a stretch
 of text, however long the message.
 """
 
@@ -21,7 +22,7 @@ STRETCH = 16384  # characters searched in one go
 GROUP = 256  # pieces tokenised in one go
 
 
-class ControlText:
+class InjectionGuard:
     """The control tokens of one chat template: all special tokens, and the added ones that its ``source`` names.
 
     ``plain`` is a copy of ``backend`` that takes special tokens for text; it is needed no more once this is made.
@@ -39,9 +40,9 @@ class ControlText:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._longest = max(map(len, self._ids), default=0)
         self._backend = backend
-        # a piece is encoded behind a newline, or some tokenizers would put a space before it
+        # a piece is encoded after a newline, or some tokenizers would put a space before it
         self._newline = backend.encode("\n", add_special_tokens=False).ids
-        self._spelt = {token: self._behind_newline(plain, token) for token in self._ids}
+        self._spelt = {token: self._after_newline(plain, token) for token in self._ids}
 
     def found_in(self, value: Any) -> bool:
         """Whether a string in ``value`` (messages, variables of the template) has a control token."""
@@ -75,7 +76,7 @@ class ControlText:
         at = 0
         while at < len(text):
             found = self._pattern.search(text, at, at + STRETCH)
-            whole_until = at + STRETCH - self._longest  # what begins behind it may go on behind the stretch
+            whole_until = at + STRETCH - self._longest  # what begins after it may go on after the stretch
             if found is None:
                 at = whole_until + 1
             elif found.start() > whole_until and at + STRETCH < len(text):
@@ -96,15 +97,15 @@ class ControlText:
         for start in range(0, len(texts), GROUP):
             group = written[start : start + GROUP]
             for i, encoding in enumerate(self._backend.encode_batch_fast(group, add_special_tokens=False), start):
-                yield encoding.ids if i == 0 else self._behind_newline(self._backend, texts[i], encoding.ids)
+                yield encoding.ids if i == 0 else self._after_newline(self._backend, texts[i], encoding.ids)
 
-    def _behind_newline(self, tokenizer: Tokenizer, text: str, behind: list[int] | None = None) -> list[int]:
-        """The ids of ``text`` as they are in ``behind``, the ids of a newline and ``text``."""
-        if behind is None:
-            behind = tokenizer.encode("\n" + text, add_special_tokens=False).ids
+    def _after_newline(self, tokenizer: Tokenizer, text: str, both: list[int] | None = None) -> list[int]:
+        """The ids of ``text`` as they are in ``both``, the ids of a newline and ``text``."""
+        if both is None:
+            both = tokenizer.encode("\n" + text, add_special_tokens=False).ids
         size = len(self._newline)
-        if not text or behind[:size] == self._newline:
-            return behind[size:]
+        if not text or both[:size] == self._newline:
+            return both[size:]
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return found
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..errors import ServingError
 from ..reply import Reply
 from ..request import RawRequest, Task, ValidRequest
-from . import wire
+from . import openai_replies as replies
 from .base import Encoded, Head, InferenceRoute, StreamEncoder
 from .decode import decode
 from .errors import CODED_ERROR_SCHEMA, openai_error, retry_headers
@@ -27,7 +27,7 @@ class ObjectDialect:
     routes: tuple[InferenceRoute, ...]
     prefixes: tuple[str, ...] = ()
     tables: ClassVar[Mapping[Task, Table]]
-    style: wire.Style
+    style: replies.Style
     error_schema: Mapping[str, Any]
 
     @functools.cached_property
@@ -45,10 +45,10 @@ class ObjectDialect:
         return Encoded(body=json_bytes(self.written(request, reply)))
 
     def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
-        return wire.reply(request, reply, self.style)
+        return replies.reply(request, reply, self.style)
 
     def stream(self, request: ValidRequest) -> StreamEncoder:
-        return wire.Stream(request, self.style, self.streamed_error)
+        return replies.Stream(request, self.style, self.streamed_error)
 
     def error(self, error: ServingError) -> Encoded:
         body = json.dumps(self.error_body(error), ensure_ascii=True).encode()
