@@ -48,7 +48,7 @@ def _route(
     secret: bool = False,
 ) -> Route:
     """``call`` takes ``Accounts``, then the name in the path, the body or the parameters, as the route has them.
-    ``secret``: the answer has one, which nobody may keep."""
+    ``secret``: the answer has one, which no cache may keep."""
 
     def handler(server: Server, request: Request) -> Answer:
         arguments: list[Any] = [request.name] if "<name>" in path else []
@@ -74,7 +74,7 @@ ROUTES = (
         "POST",
         KEYS,
         Accounts.create_key,
-        "Create an API key; its secret is told this once",
+        "Create an API key; its secret is shown this once",
         body=NEW_KEY,
         secret=True,
     ),

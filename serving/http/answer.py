@@ -27,7 +27,7 @@ def json_answer(value: Any, *, status: int = 200, headers: dict[str, str] | None
 
 
 def error_answer(dialect: Dialect, error: ServingError) -> Answer:
-    """``error`` in the dialect's own words, with the headers that HTTP asks for beside its status."""
+    """``error`` in the dialect's form, with the headers that HTTP requires beside its status."""
     encoded = dialect.error(error)
     headers = dict(encoded.headers)
     if isinstance(error, LimitExceeded):

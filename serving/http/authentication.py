@@ -1,4 +1,4 @@
-"""Authentication: the caller of a request, by API key or token, where the server asks for one."""
+"""Authentication: the caller of a request, by API key or token, where the server requires one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .server import Server
 
 
 def authenticate(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
-    """The caller; ``UNKNOWN`` for one that shows no key where none is needed, ``ANONYMOUS`` where none is asked for.
+    """The caller; ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` where the server requires none.
 
     Raises ``Unauthenticated``, ``PermissionDenied`` for a scope that is missing, and ``LimitExceeded`` where too much
     of what the caller sent was refused.
@@ -24,7 +24,7 @@ def authenticate(server: Server, auth: Auth, headers: Headers, address: str, rec
         return UNKNOWN
     try:
         return _checked(server, auth, headers, address, record)
-    except Unauthenticated:  # it counts as a refusal: what is open is no place to try keys at
+    except Unauthenticated:  # it counts as a refusal: open routes are not for guessing keys
         server.refusals.charge(address)
         return UNKNOWN
     except ServingError:  # probes do not depend on keys, nor on the store that has them

@@ -19,7 +19,7 @@ PIECE = 64 * 2**10  # bytes read before others may run: megabytes that are all t
 
 
 class TooSlow(ParseException):
-    """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on behind one."""
+    """A head or a body that did not arrive in its time. Not a ``TimeoutError``: gunicorn would read on after one."""
 
 
 def is_large(environ: Mapping[str, Any], size: int) -> bool:
@@ -48,7 +48,7 @@ def read_body(environ: Mapping[str, Any], limit: int, allocation: Allocation | N
         raise RequestTimeout(str(error)) from None
     except AmbiguousRequest as error:
         raise RequestError(f"the body cannot be read: {error}") from None
-    except (OSError, ValueError, ParseException) as error:  # how WSGI servers tell of chunks and trailers that are none
+    except (OSError, ValueError, ParseException) as error:  # what WSGI servers raise for malformed chunks and trailers
         raise RequestError(f"the body cannot be read: {type(error).__name__}") from None
 
 

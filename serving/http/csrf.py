@@ -1,9 +1,9 @@
 """CSRF and DNS-rebinding guard: what another site's page could make its visitor's browser send is refused.
 
-A server without keys trusts whoever reaches it, and a browser reaches this machine's loopback addresses for every page
-that it shows. Two ways lead there: requests from the page's own site (CSRF), which ``Origin`` and ``Sec-Fetch-Site``
-tell, and a name of the page's own that comes to mean this machine (DNS rebinding), which ``Host`` tells. Bodies have to
-be JSON besides: no page may send that without asking, and nobody here says yes (CORS).
+A server without keys trusts every client that reaches it, and a browser reaches this machine's loopback addresses for
+every page that it shows. Two ways lead there: requests from the page's own site (CSRF), which ``Origin`` and
+``Sec-Fetch-Site`` show, and a name of the page's own that comes to mean this machine (DNS rebinding), which ``Host``
+shows. Bodies have to be JSON besides: no page may send that without a preflight request, which is refused here (CORS).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def name_of(host: str) -> str:
 
 
 def _is_ours(name: str, listens: str, allowed: tuple[str, ...]) -> bool:
-    """Names are checked where they are known: on loopback, which has no others, and where they were told."""
+    """Names are checked where they are known: on loopback, which has no others, and where the settings name them."""
     if not allowed and not is_loopback(listens):
         return True
     return is_loopback(name) or name == listens.lower() or name in [host.lower() for host in allowed]
@@ -80,8 +80,10 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
         raise UnsupportedMediaType(f"Content-Type: the charset {charset[:40]!r} is not taken; JSON is UTF-8")
     if kind in taken:
         return
-    told = f"{given[:80]!r} is not taken" if given else "is missing"
-    raise UnsupportedMediaType(f"Content-Type: {told}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')")
+    problem = f"{given[:80]!r} is not taken" if given else "is missing"
+    raise UnsupportedMediaType(
+        f"Content-Type: {problem}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')"
+    )
 
 
 def is_json(kind: str) -> bool:

@@ -63,7 +63,7 @@ def _route(document: Schema, method: str, path: str, operation: Schema) -> dict[
     if "requestBody" in operation:
         given = [content["schema"] for content in operation["requestBody"]["content"].values()]
         shapes = [shape for schema in given for shape in schema.get("oneOf", [schema])]
-        for shape in [shape for place, shape in enumerate(shapes) if shape not in shapes[:place]]:
+        for shape in [shape for index, shape in enumerate(shapes) if shape not in shapes[:index]]:
             name, schema = _deref(document, shape)
             bodies.append({"name": name, "fields": list(_fields(schema, ""))})
     return {
@@ -77,7 +77,7 @@ def _route(document: Schema, method: str, path: str, operation: Schema) -> dict[
 
 
 def _deref(document: Schema, schema: Schema) -> tuple[str, Schema]:
-    """The name of a component and what it is; "" for a schema that is written in place."""
+    """The name of a component and what it is; "" for a schema that is written inline."""
     if "$ref" not in schema:
         return "", schema
     name = schema["$ref"].rpartition("/")[2]
@@ -109,13 +109,13 @@ def _shapes(schema: Schema) -> Iterator[Schema]:
 
 def _joined(schemas: list[Schema]) -> Schema:
     """One schema for what a field takes in any of several shapes."""
-    different = [schema for place, schema in enumerate(schemas) if schema not in schemas[:place]]
+    different = [schema for index, schema in enumerate(schemas) if schema not in schemas[:index]]
     if len(different) == 1:
         return different[0]
     if all("enum" in schema for schema in different):
         return {**different[0], "enum": list(dict.fromkeys(one for schema in different for one in schema["enum"]))}
-    told = {key: schema[key] for schema in reversed(different) for key in ("description", "default") if key in schema}
-    return {**told, "anyOf": different}
+    shared = {key: schema[key] for schema in reversed(different) for key in ("description", "default") if key in schema}
+    return {**shared, "anyOf": different}
 
 
 def _field(name: str, required: bool, schema: Schema) -> Field:

@@ -1,4 +1,4 @@
-"""``…/served-models/{served}/logs`` and ``/build-logs``: what the engines of a served entity wrote, for who manages.
+"""``…/served-models/{served}/logs`` and ``/build-logs``: what the engines of a served entity wrote (scope ``manage``).
 
 Engines see token ids, no prompts; what looks like a secret is taken out all the same, and what would move a terminal's
 cursor.
@@ -61,7 +61,7 @@ def _answer(server: Server, request: Request, read: Callable[[str], str], *, fai
     found = _entities(store, row)
     if served not in found and not kept:
         raise NotFound(f"{request.name} has no served model {served[:80]!r}; it has {', '.join(found) or 'none'}")
-    # an engine's place follows from its adapters' files, which are read for that: beside the loop
+    # an engine's place follows from its adapters' files, which are read for that: on a thread
     parts = server.offload(server.offload.threshold, _read, server, found.get(served, ()), read)
     return json_answer({"logs": "\n".join(parts) or cleaned(kept)})
 

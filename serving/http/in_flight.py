@@ -1,7 +1,7 @@
 """In-flight requests of a worker, each of which a disconnect, its deadline or the drain's end may interrupt.
 
 A request's greenlet spends its life blocked in ``next(pieces)``. Interrupting means raising an error right there, so
-that the generator unwinds through its own ``finally`` and the engine is told to abort. It is raised only there: at
+that the generator unwinds through its own ``finally`` and the engine gets the abort. It is raised only there: at
 any other point (settling a lease, writing to the socket) the greenlet is left alone and the error waits for its next
 pull.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TURN = 32  # pulls in a row before others may run: a reply that is all there would otherwise go out in one go
 POLL = 0.1  # seconds between looks at a peer that has sent more than its request
-GRACE = 2.0  # seconds the engine has to end a late request in its own way, which tells of what was generated
+GRACE = 2.0  # seconds the engine has to end a late request in its own way, with what was generated
 
 
 class ClientGone(BrokenPipeError):

@@ -108,7 +108,7 @@ def _check_limits(server: Server, request: Request, meant: list[ServedEntity]) -
 
 
 def _limits(server: Server, endpoint: ServedEntity, request: Request) -> Limits:
-    """The shorter of the server's and the header's time, and with whom prefixes are shared."""
+    """The shorter of the server's and the header's time, and the salt of shared prefixes."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
     sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
     return Limits(

@@ -1,8 +1,8 @@
-"""The public keys of whoever issues tokens: a JWKS (RFC 7517) in a file or at a URL, kept and renewed.
+"""Public keys of the issuer of tokens: a JWKS (RFC 7517) in a file or at a URL, kept and renewed.
 
 A token names its key (``kid``). One that is known is answered from memory; when the set has grown old it is renewed
 beside the requests, which go on with the old one. A key that is not known is looked for once, and not again for
-``RETRY`` seconds, whatever other names tokens bring: nobody makes this server fetch by sending bad ones.
+``RETRY`` seconds, whatever other names tokens bring: bad tokens cannot make this server fetch.
 """
 
 from __future__ import annotations
@@ -86,23 +86,23 @@ def _is_strong(modulus: Any) -> bool:
 
 
 class KeySource:
-    """``place`` is a path, or an ``https`` URL (``http`` on this machine)."""
+    """``location`` is a path, or an ``https`` URL (``http`` on this machine)."""
 
     def __init__(
         self,
-        place: str,
+        location: str,
         *,
         read: Callable[[str], Fetched] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._place = place
-        self._read = read or (download if is_url(place) else _from_file)
+        self._location = location
+        self._read = read or (download if is_url(location) else _from_file)
         self._max_age = 0.0
         self._clock = clock
         self._keys: dict[str, PublicKey] = {}
         self._renewed: float | None = None
         self._tried: float | None = None
-        self._turn = threading.Lock()  # held by the one who renews
+        self._turn = threading.Lock()  # held by the thread that renews
 
     def find(self, kid: str | None) -> PublicKey:
         """The key ``kid``; None is the only one there is. Raises ``Unauthenticated``, and ``Unavailable`` where no keys
@@ -141,23 +141,23 @@ class KeySource:
             threading.Thread(target=self._renew, name="mlflow-llm-jwks", daemon=True).start()
 
     def _renew(self, *, wait: bool = False) -> None:
-        """One at a time; who waits finds what the one before has brought."""
+        """One at a time; a thread that waited finds what the one before has brought."""
         if not self._turn.acquire(blocking=wait):
             return
         try:
             if not self._may_try():
                 return
             self._tried = self._clock()
-            data, max_age = self._read(self._place)
+            data, max_age = self._read(self._location)
             self._keys, self._max_age, self._renewed = parsed(data), max_age, self._clock()
         except (OSError, BadKeySet, http.client.HTTPException) as error:
-            logs.event("jwks", level=30, error=f"{self._place}: {error}"[:300])
+            logs.event("jwks", level=30, error=f"{self._location}: {error}"[:300])
         finally:
             self._turn.release()
 
 
-def is_url(place: str) -> bool:
-    return urlsplit(place).scheme in ("http", "https")
+def is_url(location: str) -> bool:
+    return urlsplit(location).scheme in ("http", "https")
 
 
 def _from_file(path: str) -> Fetched:

@@ -2,7 +2,7 @@
 
 Algorithms are those of an allow-list, of which none is symmetric and none is ``none``: a public key is no secret to
 sign with (algorithm confusion), and a key is used with the algorithms of its own kind only. What was wrong with a token
-its bearer is told no further than that it has expired.
+its bearer learns no more than that it has expired.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ CHEAP = 64 * 2**10  # unread bytes of an announced length that are read and drop
 
 
 class Connection(Protocol):
-    """What a request came over: ``address`` is whom it counts for, ``probes`` says that its listener is for probes."""
+    """What a request came over: ``address`` is what it counts under, ``probes``: its listener is for probes."""
 
     address: str
     probes: bool
@@ -45,7 +45,7 @@ class RequestBody:
 
     def read(self, size: int) -> bytes:
         """Up to ``size`` bytes; fewer only where no more come."""
-        broken, self._broken = self._broken, True  # where this raises, nobody knows what follows
+        broken, self._broken = self._broken, True  # where this raises, what follows is not known
         data: bytes = self._stream.read(size)
         self._broken = broken
         self._left -= len(data)
@@ -94,6 +94,6 @@ def came_to_probes(environ: Mapping[str, Any]) -> bool:
 
 
 def address_in(environ: Mapping[str, Any]) -> str:
-    """Whom the request of ``environ`` counts for where it shows no key: whom its connection does."""
+    """What the request of ``environ`` counts under without a key: what its connection does."""
     body = environ.get("wsgi.input")
     return body.connection.address if isinstance(body, RequestBody) else environ.get("REMOTE_ADDR") or ""

@@ -57,7 +57,7 @@ def patch_tags(server: Server, request: Request) -> Answer:
 
 
 def get_metrics(server: Server, request: Request) -> Answer:
-    """The part of ``/metrics`` that is about this endpoint: every tenant's requests, so it is for who manages."""
+    """The part of ``/metrics`` about this endpoint: every tenant's requests, so it takes the scope ``manage``."""
     request.caller.check_scope("manage")
     server.managed_endpoints().get(request.name)
     label = f'endpoint="{request.name}"'.encode()

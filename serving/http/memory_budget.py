@@ -41,7 +41,7 @@ class Allocation:
 
 
 class MemoryBudget:
-    """At most ``total`` bytes, ``by_caller`` of one caller: an API key, or an address where no keys are asked for."""
+    """At most ``total`` bytes, ``by_caller`` of one caller: an API key, or an address where no keys are required."""
 
     def __init__(self, *, total: int, by_caller: int) -> None:
         self.total, self.by_caller = total, by_caller

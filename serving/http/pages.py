@@ -18,7 +18,7 @@ from .answer import Answer, json_answer
 from .route import Auth, Listener, Request, Route
 from .server import Server
 
-NO_FIGURES = ("status", "kernels", "kernels_reason")  # of an endpoint's health
+SHOWN_TO_ALL = ("status", "kernels", "kernels_reason")  # of an endpoint's health; the rest counts every tenant's work
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
 
@@ -81,16 +81,16 @@ def version(server: Server, request: Request) -> Answer:
 def health(server: Server, request: Request) -> Answer:
     """200 while every served entity has a replica that makes progress (or nothing to do), 503 otherwise.
 
-    Who shows no key to a server that asks for one sees the status alone. Who does not manage sees no figures: steps and
-    requests are every tenant's, to the token where one of them is alone.
+    Without a key, on a server that requires one, the status alone is shown. Without the scope ``manage`` no counters
+    are: steps and requests are every tenant's, to the token where one of them is alone.
     """
     found: dict[str, dict[str, ServedEntity]] = {}
     for endpoint in server.endpoints.entities():
         found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
-    told = {name: _progress_of_all(entities) for name, entities in found.items()}
-    well = all(state["status"] == "ready" for state in told.values())
+    states = {name: _progress_of_all(entities) for name, entities in found.items()}
+    well = all(state["status"] == "ready" for state in states.values())
     caller = request.caller
-    seen = {name: _shown(state, caller) for name, state in told.items() if caller.may_see(name)}
+    seen = {name: _shown(state, caller) for name, state in states.items() if caller.may_see(name)}
     body = {"status": "OK" if well else "UNHEALTHY"} | ({} if caller.key_id == UNKNOWN.key_id else {"endpoints": seen})
     return json_answer(body, status=200 if well else Unavailable.status)
 
@@ -98,7 +98,7 @@ def health(server: Server, request: Request) -> Answer:
 def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
     if caller.manages:
         return state
-    shown = {key: value for key, value in state.items() if key in NO_FIGURES}
+    shown = {key: value for key, value in state.items() if key in SHOWN_TO_ALL}
     entities = {name: _shown(one, caller) for name, one in state.get("entities", {}).items()}
     return shown | ({"entities": entities} if entities else {})
 
@@ -142,15 +142,15 @@ def _progress(health: Health) -> dict[str, Any]:
 
 
 def ready(server: Server, request: Request) -> Answer:
-    """A worker takes requests only after each of its engines has generated a token, so being asked is proof of that."""
+    """A worker takes requests only after each of its engines has generated a token, so an answer is proof."""
     if server.load_shedder.draining:
         raise ShuttingDown("the server is shutting down", retry_after=5.0)
     return health(server, request)
 
 
 def metrics_exposition(server: Server, request: Request) -> Answer:
-    """Every tenant's requests and tokens: where keys are asked for they are for who manages, or for who reaches the
-    listener for probes."""
+    """Every tenant's requests and tokens. Where keys are required they take the scope ``manage``, or the listener for
+    probes."""
     if server.requires_key and server.settings.probe_port is None:
         if request.caller.key_id == UNKNOWN.key_id:
             raise Unauthenticated("metrics are every tenant's: send a key with the scope manage, or use --probe-port")

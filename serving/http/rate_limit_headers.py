@@ -27,7 +27,7 @@ NOUNS = {
 def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
     """Limit, what remains of it, and seconds until it is wholly free.
 
-    Of several limits on the same thing the one with the least left is told. A budget is money, as decimal text.
+    Of several limits on the same thing the one with the least left is shown. A budget is money, as decimal text.
     """
     strictest: dict[str, LimitStatus] = {}
     for status in limits:
@@ -36,8 +36,8 @@ def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
                 strictest[noun] = status
     found: dict[str, str] = {}
     for noun, status in strictest.items():
-        told = plain(status.kind, status.allowed), plain(status.kind, status.remaining)
-        found |= _of(noun, *told, status.reset_after)
+        allowed, remaining = plain(status.kind, status.allowed), plain(status.kind, status.remaining)
+        found |= _of(noun, allowed, remaining, status.reset_after)
     return found
 
 
@@ -47,8 +47,8 @@ def refused(error: LimitExceeded) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for noun in NOUNS.get(error.limit, ()):
-        told = units if noun == "budget" else str
-        found |= _of(noun, told(error.allowed), told(error.remaining), error.retry_after)
+        shown = units if noun == "budget" else str
+        found |= _of(noun, shown(error.allowed), shown(error.remaining), error.retry_after)
     return found
 
 

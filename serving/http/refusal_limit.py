@@ -1,4 +1,4 @@
-"""Token bucket of refusals per caller: who sends what is refused, again and again, is refused before it is read.
+"""Token bucket of refusals per caller: a caller whose requests are refused again and again is refused unread.
 
 Every answer 4xx takes a token. Without one left, a request gets a 429 at once: of an API key or token before its body,
 of a stranger (no key, or none that has been good here) before its key is looked up in the store, which costs most.

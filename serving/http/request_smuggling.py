@@ -14,11 +14,11 @@ from gunicorn.http.errors import NoMoreData, ParseException
 from gunicorn.util import split_request_uri
 
 # A name, an IPv4 address or an IPv6 address in brackets, and a port: RFC 9110, 7.2. Nothing else is looked up, shown or
-# compared by anyone who speaks HTTP to us.
+# compared by any client.
 HOST = re.compile(r"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 NOT_IN_A_TARGET = re.compile(r"[\x00-\x20#\x7f]|%(?:00|[^0-9A-Fa-f]|.[^0-9A-Fa-f]|.?$)", re.DOTALL)
 CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
-MAX_CHUNK_LINE = 4 * 2**10  # bytes: a size and its extensions, which nobody reads
+MAX_CHUNK_LINE = 4 * 2**10  # bytes: a size and its extensions, which are not used
 MAX_TRAILERS = 16 * 2**10
 
 
@@ -73,7 +73,7 @@ class StrictChunks(ChunkedReader):
         return size, rest
 
     def parse_trailers(self, unreader: Any, data: bytes) -> None:
-        """What is behind the last chunk, up to an empty line: read as headers are, and dropped."""
+        """What follows the last chunk, up to an empty line: read as headers are, and dropped."""
         while not data.startswith(b"\r\n") and b"\r\n\r\n" not in data:
             if len(data) > MAX_TRAILERS:
                 raise AmbiguousRequest("the trailers are too long")

@@ -1,4 +1,4 @@
-"""A route: method and path, the handler that answers, who may ask, and what the OpenAPI document says of it."""
+"""A route: method and path, its handler, the authentication it needs, and what the OpenAPI document says of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .server import Server
 class Request:
     """A request whose caller is known and whose body has not been received.
 
-    ``path`` has what stands in the place of the route's ``<variables>``, ``parameters()`` the values of each parameter
-    of the query. ``receive`` reads the body, which ``is_large`` as far as its head says. ``address`` is whom the
-    request counts for where no keys are asked for; ``sock`` is watched for a disconnect.
+    ``path`` has the values of the route's ``<variables>``, ``parameters()`` those of each parameter of the query.
+    ``receive`` reads the body; ``is_large`` is what the head says of its size. ``address`` is what the request counts
+    under where no keys are required; ``sock`` is watched for a disconnect.
     """
 
     route: Route
@@ -74,8 +74,8 @@ Handler = Callable[[Server, Request], Answer]  # raises ``ServingError``, ``Clie
 
 
 class Auth(Enum):
-    """Who may ask, where the server asks for keys. Open routes answer while the store of keys is away: probes depend on
-    them. OPTIONAL ones show more to a caller that shows a key."""
+    """What a caller must show, where the server requires keys. Open routes answer while the store of keys is away:
+    probes depend on them. OPTIONAL ones show more to a caller with a key."""
 
     OPEN = "open"
     OPTIONAL = "optional"

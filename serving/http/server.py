@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # each with a library that a server without it does not load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """``keys`` and ``tokens`` None: no request is asked for a key or token. ``ledger`` None: nothing is metered.
+    """``keys`` and ``tokens`` None: none is required. ``ledger`` None: nothing is metered.
 
     ``endpoint_store`` and ``follower`` (of the plan) None: its endpoints are not managed. ``runtime_dir`` is where its
     engines' state directories are, None for the user's own.

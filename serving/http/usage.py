@@ -73,7 +73,7 @@ def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
 
 
 def _visible(what: UsageFilter, caller: Caller) -> UsageFilter:
-    """All of it to who manages, its tenant's to who has the scope "usage", its own to others."""
+    """All of it with the scope "manage", its tenant's with "usage", its own otherwise."""
     if caller.manages:
         return what
     if what.tenant not in (None, caller.tenant):

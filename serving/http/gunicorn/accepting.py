@@ -33,7 +33,7 @@ REFUSED = (
 
 class Acceptor(StreamServer):
     """Calls ``serve(connection)`` in a greenlet of ``greenlets``, with the connection counted in ``limits``. ``slot``
-    None: no balancing, whoever is first takes a connection. ``secure``: nothing is sent before TLS is up."""
+    None: no balancing, the first worker to wake takes a connection. ``secure``: nothing is sent before TLS is up."""
 
     max_accept = 1
 

@@ -85,8 +85,8 @@ class ConnectionLimits:
 
 
 def address_of(peer: Any) -> str:
-    """Whom a connection counts for: an IPv4 address, the /64 of an IPv6 one, which a single host has to itself, or what
-    is told of a Unix socket's peer."""
+    """What a connection is counted under: an IPv4 address, the /64 of an IPv6 one, which a single host has to itself,
+    or the user of a Unix socket (``accepting.user_of``)."""
     if not isinstance(peer, tuple):
         return str(peer)
     try:

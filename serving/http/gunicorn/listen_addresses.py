@@ -1,4 +1,4 @@
-"""Where a server listens, and whether it could, asked before it is started."""
+"""Addresses that a server listens at, and whether it could: checked before it starts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def bind(address: Address) -> str:
 
 
 def umask(settings: ListenSettings) -> int:
-    """What keeps a Unix socket from all whom ``socket_mode`` does not name."""
+    """The umask under which a Unix socket gets ``socket_mode``."""
     return 0o777 & ~int(settings.socket_mode, 8)
 
 
 def try_address(address: Address) -> None:
-    """Raises ``OSError`` where nobody can listen there now; port 0 is any free one."""
+    """Raises ``OSError`` where no process can listen there now; port 0 is any free one."""
     if isinstance(address, str):
         _try_path(address)
         return

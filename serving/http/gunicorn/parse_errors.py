@@ -50,9 +50,9 @@ def refuse(client: Any, error: BaseException, address: str = "", request: Reques
     cls, reason = found
     path = (request.path or "") if request is not None else ""
     request_id = request_id_from(dict(request.headers).get(REQUEST_ID.upper()) if request is not None else None)
-    told = cls(f"{reason}: {str(error)[:200]}")
-    answer = dialect_of(one_slash(path)).error(told)
-    head = f"HTTP/1.1 {told.status} {reason}\r\nConnection: close\r\nContent-Type: {answer.content_type}\r\n"
+    refusal = cls(f"{reason}: {str(error)[:200]}")
+    answer = dialect_of(one_slash(path)).error(refusal)
+    head = f"HTTP/1.1 {refusal.status} {reason}\r\nConnection: close\r\nContent-Type: {answer.content_type}\r\n"
     head += "X-Content-Type-Options: nosniff\r\n"
     head += f"{REQUEST_ID}: {request_id}\r\nContent-Length: {len(answer.body)}\r\n\r\n"
     with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def refuse(client: Any, error: BaseException, address: str = "", request: Reques
         request_id=request_id,
         address=address,
         path=path or None,
-        status=told.status,
-        error=told.message,
+        status=refusal.status,
+        error=refusal.message,
     )
     return True

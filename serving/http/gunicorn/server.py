@@ -37,7 +37,7 @@ BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is
 def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
     """Serve until a signal ends it. Raises ``EngineDied``, ``PackagingError`` where an engine does not come up.
 
-    ``progress`` is told each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
+    ``progress`` is called with each step: ``{"stage": "loading" | "token" | "ready" | "listening", …}``.
     """
     _allow_files()
     with server_directory() as directory:
@@ -83,11 +83,11 @@ class ControllerProcess:
     def await_ready(self, progress: Progress) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line)
-            if told["stage"] == "failed":
-                raise PackagingError(told["message"])
-            progress(told)
-            if told["stage"] == "ready":
+            step = json.loads(line)
+            if step["stage"] == "failed":
+                raise PackagingError(step["message"])
+            progress(step)
+            if step["stage"] == "ready":
                 return
         raise EngineDied("the controller process ended before the engines were ready")
 
@@ -188,9 +188,9 @@ class Application(BaseApplication):
             return
         for stage, listener in zip(("listening", "probes"), arbiter.LISTENERS, strict=False):
             name = listener.sock.getsockname()
-            place = {"socket": name} if isinstance(name, str) else {"host": name[0], "port": name[1]}
+            address = {"socket": name} if isinstance(name, str) else {"host": name[0], "port": name[1]}
             secure = self.spec.settings.tls_cert is not None
-            self.progress({"stage": stage, "scheme": "https" if secure else "http", **place})
+            self.progress({"stage": stage, "scheme": "https" if secure else "http", **address})
 
     def _assign_slot(self, arbiter: Any, worker: Any) -> None:
         worker.slot = self.balancer.assign()

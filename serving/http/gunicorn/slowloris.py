@@ -19,13 +19,13 @@ from gunicorn.http.errors import ParseException
 from ..bodies import TooSlow
 
 RATE = 2**10  # bytes that pay for a second: the slowest of honest uploads and downloads are faster
-STALLED = 1.0  # seconds behind ``RATE`` after which who takes an answer counts as waited for
+STALLED = 1.0  # seconds that a reader may lag ``RATE`` before its connection counts as waiting for it
 HANDSHAKE = b"\x16"  # TLS' content type, the first byte of its first record
 MOMENT = 0.001  # seconds: what is there already is taken, however late
 
 
 class PlainHttp(ParseException):
-    """Bytes that begin no TLS, where TLS is spoken."""
+    """The first bytes are no TLS record, on a listener that speaks TLS."""
 
 
 class TimedConnection:
@@ -34,9 +34,9 @@ class TimedConnection:
     ``io_timeout`` (seconds) is what a client may be waited for: for the first byte of a head (that of the first one
     within ``first_timeout``), after which the connection ends without a word (``TimeoutError``); then for all of the
     rest of the head; then for a body, where ``RATE`` bytes give a second back (``TooSlow``). Only waiting counts, so a
-    busy server is held against nobody, and nothing has to be stopped while a request is answered.
+    busy server costs no client its time, and no timer has to be stopped while a request is answered.
 
-    An answer goes out by ``send``, which notes how far behind ``RATE`` its reader is: to take next to nothing of it
+    An answer goes out by ``send``, which notes how far its reader lags ``RATE``: to take next to nothing of it
     (Slow Read) holds a connection as cheaply as to send next to nothing of a request.
 
     ``peer`` is the socket's address, ``address`` whom it counts for (``connection_limits``). ``probes``: it came to
@@ -62,8 +62,8 @@ class TimedConnection:
         self._part: Literal["", "head", "body"] = ""
         self._began = monotonic()
         self._waits_for: Literal["", "request", "answer"] = ""
-        self._behind = 0.0  # seconds that the reader of answers is behind, as of ``_asked``
-        self._asked = 0.0
+        self._lag = 0.0  # seconds that the reader of answers lags ``RATE``, as of ``_sent_at``
+        self._sent_at = 0.0
 
     def expect_head(self) -> None:
         self._expect("")
@@ -109,10 +109,10 @@ class TimedConnection:
 
     def send(self, data: Any) -> int:
         """As the socket's; raises ``TimeoutError`` where the client takes nothing for the socket's timeout."""
-        self._asked = monotonic()
+        self._sent_at = monotonic()
         with self._waiting("answer"):
             sent: int = self.plain.send(data)
-        self._behind = max(0.0, self._behind + monotonic() - self._asked - sent / RATE)
+        self._lag = max(0.0, self._lag + monotonic() - self._sent_at - sent / RATE)
         return sent
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class TimedConnection:
         """See ``connection_limits.Limited``."""
         if self._waits_for == "request":
             return int(self._part == "body"), self._began
-        since = self._asked - self._behind
+        since = self._sent_at - self._lag
         return (2, since) if self._waits_for == "answer" and monotonic() - since >= STALLED else None
 
     def evict(self) -> None:

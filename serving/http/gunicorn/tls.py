@@ -52,7 +52,7 @@ def gateway_tls(settings: ListenSettings) -> Tls | None:
 
 
 def probe_tls(settings: ListenSettings) -> Tls | None:
-    """With the gateway's certificate, and a client CA of its own: whoever probes may have no certificate."""
+    """With the gateway's certificate, and a client CA of its own: probes may have no certificate."""
     if settings.tls_cert is None:
         return None
     return Tls(settings.tls_cert, settings.tls_key, settings.probe_tls_client_ca)
@@ -71,12 +71,12 @@ def make_context(cert: str, key: str | None, client_ca: str | None) -> ssl.SSLCo
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, OSError) as error:
-        raise PackagingError(f"TLS: {cert} and {key or 'its key'}: {_told(error)}") from None
+        raise PackagingError(f"TLS: {cert} and {key or 'its key'}: {_reason(error)}") from None
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
         except (ssl.SSLError, OSError) as error:
-            raise PackagingError(f"TLS: client CA {client_ca}: {_told(error)}") from None
+            raise PackagingError(f"TLS: client CA {client_ca}: {_reason(error)}") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -94,6 +94,6 @@ def _no_password() -> str:
     raise PackagingError("TLS: the key has a password; a server needs one without")
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     reason = getattr(error, "reason", None)
     return str(reason).replace("_", " ").lower() if reason else "no PEM"

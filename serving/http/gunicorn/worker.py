@@ -1,4 +1,4 @@
-"""The gunicorn side: a gevent worker that drains, an arbiter that a second SIGTERM stops at once, a JSON logger."""
+"""gunicorn's parts, changed: a gevent worker that drains, an arbiter that a second SIGTERM stops, a JSON logger."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DrainingWorker(GeventWorker):
 
     def init_signals(self) -> None:
         super().init_signals()
-        # a terminal that closes tells the whole group; the arbiter says what that means
+        # a terminal that closes signals the whole group; the arbiter decides what that means
         for ignored in (signal.SIGHUP, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
 
@@ -181,7 +181,7 @@ class DrainingWorker(GeventWorker):
             self.server.follower.close()
 
     def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
-        """The first socket is the gateway's, the second that for probes alone, whose places nobody else takes."""
+        """Accept at ``sock``: the gateway's listener, or that for probes, whose connections are counted apart."""
         from .accepting import Acceptor
 
         settings = self.server.settings
@@ -215,7 +215,7 @@ class DrainingWorker(GeventWorker):
         )
 
     def _drain(self) -> None:
-        """Wait for what runs; what is left at the end is interrupted and gets a moment to tell its clients."""
+        """Wait for what runs; what is left at the end is interrupted and gets a moment to send its last event."""
         self.server.load_shedder.draining = True
         self.slot.close()
         logs.event("draining", running=self.answering)

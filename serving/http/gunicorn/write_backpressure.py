@@ -1,7 +1,7 @@
 """Write back-pressure for slow readers: a low watermark of unsent bytes, and a timeout that progress renews.
 
 By itself the kernel buffers megabytes for a client that reads nothing: replies of thousands of tokens would be
-generated to their ends for nobody. With ``TCP_NOTSENT_LOWAT`` a write blocks instead, and the engine pauses with it.
+generated to their ends unread. With ``TCP_NOTSENT_LOWAT`` a write blocks instead, and the engine pauses with it.
 """
 
 from __future__ import annotations

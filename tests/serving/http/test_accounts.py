@@ -107,7 +107,7 @@ def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
     assert [row[0] for row in Prices(store).list()] == ["*"]
 
 
-def test_all_of_it_is_in_the_audit_log(client: FlaskClient) -> None:
+def test_every_change_is_in_the_audit_log(client: FlaskClient) -> None:
     """By the key's id, under the request's id, without secrets."""
     made = client.post(KEYS, json={"tenant": "acme"}, headers={"X-Request-Id": "made-1"}).json
     entry = client.get(AUDIT, query_string={"target": made["key"]["key_id"]}).json["audit"][0]
@@ -121,7 +121,7 @@ def test_all_of_it_is_in_the_audit_log(client: FlaskClient) -> None:
     assert len(client.get(AUDIT, query_string={"limit": "1"}).json["audit"]) == 1
 
 
-def test_only_who_manages(client: FlaskClient, server: Server, store: Store) -> None:
+def test_accounts_take_the_scope_manage(client: FlaskClient, server: Server, store: Store) -> None:
     """Every route is a 403 to other scopes, a 401 to strangers, and a 404 on a server without a ledger."""
     other = {"Authorization": f"Bearer {Keys(store).create('acme', scopes=('invoke', 'usage'))[0]}"}
     places = [("GET", path) for path in (KEYS, LIMITS, PRICES, CURRENCY, AUDIT)] + [("POST", KEYS), ("PUT", PRICES)]
@@ -201,7 +201,7 @@ def url(server: Server) -> Iterator[str]:
         thread.join()
 
 
-def test_the_commands_by_a_server(url: str, operator: str, store: Store, tmp_path: Path) -> None:
+def test_commands_over_http(url: str, operator: str, store: Store, tmp_path: Path) -> None:
     """The same as on a database; the key comes from a file, the environment or standard input."""
     file = tmp_path / "key"
     file.write_text(operator + "\n")
@@ -228,7 +228,7 @@ def test_the_commands_by_a_server(url: str, operator: str, store: Store, tmp_pat
     assert (refused.exit_code, "401" in refused.stderr) == (1, True)
 
 
-def test_the_bill_by_a_server(url: str, operator: str, ledger: Ledger, tmp_path: Path) -> None:
+def test_the_bill_over_http(url: str, operator: str, ledger: Ledger, tmp_path: Path) -> None:
     """Sums, rows and files are those of the database; a tenant's key sees its tenant, and no more."""
     ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
     for number in range(5):
@@ -266,7 +266,7 @@ def test_the_bill_by_a_server(url: str, operator: str, ledger: Ledger, tmp_path:
     assert (refused.exit_code, "403: tenant: the key is of tenant 'zeta'" in refused.stderr) == (1, True)
 
 
-def test_an_allow_list_of_what_there_is_not(url: str, operator: str, store: Store) -> None:
+def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: Store) -> None:
     """An endpoint that nothing serves may come later; a typing error is said, by a server as on a database."""
     database = str(store.engine.url)
     for place in (["--url", url, "--key", operator], ["--database", database]):
@@ -281,7 +281,7 @@ def test_an_allow_list_of_what_there_is_not(url: str, operator: str, store: Stor
         assert (changed.exit_code, changed.stderr) == (0, "")
 
 
-def test_which_store_is_meant(tmp_path: Path) -> None:
+def test_commands_on_a_server_or_a_database(tmp_path: Path) -> None:
     """A database and a server are one too many, and none too few."""
     for words, told in (
         (["--url", "http://x", "--database", "sqlite:///x.db"], "give one of them"),

@@ -51,7 +51,7 @@ class Everyone:
 
 
 @pytest.mark.parametrize(("method", "path"), PLACES, ids=[f"{method} {path}" for method, path in PLACES])
-def test_no_route_takes_a_page_of_another_site(client: FlaskClient, method: str, path: str) -> None:
+def test_no_route_answers_a_page_of_another_site(client: FlaskClient, method: str, path: str) -> None:
     """A foreign ``Origin``, ``Sec-Fetch-Site`` or ``Host``, and one that is malformed, is a 403 that names it."""
     for headers in FOREIGN:
         answer = client.open(path.replace("<name>", "a").replace("<path:name>", "a"), method=method, headers=headers)
@@ -60,13 +60,13 @@ def test_no_route_takes_a_page_of_another_site(client: FlaskClient, method: str,
 
 
 @pytest.mark.parametrize("headers", OWN)
-def test_its_own_pages_and_all_who_are_no_browser(client: FlaskClient, headers: dict[str, str]) -> None:
+def test_same_origin_pages_and_other_clients_pass(client: FlaskClient, headers: dict[str, str]) -> None:
     """Names of this machine, its own pages and clients that send none of these headers are served."""
     answer = client.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert answer.status_code == 200, answer.text
 
 
-def test_names_that_were_told(make: Callable[..., Server]) -> None:
+def test_allowed_hosts(make: Callable[..., Server]) -> None:
     """``allowed_hosts`` are taken beside this machine's names, on whatever address the server listens."""
     for host in ("127.0.0.1", "0.0.0.0"):
         client = create_app(make(host=host, allowed_hosts=("llm.example",))).test_client()
@@ -76,14 +76,14 @@ def test_names_that_were_told(make: Callable[..., Server]) -> None:
         assert found == [200, 200, 403]
 
 
-def test_other_machines_know_names_that_we_do_not(make: Callable[..., Server]) -> None:
+def test_host_names_are_not_checked_off_loopback(make: Callable[..., Server]) -> None:
     """A server that other machines reach takes any ``Host`` unless it was told its names, but no foreign ``Origin``."""
     client = create_app(make(host="0.0.0.0")).test_client()
     assert client.get("/ping", headers={"Host": "gpu-7.lan"}).status_code == 200
     assert client.get("/ping", headers={"Host": "gpu-7.lan", "Origin": "http://evil.example"}).status_code == 403
 
 
-def test_keys_stand_in_the_way_of_pages(make: Callable[..., Server]) -> None:
+def test_no_csrf_guard_where_keys_are_required(make: Callable[..., Server]) -> None:
     """No page has a key to send: a server that asks for them takes any name and site."""
     client = create_app(make(keys=Everyone())).test_client()
     headers = {"Authorization": "Bearer sk-1", "Host": "llm.example", "Origin": "https://app.example"}
@@ -106,7 +106,7 @@ def test_keys_stand_in_the_way_of_pages(make: Callable[..., Server]) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations", "/api/2.0/serving-endpoints"])
-def test_a_body_that_is_not_said_to_be_json(client: FlaskClient, path: str, kind: str | None) -> None:
+def test_other_content_types_are_refused(client: FlaskClient, path: str, kind: str | None) -> None:
     """What a page may send without asking (CORS) is a 415 that says what is taken; nothing of the body is read."""
     answer = client.post(path, data=b"{", headers={} if kind is None else {"Content-Type": kind})
     assert answer.status_code == 415, answer.text
@@ -117,7 +117,7 @@ def test_a_body_that_is_not_said_to_be_json(client: FlaskClient, path: str, kind
     "kind",
     ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json", "application/json;charset=utf8"],
 )
-def test_a_body_that_is_said_to_be_json(client: FlaskClient, kind: str) -> None:
+def test_json_content_types_are_taken(client: FlaskClient, kind: str) -> None:
     """JSON by any of its names is read."""
     answer = client.post("/v1/chat/completions", data=b"{", content_type=kind)
     assert (answer.status_code, "body" in answer.text) == (400, True)
@@ -137,13 +137,13 @@ def test_the_page_loads_nothing_and_no_answer_is_sniffed(client: FlaskClient) ->
     ("host", "name"),
     [("A.b:1", "a.b"), ("[::1]:80", "::1"), ("::1", ""), ("a:b", ""), ("", ""), ("[", ""), ("a..", "a")],
 )
-def test_names(host: str, name: str) -> None:
+def test_host_names(host: str, name: str) -> None:
     """A name is a ``Host`` without port and brackets; what is malformed has none."""
     assert name_of(host) == name
 
 
 @pytest.mark.parametrize("names", [("a b",), ("http://a",), ("",), "a"])
-def test_names_that_are_none(names: object) -> None:
+def test_malformed_host_names(names: object) -> None:
     """A setting that names no host is refused."""
     with pytest.raises(InvalidField, match="allowed_hosts"):
         ServerSettings.read({"allowed_hosts": names})

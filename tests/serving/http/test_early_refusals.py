@@ -102,7 +102,7 @@ def test_requests_in_flight_refuse_before_the_body_is_read(place: Place) -> None
     assert place.ask(LARGE).status_code == 200
 
 
-def test_what_is_left_is_left(place: Place) -> None:
+def test_an_early_refusal_reserves_nothing(place: Place) -> None:
     """A limit with room for the request lets a large body in; one that costs nothing passes a budget that is spent; an
     embeddings request, which generates nothing, passes a limit of output."""
     place.limits.set("key", place.key.key_id, "itpm", 4000)
@@ -140,7 +140,7 @@ def test_a_store_that_is_away_refuses_before_the_body_is_read(place: Place, monk
     assert place.ask(None).status_code == 503
 
 
-def test_a_key_s_refusals_are_limited(place: Place) -> None:
+def test_a_keys_refusals_are_limited(place: Place) -> None:
     """The thirty-first request in a minute that is refused finds a 429 that names the limit, and its body unread;
     another key of the same address goes on; refusals come back with time."""
     place.change(refusals=RefusalLimit(30, clock=lambda: place.clock[0]))
@@ -194,7 +194,7 @@ def test_without_keys_an_address_is_limited(make: Callable[..., Server]) -> None
     assert {client.post("/v1/chat/completions", json={}).status_code for _ in range(50)} == {400}
 
 
-def test_memory_of_a_caller_and_of_all() -> None:
+def test_memory_budget_of_a_caller_and_of_all() -> None:
     """A caller's large bodies are refused beyond its share, all callers' beyond the whole; small ones never; what is
     given back has room again, and one body always."""
     budget = MemoryBudget(total=5 * SMALL, by_caller=3 * SMALL)
@@ -216,7 +216,7 @@ def test_memory_of_a_caller_and_of_all() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
+def test_large_bodies_over_the_memory_budget(place: Place, chunked: bool) -> None:
     """While a key's bodies fill its share another of its large bodies is a 429 with Retry-After, unread where its
     length is announced; another key's is taken; afterwards nothing is held."""
     budget = MemoryBudget(total=2**21, by_caller=2**20)
@@ -239,7 +239,7 @@ def test_large_bodies_of_a_key_at_once(place: Place, chunked: bool) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_bodies_of_the_management_api_count(place: Place, method: str) -> None:
+def test_bodies_of_the_management_api_count_in_the_memory_budget(place: Place, method: str) -> None:
     """A large body is memory at every route that reads one, also where it is not needed."""
     budget = place.server.memory
     unread = {"wsgi.input": Unread(), "CONTENT_LENGTH": str(10 * 2**20)}
@@ -253,7 +253,7 @@ def test_bodies_of_the_management_api_count(place: Place, method: str) -> None:
     assert budget.used == 0
 
 
-def test_a_large_reply_is_counted(place: Place) -> None:
+def test_a_large_reply_counts_in_the_memory_budget(place: Place) -> None:
     """A reply that is not streamed is held with what it repeats, until it is encoded; a streamed one is not."""
     body = {"model": "assistant", "prompt": "Hi", "max_tokens": 1, "suffix": "x" * 2**17}
     budget = place.server.memory

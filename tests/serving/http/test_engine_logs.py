@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-def test_by_databricks_sdk(server: Running) -> None:
+def test_logs_by_databricks_sdk(server: Running) -> None:
     """The unmodified client reads both; the load's log ends where the engine is ready. A prompt is in neither."""
     endpoints = WorkspaceClient(host=server.url, token="token").serving_endpoints
     (endpoint,) = endpoints.list()
@@ -82,6 +82,6 @@ def test_a_log_of_any_size_is_read_at_its_end(tmp_path: Path) -> None:
         ("x" * 5000, "x" * MAX_LINE),
     ],
 )
-def test_what_is_taken_out(line: str, shown: str) -> None:
+def test_secrets_and_control_characters_are_taken_out(line: str, shown: str) -> None:
     """Secrets, and what would move a terminal's cursor or turn its text."""
     assert cleaned(f"{line}\nnext") == f"{shown}\nnext"

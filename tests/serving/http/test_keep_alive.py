@@ -33,7 +33,7 @@ LAST = {
 
 
 @pytest.mark.parametrize("case", LAST)
-def test_the_last_request(fast: Running, case: str) -> None:
+def test_no_request_after_a_broken_or_unread_body(fast: Running, case: str) -> None:
     """Behind a body that broke off or was left unread nothing is a request: the answer says close, and it is closed."""
     data, expected = LAST[case]
     statuses, answer = exchange(fast, data + NEXT)
@@ -43,7 +43,7 @@ def test_the_last_request(fast: Running, case: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["Upgrade, close", "close, TE", "Keep-Alive\r\nConnection: Close"])
-def test_a_client_that_closes(fast: Running, field: str) -> None:
+def test_connection_close_among_other_options(fast: Running, field: str) -> None:
     """``close`` among other options, or in a second field, ends the connection with the answer, good or bad."""
     for body, status in ((GOOD, 200), (b"{", 400)):
         statuses, answer = exchange(fast, sized(body, more=b"Connection: %s\r\n" % field.encode()) + NEXT)
@@ -74,7 +74,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", KEPT)
-def test_another_request(fast: Running, case: str) -> None:
+def test_another_request_after_a_body_that_was_read(fast: Running, case: str) -> None:
     """Behind a body that was read, or is short and announced, the connection takes the next request."""
     data, expected = KEPT[case]
     closing = NEXT.replace(b"Host", b"Connection: close\r\nHost")

@@ -82,7 +82,7 @@ def test_fields_that_the_mode_does_not_take(place: Place) -> None:
 
 @pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])
 @pytest.mark.parametrize("kind", ["itpm", "otpm", "qpm", "qph", "budget_day", "budget_month"])
-def test_a_limit_refuses_until_it_says(place: Place, kind: str, scope: str) -> None:
+def test_retry_after_says_when_a_limit_admits_again(place: Place, kind: str, scope: str) -> None:
     """Every kind in every scope: the third request is refused, names the limit, what is left (of one's own limits: an
     endpoint's would tell what others used) and when to come back; a second before it is refused again, then served."""
     first = place.ask()
@@ -114,7 +114,7 @@ def test_a_limit_refuses_until_it_says(place: Place, kind: str, scope: str) -> N
     assert place.ask().status_code == 200
 
 
-def test_the_strictest_wins(place: Place) -> None:
+def test_the_strictest_limit_wins(place: Place) -> None:
     """Of limits on key, tenant and endpoint the one that holds up longest is named, and all of them hold."""
     place.limits.set("key", place.key.key_id, "otpm", 1000)
     place.limits.set("tenant", "acme", "otpm", 10)
@@ -145,7 +145,7 @@ def test_a_default_of_max_tokens_is_reserved(place: Place) -> None:
     assert used(place.ask(max_tokens=20))[1] == 20
 
 
-def test_what_is_not_used_comes_back(place: Place) -> None:
+def test_unused_reservations_come_back(place: Place) -> None:
     """``max_tokens`` is reserved at admission; at the end a request has taken what it generated."""
     early = {"max_tokens": 90, "stop": ["a", "b", "c", "d"], "temperature": 1.0}
     seed = next(seed for seed in range(100) if used(place.ask(**early, seed=seed))[1] < 90)
@@ -202,7 +202,7 @@ def test_a_budget_that_is_spent(place: Place) -> None:
     ("path", "said"),
     [("/serving-endpoints/assistant/invocations", "error_code"), ("/endpoints/assistant/invocations", "error_code")],
 )
-def test_in_other_dialects(place: Place, path: str, said: str) -> None:
+def test_limits_in_other_dialects(place: Place, path: str, said: str) -> None:
     """The Databricks and MLflow routes refuse in their own words, with the same headers."""
     place.limits.set("user", "assistant", "qpm", 1)
     assert place.ask().status_code == 200

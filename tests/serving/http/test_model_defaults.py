@@ -40,7 +40,7 @@ def client(make: Callable[..., Server]) -> FlaskClient:
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/serving-endpoints/assistant/invocations", "/invocations", "/v1/completions"]
 )
-def test_what_a_request_does_not_say(client: FlaskClient, path: str) -> None:
+def test_defaults_fill_what_a_request_leaves_out(client: FlaskClient, path: str) -> None:
     """The defaults' values on every route, for whole replies and the adapter's name in them."""
     body = {"model": "assistant", "prompt": "Hi", "ignore_eos": True} if path == "/v1/completions" else CHAT
     reply = client.post(path, json=body).json
@@ -49,7 +49,7 @@ def test_what_a_request_does_not_say(client: FlaskClient, path: str) -> None:
     assert given["choices"] == reply["choices"]
 
 
-def test_what_a_request_says_wins(client: FlaskClient) -> None:
+def test_a_requests_own_fields_win(client: FlaskClient) -> None:
     """A value of its own, or another name of the field, replaces the default."""
     for own in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
         assert client.post("/v1/chat/completions", json=CHAT | own).json["usage"]["completion_tokens"] == 3
@@ -70,7 +70,7 @@ def test_fields_that_a_task_lacks_are_left_out(client: FlaskClient) -> None:
     assert read.encoding_format == "base64"  # type: ignore[union-attr]
 
 
-def test_default_lengths_give_way(client: FlaskClient, make: Callable[..., Server]) -> None:
+def test_a_default_max_tokens_gives_way_to_the_context(client: FlaskClient, make: Callable[..., Server]) -> None:
     """To the room in the context, and to what a request says: they never refuse one."""
     server = make()
     (endpoint,) = server.endpoints.entities()

@@ -55,7 +55,7 @@ def test_two_servers_on_one_engine(servers: Callable[..., FlaskClient]) -> None:
     assert cached(second) > 0
 
 
-def test_a_salt_parts_callers_without_keys(servers: Callable[..., FlaskClient]) -> None:
+def test_a_cache_salt_separates_callers_without_keys(servers: Callable[..., FlaskClient]) -> None:
     """All callers of a server without keys share, unless they send salts of their own."""
     client = servers()
     assert [cached(client, cache_salt=salt) for salt in (None, "a", "b")] == [0, 0, 0]
@@ -80,7 +80,7 @@ def test_a_salt_is_a_short_text(client: FlaskClient, path: str, salt: object) ->
         assert client.post(path, json={"model": "assistant", **CHAT, "cache_salt": allowed}).status_code == 200
 
 
-def test_where_the_field_is_described() -> None:
+def test_cache_salt_is_described() -> None:
     """The OpenAPI document of each route and a model's signature have it."""
     document = str(openapi.document(routes.ROUTES))
     assert document.count("'cache_salt': {'anyOf': [{'type': 'string', 'minLength': 1, 'maxLength': 256}") >= 3
@@ -89,7 +89,7 @@ def test_where_the_field_is_described() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["tenant", "endpoint", "off"])
-def test_a_config_says_who_shares(sharing: str) -> None:
+def test_prefix_sharing_of_a_config(sharing: str) -> None:
     """The management API takes ``prefix_sharing`` and shows it; anything else is refused by its name."""
     config = config_body(CONFIG | {"prefix_sharing": sharing}, "config")
     assert config_to_wire(config)["prefix_sharing"] == sharing

@@ -64,6 +64,6 @@ def test_threads_that_have_event_loops_never_wait_for_each_other(store_url):
     assert run(LOOPS, store_url) == "16\n"
 
 
-def test_a_transaction_that_never_ends_holds_up_nobody_for_ever(store_url):
+def test_a_transaction_that_never_ends_times_out(store_url):
     """Others are told that the store does not answer, and are not begun later; what reads goes on."""
     assert run(STUCK, store_url) == "the metering store does not answer\n1\nagain\n"

@@ -69,7 +69,7 @@ def seen(client: FlaskClient, headers: dict[str, str]) -> list[Any]:
     return found
 
 
-def test_metrics_are_for_who_manages_or_scrapes(make: Callable[..., Server], tmp_path: Path) -> None:
+def test_metrics_take_the_scope_manage_or_the_probe_listener(make: Callable[..., Server], tmp_path: Path) -> None:
     """Without a key 401, with one that does not manage 403; on a server with a listener for probes, which alone has the
     route then, and on one that asks for no keys, whoever comes."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
@@ -87,7 +87,7 @@ def test_metrics_are_for_who_manages_or_scrapes(make: Callable[..., Server], tmp
     store.close()
 
 
-def test_nothing_changes_with_another_s_requests(place: tuple[FlaskClient, dict[str, dict[str, str]]]) -> None:
+def test_no_answer_changes_with_another_tenants_requests(place: tuple[FlaskClient, dict[str, dict[str, str]]]) -> None:
     """Answers, headers, lists, health, usage and refusals are to the byte the same before and after another tenant's
     requests, streamed, failed and running ones."""
     client, headers = place

@@ -88,7 +88,7 @@ def test_a_key_sees_its_tenant_and_an_operator_all(ask: Callable[..., object]) -
     assert ask(None).status_code == ask("sk-nobody").status_code == 401
 
 
-def test_pages(ask: Callable[..., object]) -> None:
+def test_usage_in_pages(ask: Callable[..., object]) -> None:
     """A cursor leads on to the last row."""
     first = ask("operator", limit=7)
     rest = ask("operator", limit=7, cursor=first.json["next_cursor"])
@@ -96,7 +96,7 @@ def test_pages(ask: Callable[..., object]) -> None:
     assert rest.json["next_cursor"] is None
 
 
-def test_time(ask: Callable[..., object]) -> None:
+def test_usage_by_time(ask: Callable[..., object]) -> None:
     """Start is included, end is not; days, ISO times and milliseconds are understood."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     started = ask("operator").json["usage"][3]["started_ms"]
@@ -105,7 +105,7 @@ def test_time(ask: Callable[..., object]) -> None:
     assert len(ids(ask("operator", start=f"{today}T00:00:00+00:00"))) in (0, 10)  # 0 across a midnight
 
 
-def test_sums(ask: Callable[..., object]) -> None:
+def test_usage_in_sums(ask: Callable[..., object]) -> None:
     """Sums by any column, with what was reserved beside them."""
     found = ask("operator", by="tenant,endpoint").json
     assert found["provisioned"] == []
@@ -122,7 +122,7 @@ def test_sums(ask: Callable[..., object]) -> None:
     assert sum(total["completion_tokens"] for total in ask("zeta", by="day").json["usage"]) == 6 + 7 + 8 + 9
 
 
-def test_exports(ask: Callable[..., object], tmp_path: Path) -> None:
+def test_usage_as_csv_and_parquet(ask: Callable[..., object], tmp_path: Path) -> None:
     """CSV and Parquet have every row that the key may see, and the same columns; money is exact."""
     told = ask("acme", format="csv")
     rows = list(csv.DictReader(io.StringIO(told.text)))

@@ -74,7 +74,7 @@ def test_a_key_sees_the_endpoints_of_its_list(client: FlaskClient, key: Callable
     assert (own.status_code, own.json["error_code"]) == (404, "RESOURCE_DOES_NOT_EXIST")
 
 
-def test_a_key_for_an_endpoint_may_use_it(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
+def test_a_key_may_use_the_endpoints_of_its_list(client: FlaskClient, key: Callable[..., dict[str, str]]) -> None:
     """One for an adapter alone may not use the model without it."""
     assert client.post("/invocations", json=ASK, headers=key("invoke", endpoints=("assistant",))).status_code == 200
     adapter_only = key("invoke", endpoints=("assistant:legal",))
@@ -84,7 +84,7 @@ def test_a_key_for_an_endpoint_may_use_it(client: FlaskClient, key: Callable[...
     assert (other.status_code, "tax" in other.json["message"]) == (404, True)
 
 
-def test_a_path_is_no_name_for_callers(
+def test_a_model_path_is_shown_to_managers_alone(
     client: FlaskClient, key: Callable[..., dict[str, str]], make: Callable[..., Server], store: Store
 ) -> None:
     """A served model whose name is a URI is shown to who manages; others see the endpoint's name."""
@@ -109,7 +109,7 @@ def test_health_names_no_endpoint_to_strangers(client: FlaskClient, key: Callabl
     assert client.get("/health", headers=key("invoke", endpoints=("other",))).json["endpoints"] == {}
 
 
-def test_what_is_open_is_no_place_to_try_keys_at(
+def test_bad_keys_at_open_routes_count_as_refusals(
     make: Callable[..., Server], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unknown keys at a probe count as refusals of their sender and are then looked up no more; pages that tell all

@@ -36,7 +36,7 @@ def test_no_worker_has_more_than_half_again_its_share(number: int, draw: st.Data
     assert sum(slot._connections for slot in given) == 200
 
 
-def test_connections_that_end_are_made_up_for() -> None:
+def test_a_worker_whose_connections_ended_is_next() -> None:
     """A worker whose connections have ended is next until it has as many as the others."""
     _, (one, other) = workers(2)
     for _ in range(20):
@@ -47,7 +47,7 @@ def test_connections_that_end_are_made_up_for() -> None:
     assert other.take_turn(0.0)
 
 
-def test_a_worker_that_hangs_is_passed_over() -> None:
+def test_a_hung_worker_is_passed_over() -> None:
     """After a while without a connection taken, others take what was left to it, until it takes one itself."""
     _, (one, hung) = workers(2)
     one.add()
@@ -61,7 +61,7 @@ def test_a_worker_that_hangs_is_passed_over() -> None:
     assert not one.take_turn(HUNG_AFTER)
 
 
-def test_a_worker_that_takes_connections_does_not_hang() -> None:
+def test_a_worker_that_accepts_is_not_hung() -> None:
     """However long others wait, time counts from the last connection that was taken."""
     _, (one, other) = workers(2)
     for _ in range(8):
@@ -95,7 +95,7 @@ def test_a_draining_worker_takes_what_nobody_else_would() -> None:
     assert one.take_turn(0.0)
 
 
-def test_the_table_is_shared_with_children() -> None:
+def test_the_table_is_shared_with_forked_workers() -> None:
     """What a forked worker writes is seen by the others."""
     _, (one, other) = workers(2)
     child = os.fork()

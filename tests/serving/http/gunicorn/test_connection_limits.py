@@ -31,7 +31,7 @@ def connections(*since: float | None, address: str = "a") -> list[Limited]:
     return [Limited(address, one) for one in since]
 
 
-def test_the_oldest_goes_when_full() -> None:
+def test_a_full_worker_evicts_the_longest_idle() -> None:
     """The connection that has waited longest for its client makes room; bodies that arrive go last."""
     limits = ConnectionLimits(3, 3)
     young, old, body = Limited("a", 5.0), Limited("b", 2.0), Limited("c", 1.0, body=True)
@@ -45,7 +45,7 @@ def test_the_oldest_goes_when_full() -> None:
     assert not limits.admit(Limited("e", None))
 
 
-def test_an_address_loses_its_own() -> None:
+def test_an_address_at_its_limit_evicts_its_own() -> None:
     """Beyond its part an address makes room for itself, whoever else has waited longer."""
     limits = ConnectionLimits(10, 2)
     other = Limited("b", 0.0)
@@ -55,7 +55,7 @@ def test_an_address_loses_its_own() -> None:
     assert [connection.evicted for connection in (other, *mine)] == [False, True, False, False]
 
 
-def test_an_address_whose_connections_are_all_answered() -> None:
+def test_an_address_at_its_limit_of_busy_connections_is_refused() -> None:
     """It gets no more; others do."""
     limits = ConnectionLimits(10, 2)
     for connection in connections(None, None):
@@ -64,7 +64,7 @@ def test_an_address_whose_connections_are_all_answered() -> None:
     assert limits.admit(Limited("b", None))
 
 
-def test_a_place_is_given_up_once() -> None:
+def test_a_connection_is_released_once() -> None:
     """Leaving frees the place and is told once, also after an eviction."""
     left: list[int] = []
     limits = ConnectionLimits(1, 1, on_release=lambda: left.append(1))
@@ -88,7 +88,7 @@ def test_a_place_is_given_up_once() -> None:
         ("", ""),
     ],
 )
-def test_addresses(peer: object, address: str) -> None:
+def test_addresses_that_count_as_one(peer: object, address: str) -> None:
     """IPv4 addresses count alone, IPv6 ones by the network that a single host has to itself."""
     assert address_of(peer) == address
 

@@ -134,7 +134,7 @@ def conversations(impatient: Running) -> dict[str, Any]:
     return {kind: future.result() for kind, future in running.items()}
 
 
-def test_heads_that_drip_free_their_places(impatient: Running) -> None:
+def test_slowloris_heads_are_evicted(impatient: Running) -> None:
     """With every place taken by a head that comes byte by byte (Slowloris), another is served: the oldest makes room,
     and the others get their 408."""
     until(lambda: health(impatient)["running"] == 0)
@@ -222,7 +222,7 @@ class Scripted:
 @pytest.mark.parametrize(
     ("delay", "size", "seconds"), [(20.0, 2**15, 10_000), (0.5, 600, 10_000), (29.0, 1, 30), (1.0, 512, 60)]
 )
-def test_what_a_body_may_take(monkeypatch: pytest.MonkeyPatch, delay: float, size: int, seconds: float) -> None:
+def test_deadline_of_a_slow_body(monkeypatch: pytest.MonkeyPatch, delay: float, size: int, seconds: float) -> None:
     """With 30 s to wait, a body of more than 1 KiB a second goes on for hours, however it pauses; one of half of that
     ends after a minute, one of a byte now and then with its second byte."""
     plain = Scripted(delay, size)
@@ -253,7 +253,7 @@ class Reading:
 @pytest.mark.parametrize(
     ("delay", "size", "waits_since"), [(0.5, 600, None), (10.0, 65536, 90.0), (0.5, 1, 0.0), (20.0, 1, 0.0)]
 )
-def test_a_reader_that_is_waited_for(
+def test_a_slow_reader_counts_as_waiting(
     monkeypatch: pytest.MonkeyPatch, delay: float, size: int, waits_since: float | None
 ) -> None:
     """Who takes an answer at 1 KiB a second waits for us; who stopped is waited for since then, and who takes a byte
@@ -268,7 +268,7 @@ def test_a_reader_that_is_waited_for(
     assert found == (None if waits_since is None else (2, pytest.approx(waits_since, abs=0.1)))
 
 
-def test_a_connection_whose_client_does_not_go() -> None:
+def test_a_lingering_connection_may_be_evicted() -> None:
     """While it is only waited for that a refused client closes, its place is worth as little as an idle one's."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -280,7 +280,7 @@ def test_a_connection_whose_client_does_not_go() -> None:
         assert connection.waiting_since is None
 
 
-def test_nothing_behind_an_unread_body_that_stops(conversations: dict[str, Any]) -> None:
+def test_no_request_after_an_unread_body_that_stops(conversations: dict[str, Any]) -> None:
     """A body that was not needed and broke off leaves the connection's end, not a place for a request within it."""
     assert conversations["an unread body"] == [404, 408]
 
@@ -293,6 +293,6 @@ def test_a_reply_may_take_longer(conversations: dict[str, Any]) -> None:
     assert json.loads(conversations["a long reply"][1])["usage"]["completion_tokens"] == LONG["max_tokens"]
 
 
-def test_another_request_behind_a_long_reply(conversations: dict[str, Any]) -> None:
+def test_a_long_reply_costs_the_next_head_no_time(conversations: dict[str, Any]) -> None:
     """Time that a reply takes is none of the next head's."""
     assert conversations["a head behind a long reply"] == [200, 200]

@@ -42,13 +42,13 @@ def taken(ours: socket.socket) -> int:
     return sent
 
 
-def test_little_is_kept(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_unsent_bytes_stay_below_the_watermark(ends: tuple[socket.socket, socket.socket]) -> None:
     """Some hundred tokens' bytes beyond the client's own buffer, not the megabytes of a default."""
     limit_unsent(ends[0], 30.0)
     assert 0 < taken(ends[0]) <= 2 * ROOM + 4 * UNSENT
 
 
-def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_a_reader_that_takes_nothing_times_out(ends: tuple[socket.socket, socket.socket]) -> None:
     """It is a ``TimeoutError``; what was sent is there in its order."""
     ours, theirs = ends
     limit_unsent(ours, 30.0)
@@ -59,7 +59,7 @@ def test_a_client_that_takes_nothing(ends: tuple[socket.socket, socket.socket]) 
     assert theirs.recv(250, socket.MSG_WAITALL) == bytes(range(250))
 
 
-def test_a_client_that_takes_all(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_megabytes_arrive_whole(ends: tuple[socket.socket, socket.socket]) -> None:
     """Megabytes arrive whole, piece by piece."""
     ours, theirs = ends
     limit_unsent(ours, 30.0)
@@ -70,7 +70,7 @@ def test_a_client_that_takes_all(ends: tuple[socket.socket, socket.socket]) -> N
         assert len(reading.result()) == SIZE
 
 
-def test_times_beyond_the_kernels() -> None:
+def test_a_timeout_beyond_the_kernels_longest() -> None:
     """A limit of a year is the longest that the kernel knows."""
     with socket.socket() as one:
         limit_unsent(one, 365 * 86400.0)
