@@ -70,6 +70,8 @@ Part: TypeAlias = TextPart  # or one of the kinds beside it: an image, a sound
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
+    """A function that the assistant has called; ``arguments`` as the object that was in the caller's JSON text."""
+
     id: str
     name: str
     arguments: dict[str, Any]

@@ -23,7 +23,9 @@ JSON = "application/json"
 class Headers(Protocol):
     """A request's headers, found whatever the case of their names."""
 
-    def get(self, name: str, /) -> str | None: ...
+    def get(self, name: str, /) -> str | None:
+        """The value of a header; None where there is none."""
+        ...
 
 
 class InferenceRoute(Struct, frozen=True):
@@ -99,6 +101,11 @@ class Dialect(Protocol):
         """A reply that is not streamed."""
         ...
 
-    def stream(self, request: ValidRequest) -> StreamEncoder: ...
+    def stream(self, request: ValidRequest) -> StreamEncoder:
+        """A new encoder for a reply that is streamed."""
+        ...
 
-    def error(self, error: ServingError) -> Encoded: ...
+    def error(self, error: ServingError) -> Encoded:
+        """A request that is refused or has failed, with the status of the error's class. Every class of the tree in
+        ``errors`` has a rendering."""
+        ...

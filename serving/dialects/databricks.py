@@ -42,6 +42,8 @@ ERROR_CODES: dict[str, str] = {
 
 
 class DatabricksDialect(CodedErrorDialect):
+    """Databricks' routes; bodies name their task by their fields where the path does not."""
+
     name = "databricks"
     tables = DATABRICKS
     error_codes = ERROR_CODES

@@ -27,6 +27,8 @@ ERROR_CODES: dict[str, str] = {
 
 
 class MlflowDialect(CodedErrorDialect):
+    """The routes of MLflow's servers; also the form in which ``predict`` takes and gives objects."""
+
     name = "mlflow"
     tables = MLFLOW
     error_codes = ERROR_CODES

@@ -18,6 +18,8 @@ from .tables import OPENAI
 
 
 class OpenAIDialect(ObjectDialect):
+    """OpenAI's routes below ``/v1``."""
+
     name = "openai"
     tables = OPENAI
     style = Style()

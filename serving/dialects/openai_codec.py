@@ -45,6 +45,7 @@ class ObjectDialect:
         return Encoded(body=json_bytes(self.written(request, reply)))
 
     def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
+        """The object that ``encode`` puts into JSON."""
         return replies.reply(request, reply, self.style)
 
     def stream(self, request: ValidRequest) -> StreamEncoder:
@@ -55,6 +56,7 @@ class ObjectDialect:
         return Encoded(status=error.status, body=body, headers=retry_headers(error))
 
     def error_body(self, error: ServingError) -> dict[str, Any]:
+        """The object of an error, by ``error_schema``."""
         raise NotImplementedError
 
     def streamed_error(self, error: ServingError) -> dict[str, Any]:

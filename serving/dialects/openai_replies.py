@@ -37,6 +37,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
+    """The ``usage`` object: embeddings have prompt and total only."""
     found: dict[str, Any] = {"prompt_tokens": counts.prompt_tokens}
     if request.task != "embeddings":
         found["completion_tokens"] = counts.completion_tokens
@@ -63,6 +64,7 @@ def model_name(request: ValidRequest) -> str:
 
 
 def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
+    """The object of a reply that is not streamed: a chat completion, a text completion, or a list of embeddings."""
     if request.task == "embeddings":
         return _embeddings(request, whole, style)
     choice = _chat_choice if request.task == "chat" else _text_choice
@@ -119,6 +121,7 @@ def finish_reason(reason: str) -> str:
 
 
 def chat_logprobs(request: ValidRequest, found: tuple[TextLogprob, ...]) -> dict[str, Any] | None:
+    """The chat API's ``logprobs``: an entry a token, each with its alternatives. None where none were asked for."""
     if request.sampling is None or request.sampling.logprobs is None:
         return None
     content = [{**_chat_logprob(entry), "top_logprobs": [_chat_logprob(top) for top in entry.top]} for entry in found]

@@ -35,6 +35,8 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
+    """Of a byte-level tokenizer: an incremental UTF-8 decoder over the bytes of each token."""
+
     __slots__ = ("_bytes", "_decoder")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
@@ -61,7 +63,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """``ids[start:read]`` has been delivered; ``start`` trails by one delivered stretch as left context."""
+    """Of any other tokenizer: decodes a window of tokens with and without the new one.
+
+    ``ids[start:read]`` has been delivered; ``start`` trails by one delivered stretch as left context.
+    """
 
     __slots__ = ("_backend", "_ids", "_read", "_skip", "_start")
 

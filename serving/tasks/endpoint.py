@@ -70,6 +70,7 @@ class EndpointView:
     names: tuple[str, ...] | None = ()
 
     def known_adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are loaded now, sorted."""
         return tuple(sorted(self.adapters() if callable(self.adapters) else self.adapters))
 
     @property

@@ -50,13 +50,25 @@ class Run(Protocol):
     ended, ``end``. Each may raise a ``ServingError``."""
 
     @property
-    def is_complete(self) -> bool: ...
-    def begin(self) -> Iterator[Piece]: ...
-    def feed(self, event: Event) -> Iterator[Piece]: ...
-    def end(self) -> Iterator[Piece]: ...
+    def is_complete(self) -> bool:
+        """Whether no event is needed any more."""
+        ...
+
+    def begin(self) -> Iterator[Piece]:
+        """What is known before the first event: an echoed prompt."""
+        ...
+
+    def feed(self, event: Event) -> Iterator[Piece]:
+        """What one event makes certain."""
+        ...
+
+    def end(self) -> Iterator[Piece]:
+        """``Done``, with the usage. Raises ``InternalError`` where the engine left something open."""
+        ...
 
 
 def all_pieces(run: Run, stream: EventStream) -> Iterator[Piece]:
+    """Every piece of a reply, as the stream's events come. Raises what ``run`` does."""
     yield from run.begin()
     for event in stream:
         yield from run.feed(event)

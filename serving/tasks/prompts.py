@@ -35,6 +35,8 @@ def is_raw(raw: RawCompletion, endpoint: EndpointView) -> bool:
 
 
 def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
+    """The template's text of a chat as token ids. Raises ``InvalidField`` for turns, variables or tool calls that the
+    endpoint or the template does not take, ``ContextTooLong``."""
     profile = endpoint.profile
     if len(raw.messages) > profile.max_messages:
         raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
@@ -48,6 +50,7 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
+    """A prompt for each text or list of token ids. Raises ``InvalidField`` naming ``prompt[i]``, ``ContextTooLong``."""
     if len(raw.prompts) > endpoint.profile.max_prompts:
         raise InvalidField("prompt", f"{len(raw.prompts)} prompts", f"at most {endpoint.profile.max_prompts}")
     return [
@@ -57,6 +60,8 @@ def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Promp
 
 
 def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
+    """Each input after its instruction, with the model's special tokens. Raises ``InvalidField``, ``ContextTooLong``
+    naming ``input[i]``."""
     if len(raw.inputs) > endpoint.profile.max_prompts:
         raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
     found = _embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
@@ -136,6 +141,7 @@ def _fit(
 
 
 def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
+    """The error for a prompt of ``count`` tokens at ``path``."""
     context = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
     return ContextTooLong(f"{path}: {count} tokens; {context}", param=path)
 

@@ -82,6 +82,7 @@ def read_template(name: str, source: str) -> TemplateReads:
 
 
 def check_length(name: str, source: str) -> None:
+    """Raises ``PackagingError`` for a template of more characters than any model's."""
     if len(source) > MAX_TEMPLATE:
         raise PackagingError(f"chat_template {name!r}: {len(source)} characters; at most {MAX_TEMPLATE} are allowed")
 

@@ -179,6 +179,7 @@ class TextModel:
         return WindowDetokenizer(self._backend, skip_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all of ``token_ids``, incomplete characters as U+FFFD."""
         ids = list(token_ids)
         if len(ids) > SHORT:  # the batch's form lets others run here too
             texts: list[str] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
