@@ -1,4 +1,4 @@
-"""Keys, limits, prices and the audit log behind the commands: of a database, or of a server that is asked over HTTP."""
+"""Keys, limits, prices and the audit log for the commands: of a database, or of a server by its management API."""
 
 from __future__ import annotations
 
@@ -21,69 +21,69 @@ from .http_connection import tls_options
 from .key_options import key_options
 from .store import DATABASE, opened
 
-Told = dict[str, Any]
+Answer = dict[str, Any]
 Body = Mapping[str, Any]
 Query = Mapping[str, str]
 
 
 class RemoteAccounts:
-    """What ``metering.accounts.Accounts`` does, by a server. Every method raises ``ClickException``."""
+    """``metering.accounts.Accounts`` by a server's management API. Every method raises ``ClickException``."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def create_key(self, body: Body) -> Told:
+    def create_key(self, body: Body) -> Answer:
         return self._told(self._client.post(KEYS, body))
 
-    def list_keys(self, query: Query) -> Told:
+    def list_keys(self, query: Query) -> Answer:
         return self._told(self._client.get(_with(KEYS, query)))
 
-    def get_key(self, key: str) -> Told:
+    def get_key(self, key: str) -> Answer:
         return self._told(self._client.get(_key(key)))
 
-    def update_key(self, key: str, body: Body) -> Told:
+    def update_key(self, key: str, body: Body) -> Answer:
         return self._told(self._client.patch(_key(key), body))
 
-    def rotate_key(self, key: str, body: Body) -> Told:
+    def rotate_key(self, key: str, body: Body) -> Answer:
         return self._told(self._client.post(f"{_key(key)}/rotate", body))
 
-    def revoke_key(self, key: str) -> Told:
+    def revoke_key(self, key: str) -> Answer:
         return self._told(self._client.delete(_key(key)))
 
-    def list_limits(self, query: Query) -> Told:
+    def list_limits(self, query: Query) -> Answer:
         return self._told(self._client.get(_with(LIMITS, query)))
 
-    def set_limits(self, body: Body) -> Told:
+    def set_limits(self, body: Body) -> Answer:
         return self._told(self._client.put(LIMITS, body))
 
-    def delete_limit(self, query: Query) -> Told:
+    def delete_limit(self, query: Query) -> Answer:
         return self._told(self._client.delete(_with(LIMITS, query)))
 
-    def list_prices(self, query: Query) -> Told:
+    def list_prices(self, query: Query) -> Answer:
         return self._told(self._client.get(_with(PRICES, query)))
 
-    def set_price(self, body: Body) -> Told:
+    def set_price(self, body: Body) -> Answer:
         return self._told(self._client.put(PRICES, body))
 
-    def delete_price(self, query: Query) -> Told:
+    def delete_price(self, query: Query) -> Answer:
         return self._told(self._client.delete(_with(PRICES, query)))
 
-    def get_currency(self) -> Told:
+    def get_currency(self) -> Answer:
         return self._told(self._client.get(CURRENCY))
 
-    def set_currency(self, body: Body) -> Told:
+    def set_currency(self, body: Body) -> Answer:
         return self._told(self._client.put(CURRENCY, body))
 
-    def list_audit(self, query: Query) -> Told:
+    def list_audit(self, query: Query) -> Answer:
         return self._told(self._client.get(_with(AUDIT, query)))
 
-    def _told(self, answer: Any) -> Told:
+    def _told(self, answer: Any) -> Answer:
         if not isinstance(answer, dict):
             raise click.ClickException("the server does not answer as our servers do: another server?")
         return answer
 
 
-Books: TypeAlias = Accounts | RemoteAccounts
+AccountsApi: TypeAlias = Accounts | RemoteAccounts
 
 
 def _key(key: str) -> str:
@@ -94,43 +94,52 @@ def _with(path: str, query: Query) -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
 
-def place_options(command: Any) -> Any:
-    """``--database``, or ``--url`` with a key, ``--ca`` and ``--cert``; the command gets the first two and ``key``."""
+def store_options(command: Any) -> Any:
+    """Add ``--database``, and ``--url`` with its key, ``--ca`` and ``--cert``, to a command.
+
+    It gets the arguments ``database``, ``url`` and ``key``.
+    """
     stored = click.option("--database", envvar=DATABASE_VARIABLE, help=f"{DATABASE}  [this or --url]")
     served = click.option("--url", envvar=URL_VARIABLE, help=f"A server, in place of its database ({URL_VARIABLE}).")
     return stored(served(key_options(tls_options(command))))
 
 
-def books(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``place_options``: the command gets ``books``. ``make``: a database that is not there is made."""
+def with_accounts(*, make: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add ``store_options`` to a command, which gets ``accounts``. ``make``: a missing database is created."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def with_books(*arguments: Any, database: str | None, url: str | None, key: str | None, **options: Any) -> Any:
-            with books_of(database, url, key, make=make) as books:
-                return command(*arguments, books=books, **options)
+        def opened_for(*arguments: Any, database: str | None, url: str | None, key: str | None, **options: Any) -> Any:
+            with open_accounts(database, url, key, make=make) as accounts:
+                return command(*arguments, accounts=accounts, **options)
 
-        return place_options(with_books)
+        return store_options(opened_for)
 
     return decorate
 
 
 @contextlib.contextmanager
-def books_of(database: str | None, url: str | None, key: str | None, *, make: bool = False) -> Iterator[Books]:
-    """See ``place``."""
-    with place(database, url, key, make=make) as found:
+def open_accounts(
+    database: str | None, url: str | None, key: str | None, *, make: bool = False
+) -> Iterator[AccountsApi]:
+    """The accounts of a store or a server, as ``open_store_or_server`` chooses. Raises ``UsageError``."""
+    with open_store_or_server(database, url, key, make=make) as found:
         yield Accounts(found, by=here("command")) if isinstance(found, Store) else RemoteAccounts(found)
 
 
 @contextlib.contextmanager
-def place(database: str | None, url: str | None, key: str | None, *, make: bool = False) -> Iterator[Store | Client]:
-    """The store, or the server. What the command line says wins over the environment, where a database wins over a
-    server. Raises ``UsageError``."""
+def open_store_or_server(
+    database: str | None, url: str | None, key: str | None, *, make: bool = False
+) -> Iterator[Store | Client]:
+    """The store, or a client of the server, that the options name.
+
+    The command line overrides the environment, in which a database comes before a server. Raises ``UsageError``.
+    """
     context = click.get_current_context()
-    said = {n for n in ("database", "url") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
-    if len(said) > 1:
+    given = {n for n in ("database", "url") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
+    if len(given) > 1:
         raise click.UsageError("--database and --url: give one of them")
-    if url is not None and ("url" in said or database is None):
+    if url is not None and ("url" in given or database is None):
         client = Client(url, key, timeout=30)
         try:
             with client.understood():
@@ -144,7 +153,7 @@ def place(database: str | None, url: str | None, key: str | None, *, make: bool 
         raise click.UsageError("name a store with --database, or a server with --url")
 
 
-def note(told: Told) -> None:
-    """What people may have meant otherwise, on standard error."""
-    for line in told.get("notes", ()):
+def print_notes(answer: Answer) -> None:
+    """Print the notes of an answer, which name likely mistakes, on standard error."""
+    for line in answer.get("notes", ()):
         click.echo(f"note: {line}", err=True)

@@ -1,4 +1,4 @@
-"""``mlflow-llm audit``: who changed what."""
+"""``mlflow-llm audit``: the audit log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from ..metering.audit import ACTIONS, here, prune
 from ..metering.time_formats import format_utc
-from .accounts import books_of, place_options
+from .accounts import open_accounts, store_options
 from .store import database, opened, table
 
 HEADS = ("time", "by", "via", "request", "action", "target", "before", "after")
@@ -17,7 +17,7 @@ WIDEST = 60
 
 
 @click.group(invoke_without_command=True)
-@place_options
+@store_options
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--actor", help="Only changes by this key, or user of the machine.")
@@ -44,8 +44,8 @@ def audit(
         context.default_map = {"prune": {"database": database}} if database else None
         return
     query = {name: value for name, value in asked.items() if value is not None}
-    with books_of(database, url, key) as books:
-        found = books.list_audit(query | {"limit": str(limit)})["audit"]
+    with open_accounts(database, url, key) as accounts:
+        found = accounts.list_audit(query | {"limit": str(limit)})["audit"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return

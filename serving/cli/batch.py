@@ -1,4 +1,4 @@
-"""``mlflow-llm batch``: a file of requests answered into a file, which goes on where it was interrupted."""
+"""``mlflow-llm batch``: a file of requests answered into a file, resumable after any interruption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 class Stopped(click.ClickException):
-    """Before the end. What is written stays, and the same command goes on."""
+    """The batch stopped before its end. What is written stays, and the same command resumes it."""
 
     exit_code = 2
 
@@ -103,7 +103,7 @@ def batch(
 
 @contextmanager
 def _stopping(what: Path | str) -> Iterator[None]:
-    """Errors inside, which are of ``what``, stop the batch."""
+    """Errors inside leave as ``Stopped``; ``what`` names their cause."""
     try:
         yield
     except click.ClickException as error:
@@ -115,7 +115,7 @@ def _stopping(what: Path | str) -> Iterator[None]:
 
 
 class _Run:
-    """The rows that are still to be answered, and the threads that do it."""
+    """The rows that are not answered yet, and the threads that answer them."""
 
     def __init__(self, rows: Rows, journal: Journal, kept: set[str], retries: int) -> None:
         self.stop = threading.Event()
@@ -126,22 +126,22 @@ class _Run:
         self._bar = tqdm(total=len(rows), initial=len(kept), unit="row", desc="batch", disable=None)
 
     def answer(self, backend: Backend, concurrency: int) -> None:
-        """Raises ``Stopped`` where the rest cannot be answered."""
+        """Answer the rows, ``concurrency`` at a time. Raises ``Stopped`` where the rest cannot be answered."""
         threads = [threading.Thread(target=self._work, args=(backend,), daemon=True) for _ in range(concurrency)]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 while thread.is_alive():
-                    thread.join(1.0)  # in turns: Ctrl-C is heard between them
+                    thread.join(1.0)  # with a timeout, for Ctrl-C to be handled
         except KeyboardInterrupt:
             self.stop.set()
             raise SystemExit(INTERRUPTED) from None
         finally:
             self._bar.close()
         if isinstance(self._broken, click.ClickException | OSError):
-            told = self._broken.message if isinstance(self._broken, click.ClickException) else self._broken.strerror
-            raise Stopped(f"{told}; the same command goes on with the rows that are left")
+            why = self._broken.message if isinstance(self._broken, click.ClickException) else self._broken.strerror
+            raise Stopped(f"{why}; the same command goes on with the rows that are left")
         if self._broken is not None:
             raise self._broken
 
@@ -166,23 +166,23 @@ class _Run:
             yield row
 
     def _ask(self, backend: Backend, row: Row) -> RowAnswer | None:
-        """None where the batch has stopped meanwhile. Raises ``ClickException``."""
+        """The row's answer after retries; None where the batch was stopped. Raises ``ClickException``."""
         backoff = Backoff(FIRST_WAIT, LONGEST_WAIT, jitter=(0.5, 1.0))
         for attempt in range(self._retries + 1):
             try:
                 answered = backend.ask(row)
                 return None if self.stop.is_set() and answered.status == 499 else answered
             except Retry as again:
-                told = str(again)
+                why = str(again)
                 pause = backoff.failed()
                 wait = again.after or pause
             if attempt < self._retries and self.stop.wait(wait):
                 return None
-        raise click.ClickException(f"line {row.line} was not answered: {told}")
+        raise click.ClickException(f"line {row.line} was not answered: {why}")
 
 
 def _finish(journal: Journal, rows: Rows, order: str) -> None:
-    """Where all is written: in order, and one line a row. Raises ``Stopped``."""
+    """Put the complete output in order, one line a row. Raises ``Stopped``."""
     by = list(rows.keys) if order == "input" else sorted(rows.keys, key=lambda key: journal.done[key].place)
     try:
         journal.put_in_order(by)

@@ -1,4 +1,4 @@
-"""Who answers a batch's rows: a server, or a model in this process."""
+"""Backends of a batch: a server, or a model in this process."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ KEY_REFUSED = (401, 403)
 
 
 class RowAnswer(NamedTuple):
-    """As the line in the output has it."""
+    """The answer to a row: HTTP status and body, as its line in the output has them."""
 
     status: int
     body: dict[str, Any]
 
 
 class Retry(Exception):
-    """The row was not answered for no fault of its own; ``after`` seconds, where it was said."""
+    """A row was not answered, through no fault of its own: try it again, ``after`` seconds where that is known."""
 
-    def __init__(self, told: str, after: float | None = None) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, after: float | None = None) -> None:
+        super().__init__(message)
         self.after = after
 
 
 class Backend(Protocol):
+    """What answers rows, from several threads."""
+
     concurrency: int
 
     def ask(self, row: Row) -> RowAnswer:
-        """Raises ``Retry``, and ``ClickException`` where no row will be answered."""
+        """Answer a row. Raises ``Retry``, or ``ClickException`` where no row can be answered."""
         ...
 
     def close(self) -> None: ...
 
 
 class ServerBackend:
+    """A server, asked over HTTP."""
+
     concurrency = 32
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
@@ -64,12 +68,15 @@ class ServerBackend:
         return RowAnswer(status, found)
 
     def close(self) -> None:
-        """Connections go with their threads."""
+        """Nothing: connections are closed with their threads."""
 
 
 class ModelBackend:
-    """``uri`` is a logged model's, or of a source that is logged on the way, as ``serve`` does. ``settings`` are engine
-    settings, which replace the saved ones."""
+    """A model with an engine of this process.
+
+    The model at ``uri`` is logged first where it is not yet, as by ``serve``. ``settings`` replace saved engine
+    settings.
+    """
 
     def __init__(self, uri: str, settings: dict[str, Any], stop: threading.Event) -> None:
         from mlflow_llm.flavors.llm.bundle_reader import configured
@@ -101,15 +108,15 @@ def refused(error: ServingError) -> RowAnswer:
 
 
 def line_of(row: Row, answered: RowAnswer) -> dict[str, Any]:
-    """OpenAI's line of output. Of a row that failed ``error`` says it again, where few would look for a status."""
+    """A line of output in OpenAI's form; ``error`` of a failed row repeats what its status and body say."""
     failed = answered.status >= 400
-    told: dict[str, Any] | None = None
+    summary: dict[str, Any] | None = None
     if failed:
         error = answered.body.get("error")
         code = error.get("code") if isinstance(error, dict) else None
-        told = {"code": code or OPENAI_ERRORS["internal"][0], "message": _message(answered.body)}
+        summary = {"code": code or OPENAI_ERRORS["internal"][0], "message": _message(answered.body)}
     response = {"status_code": answered.status, "request_id": answered.body.get("id", ""), "body": answered.body}
-    return {"id": row.key, "custom_id": row.custom_id, "response": response, "error": told}
+    return {"id": row.key, "custom_id": row.custom_id, "response": response, "error": summary}
 
 
 def _message(body: dict[str, Any]) -> str:

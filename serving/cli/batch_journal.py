@@ -1,11 +1,11 @@
-"""The output of a batch, which is also what a restart knows of it.
+"""The output file of a batch, from which a restart also reads what is done.
 
-An answer is one line, appended and on the disk before it counts; a line that a kill cut short is the file's last and is
-cut off. Each carries its row's key, so that answers to another input are recognised. When every row has its line the
-file is put into the input's order under another name, and takes its place at once.
+An answer is one line, appended and on the disk before it counts; a truncated line, which a kill may leave at the end,
+is removed. Each carries its row's key, so that answers to another input are recognised. When every row has its line
+the file is rewritten in the input's order (``files.replacing``).
 
-Answers are their owner's: a new file is closed to others, one that is there keeps its mode. Symbolic links are not
-followed, which in a shared folder somebody else may have put there.
+A new file is readable by its owner alone, an existing one keeps its mode. Symbolic links are not followed: in a shared
+folder another user could have put them there.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from ..files import replacing, sync_directory
 
 
 class Written(NamedTuple):
+    """Where an answer's line is in the file, in bytes, and whether the row failed."""
+
     place: int
     size: int
     failed: bool
 
 
 class Journal:
-    """Thread-safe. ``done`` has what is written, by row's key. Raises ``RequestError`` where another process writes the
-    file, or it holds what is no answer to these rows; ``OSError`` where it cannot be written."""
+    """The output of one batch, locked against other processes. Thread-safe.
+
+    ``done`` maps row keys to the answers written. Raises ``RequestError`` where another process writes the file, or it
+    has content that is no answer to these rows; ``OSError`` where it cannot be written.
+    """
 
     def __init__(self, file: Path, keys: Iterable[str]) -> None:
         self._file = file
@@ -53,7 +58,7 @@ class Journal:
             raise
 
     def _read(self, keys: frozenset[str]) -> int:
-        """The size of what is whole."""
+        """Read the complete lines and return their size in bytes."""
         size, number = 0, 0
         with open(self._descriptor, "rb", closefd=False) as stream:
             for text in stream:
@@ -81,7 +86,7 @@ class Journal:
         return str(key), found
 
     def write(self, answer: dict[str, Any]) -> None:
-        """On the disk when this returns. Raises ``OSError``; then nothing of it stays."""
+        """Append an answer, which is on the disk when this returns. Raises ``OSError``; then nothing of it stays."""
         text = json.dumps(answer).encode() + b"\n"
         with self._lock:
             try:
@@ -107,8 +112,10 @@ class Journal:
         self.usage["cached_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def put_in_order(self, keys: Iterable[str]) -> None:
-        """A line a row, the last one written of each, in the order of ``keys``. Raises ``OSError``; then nothing has
-        changed."""
+        """Rewrite the file in the order of ``keys``, with the last line of each row.
+
+        Raises ``OSError``; the file is unchanged then.
+        """
         entries = [self.done[key] for key in keys]
         if [entry.place for entry in entries] == _starts(entries) and sum(e.size for e in entries) == self._size:
             return

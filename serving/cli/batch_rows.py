@@ -26,7 +26,7 @@ MAX_ID = 512  # characters
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``key`` stands for the row's id and content: an answer that carries it is the answer to just this."""
+    """A request of the input. ``key`` is a hash of its id and content, by which its answer is recognised."""
 
     line: int
     custom_id: str
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def asked(self) -> tuple[str, dict[str, Any]]:
-        """Path and body to ask. Raises ``InvalidField`` for a body of another task, or one that streams."""
+        """The request's path and body. Raises ``InvalidField`` for a body of another task, or one that streams."""
         task = task_of(self.body, None)
         if self.path is not None and PATHS[self.path] != task:
             raise InvalidField("url", self.path, f"{PATH_OF[task]}, by the body")
@@ -46,9 +46,9 @@ class Row:
 
 
 class Rows:
-    """The rows of a file, read line by line each time they are asked for. Raises ``RequestError`` where one is none.
+    """The rows of a file, read line by line on each iteration. Raises ``RequestError`` for an invalid one.
 
-    ``keys`` are theirs in order; what else is kept of a row is where its line stands.
+    In memory are their ``keys``, in order, and the positions of their lines.
     """
 
     def __init__(self, file: Path) -> None:

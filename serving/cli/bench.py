@@ -1,4 +1,4 @@
-"""``mlflow-llm bench``: load on a URL, and what it gave."""
+"""``mlflow-llm bench``: latency and throughput of a server under load."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def bench(
     ask = partial(_asked, whole if no_stream else streamed, client)
     seed = random.randrange(10**9) if seed is None else seed
     prompts = _prompts(seed, prompt_words)
-    ask(_body(load, next(prompts)) | {"max_tokens": 2})  # what the first request pays for is nobody's speed
-    told = f"{load['model']} at {url}: {prompt_words} words in, {sampling['max_tokens']} tokens out"
-    _say(f"{told}; --seed {seed}; times in ms")
+    ask(_body(load, next(prompts)) | {"max_tokens": 2})  # a warm-up: the first request pays for lazy starts
+    heading = f"{load['model']} at {url}: {prompt_words} words in, {sampling['max_tokens']} tokens out"
+    _say(f"{heading}; --seed {seed}; times in ms")
     _say("  ".join(title.rjust(width) for title, _, width in COLUMNS))
     rows: list[dict[str, Any]] = []
     errors = 0
@@ -109,7 +109,7 @@ def _body(load: Body, text: str) -> Body:
 
 
 def _show(result: Result, row: dict[str, Any]) -> int:
-    """A line of the table; the number of errors."""
+    """Print a line of the table and return the number of errors."""
     cells = ("–" if row[column] is None else str(row[column]) for _, column, _ in COLUMNS)
     _say("  ".join(cell.rjust(width) for cell, (_, _, width) in zip(cells, COLUMNS, strict=True)))
     if result.errors:

@@ -30,7 +30,7 @@ Alt-Enter begins a new line, a paste of several lines is one message, Ctrl-C sto
 
 
 class Server(Protocol):
-    """What answers: a ``Client`` of a server, or a ``LocalModel``."""
+    """What a conversation is held with: a ``Client`` of a server, or a ``LocalModel``."""
 
     def get(self, path: str) -> Any: ...
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]: ...
@@ -39,7 +39,7 @@ class Server(Protocol):
 
 @dataclass(slots=True)
 class Conversation:
-    """``fields`` go into every request; ``messages`` are the turns so far, without the system message."""
+    """The state of a chat: ``fields`` of every request, and ``messages`` so far without the system message."""
 
     server: Server
     fields: dict[str, Any]
@@ -103,7 +103,7 @@ def chat(
 
 
 def _converse(talk: Conversation) -> None:
-    """Turn by turn; a turn that the server refuses is taken back, and the conversation goes on."""
+    """Hold a conversation. A turn that fails is removed, and the conversation goes on."""
     failed = False
     for text in turns(f"chatting with {visible_line(str(talk.fields['model']))}; /help lists commands, Ctrl-D ends"):
         try:
@@ -127,7 +127,7 @@ def _turn(talk: Conversation, text: str) -> None:
 
 
 def _command(talk: Conversation, line: str) -> bool:
-    """Carry out a line that begins with a slash; True ends the conversation. Raises ``ClickException``."""
+    """Execute a slash command; True ends the conversation. Raises ``ClickException``."""
     word, _, rest = line.partition(" ")
     match word:
         case "/bye" | "/exit" | "/quit":
@@ -146,7 +146,7 @@ def _command(talk: Conversation, line: str) -> bool:
 
 
 def _set(talk: Conversation, name: str = "", value: str | None = None) -> None:
-    """A value is JSON where it reads as such, else text; what it may be is the server's to say."""
+    """Set a request field, to be checked by the server. The value is JSON where it parses as such, else a string."""
     if name == "model":
         _choose(talk, value or "")
     elif name == "system":
@@ -185,7 +185,10 @@ def _choose(talk: Conversation, name: str) -> None:
 
 
 def _answer(talk: Conversation, messages: Messages) -> tuple[str, bool]:
-    """Print the reply as it comes; Ctrl-C stops this reply alone. (text, stopped). Raises ``ClickException``."""
+    """Print the reply as it is generated and return ``(text, stopped)``; Ctrl-C stops this reply alone.
+
+    Raises ``ClickException``.
+    """
     parts: list[str] = []
     last: dict[str, Any] = {}
     started = time.perf_counter()

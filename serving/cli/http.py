@@ -1,4 +1,4 @@
-"""The few HTTP calls that the commands make, on the standard library."""
+"""The HTTP client of the commands, on the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..visible import visible, visible_line
-from .http_connection import connecting, tls_options
+from .http_connection import connector, tls_options
 from .key_options import VARIABLE, key_options
 
 URL_VARIABLE = "MLFLOW_LLM_URL"
@@ -22,7 +22,7 @@ STALE = (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError)
 
 
 class _Slot:
-    """A connection that is closed with its holder."""
+    """A connection that is closed when its thread's storage is freed."""
 
     connection: http.client.HTTPConnection | None = None
 
@@ -32,21 +32,20 @@ class _Slot:
 
 
 class _Kept(threading.local):
-    """A slot for each thread, which goes with its thread."""
+    """A slot for each thread."""
 
     def __init__(self) -> None:
         self.slot = _Slot()
 
 
 class Client:
-    """One server, with a kept connection for each thread that calls.
+    """A client of one server, with a persistent connection for each thread that uses it.
 
-    ``url``: see ``connecting``. Every method raises
-    ``ClickException`` with a message for people, whatever goes wrong.
+    ``url`` is as in ``connector``. Whatever goes wrong, every method raises ``ClickException``.
     """
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float = 600.0) -> None:
-        self._connect, self._place, self._prefix = connecting(url)
+        self._connect, self._place, self._prefix = connector(url)
         self._url = url
         self._timeout = timeout
         self._kept = _Kept()
@@ -98,7 +97,7 @@ class Client:
 
     @contextlib.contextmanager
     def understood(self) -> Iterator[None]:
-        """Reads answers inside. Raises ``ClickException`` where one is JSON of another kind than ours."""
+        """Turn errors in reading an answer's JSON into a ``ClickException``: it is of another kind of server."""
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError):
@@ -121,7 +120,7 @@ class Client:
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """The open answer, its status checked."""
+        """The open response, its status checked. Raises ``ClickException``."""
         with self._open(method, path, body) as answer:
             if answer.status >= 400:
                 hint = NO_KEY if answer.status == 401 and "Authorization" not in self._headers else ""
@@ -130,7 +129,7 @@ class Client:
 
     @contextlib.contextmanager
     def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
-        """The open answer. The connection is kept only where the answer was read to its end."""
+        """The open response. The connection persists only where the response is read to its end."""
         done = False
         try:
             answer = self._ask(method, self._prefix + path, body)
@@ -156,7 +155,7 @@ class Client:
 
 
 def _reason(error: Exception) -> str:
-    """Why nobody answers, and the option that may help."""
+    """Why the server cannot be reached, and the option that may help."""
     if isinstance(error, ssl.SSLCertVerificationError):
         reason = visible_line(error.verify_message)
         return f"certificate verify failed: {reason}; --ca names a PEM file of the authorities that it is checked by"

@@ -1,4 +1,4 @@
-"""How a command's connections are made: to a host, over TLS or not, or to a Unix socket of this machine."""
+"""Connections of the commands: to a host, with or without TLS, or to a Unix socket of this machine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def connecting(url: str) -> tuple[Connect, str, str]:
-    """What makes a connection (its argument is the timeout in seconds), where it leads, for people, and the prefix of
-    all paths.
+def connector(url: str) -> tuple[Connect, str, str]:
+    """``(connect, place, prefix)`` for a URL.
 
+    ``connect(timeout)`` makes a connection, ``place`` names the server in messages, ``prefix`` goes before all paths.
     ``url`` is ``http://host:port`` or ``https://…``, with or without a path prefix, or ``unix:/path/of/socket``. Raises
     ``BadParameter``.
     """
@@ -62,8 +62,9 @@ def _secure(host: str, port: int | None, timeout: float, context: ssl.SSLContext
 
 
 def client_context(ca: str | None, cert: str | None) -> ssl.SSLContext:
-    """The system's authorities, or those of the file ``ca``; ``cert``: our certificate and its key, in one PEM file.
-    Raises ``BadParameter``."""
+    """A TLS context with the system's authorities, or those in the file ``ca``.
+
+    ``cert`` is a PEM file with the client's certificate and its key. Raises ``BadParameter``."""
     try:
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
@@ -82,7 +83,7 @@ def _option(name: str) -> Any:
 
 
 def tls_options(command: Any) -> Any:
-    """``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connecting``."""
+    """``--ca`` and ``--cert`` (also from MLFLOW_LLM_CA and MLFLOW_LLM_CERT), for ``connector``."""
     for option, name, variable, text in (
         ("--cert", CERT, "MLFLOW_LLM_CERT", "PEM file with the client's certificate and key, where a server asks."),
         ("--ca", CA, "MLFLOW_LLM_CA", "PEM file of the authorities that https servers are checked by."),

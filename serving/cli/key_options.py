@@ -1,4 +1,4 @@
-"""``--key``: a secret given to a command, in ways that do not show it to every user of the machine."""
+"""``--key`` and ``--key-file``: secrets passed to a command without showing them to the machine's users."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import click
 
 from ..metering.keys import OVERLAP, SCOPES
 from ..metering.time_formats import format_utc
-from .accounts import Books, books, note
+from .accounts import AccountsApi, print_notes, with_accounts
 from .limits import LIMIT, limits_of
 from .store import table
 
@@ -32,30 +32,30 @@ def _key_options(command: Any) -> Any:
 
 
 @keys.command()
-@books(make=True)
+@with_accounts(make=True)
 @click.option("--tenant", default="default", show_default=True)
 @click.option("--name", default="", help="A note for people.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
 @_key_options
 @click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"What the key may use. {LIMIT}")
-def create(books: Books, limits: tuple[str, ...], **fields: Any) -> None:
+def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> None:
     """Make a key and print its secret, once.
 
     Scopes: "invoke" runs requests and sees what the key itself used; "usage" sees its tenant's usage; "manage" changes
     and sees everything: endpoints, keys, limits, prices, every tenant's usage.
     """
-    told = books.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
-    _show_secret(told)
-    note(told)
+    answer = accounts.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
+    _show_secret(answer)
+    print_notes(answer)
 
 
 @keys.command("list")
-@books()
+@with_accounts()
 @click.option("--tenant", help="Only this tenant's.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def list_(books: Books, tenant: str | None, as_json: bool) -> None:
+def list_(accounts: AccountsApi, tenant: str | None, as_json: bool) -> None:
     """Show the keys, never their secrets. Times are UTC."""
-    found = books.list_keys({} if tenant is None else {"tenant": tenant})["keys"]
+    found = accounts.list_keys({} if tenant is None else {"tenant": tenant})["keys"]
     if as_json:
         click.echo(json.dumps(found, indent=2))
         return
@@ -63,12 +63,12 @@ def list_(books: Books, tenant: str | None, as_json: bool) -> None:
 
 
 @keys.command()
-@books()
+@with_accounts()
 @click.argument("key_id", metavar="KEY")
 @click.option("--name", help="A note for people.")
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), help="All that it has from now on.")
 @_key_options
-def update(books: Books, key_id: str, **fields: Any) -> None:
+def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
     """Change what KEY (its id) may do.
 
     --endpoint '*' lifts the list of endpoints. Servers follow within seconds.
@@ -76,45 +76,45 @@ def update(books: Books, key_id: str, **fields: Any) -> None:
     given = _given(fields)
     if not given:
         raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint")
-    told = books.update_key(key_id, given)
-    click.echo(table(HEADS, [_row(told["key"])], right=0))
-    note(told)
+    answer = accounts.update_key(key_id, given)
+    click.echo(table(HEADS, [_row(answer["key"])], right=0))
+    print_notes(answer)
 
 
 @keys.command()
-@books()
+@with_accounts()
 @click.argument("key_id", metavar="KEY")
 @click.option("--overlap", default=OVERLAP, show_default=True, metavar="TIME", help="How long the old secret lives on.")
 @click.option("--expires", metavar="WHEN", help=EXPIRES)
-def rotate(books: Books, key_id: str, **fields: Any) -> None:
+def rotate(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
     """Give KEY (its id) a new secret and print it, once.
 
     The id stays, and with it limits and usage. --overlap 0 ends the old secret at once.
     """
-    told = books.rotate_key(key_id, _given(fields))
-    _show_secret(told)
-    if told["key"]["overlap_ms"] is not None:
-        click.echo(f"the old secret is taken until {format_utc(told['key']['overlap_ms'])} UTC", err=True)
+    answer = accounts.rotate_key(key_id, _given(fields))
+    _show_secret(answer)
+    if answer["key"]["overlap_ms"] is not None:
+        click.echo(f"the old secret is taken until {format_utc(answer['key']['overlap_ms'])} UTC", err=True)
 
 
 @keys.command()
-@books()
+@with_accounts()
 @click.argument("key_id", metavar="KEY")
-def revoke(books: Books, key_id: str) -> None:
+def revoke(accounts: AccountsApi, key_id: str) -> None:
     """Revoke KEY (its id) with all its secrets.
 
     Servers refuse it within seconds.
     """
-    click.echo(f"revoked {books.revoke_key(key_id)['key']['key_id']}")
+    click.echo(f"revoked {accounts.revoke_key(key_id)['key']['key_id']}")
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items() if v not in (None, ())}
 
 
-def _show_secret(told: dict[str, Any]) -> None:
-    click.echo(told["secret"])
-    key = told["key"]
+def _show_secret(answer: dict[str, Any]) -> None:
+    click.echo(answer["secret"])
+    key = answer["key"]
     until = f", until {format_utc(key['expires_ms'])} UTC" if key["expires_ms"] else ""
     text = f"key {key['key_id']} of tenant {key['tenant']}{until}; the secret is not stored and cannot be shown again"
     click.echo(text, err=True)

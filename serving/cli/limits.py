@@ -10,7 +10,7 @@ from ..errors import InvalidField
 from ..metering.limits import MAX_VALUE, SCOPES
 from ..metering.money import micro_units
 from ..metering.windows import BUDGETS, KINDS
-from .accounts import Books, books, note
+from .accounts import AccountsApi, print_notes, with_accounts
 from .store import table
 
 LIMIT = f"KIND=VALUE, KIND one of {', '.join(KINDS)}"
@@ -47,16 +47,16 @@ def limits() -> None:
 
 
 @limits.command("set")
-@books(make=True)
+@with_accounts(make=True)
 @click.argument("scope", type=click.Choice(SCOPES))
 @click.argument("subject")
 @click.argument("limits", nargs=-1, required=True, metavar="KIND=VALUE...")
-def set_(books: Books, scope: str, subject: str, limits: tuple[str, ...]) -> None:
+def set_(accounts: AccountsApi, scope: str, subject: str, limits: tuple[str, ...]) -> None:
     """Limit SUBJECT: a key's id, a tenant, an endpoint. Scope "user" is each key at that endpoint by itself."""
-    told = books.set_limits({"scope": scope, "subject": subject, "limits": limits_of(limits)})
-    for limit in told["limits"]:
-        click.echo(f"{scope} {subject}: {limit['value']} {_unit(limit, told['currency'])}")
-    note(told)
+    answer = accounts.set_limits({"scope": scope, "subject": subject, "limits": limits_of(limits)})
+    for limit in answer["limits"]:
+        click.echo(f"{scope} {subject}: {limit['value']} {_unit(limit, answer['currency'])}")
+    print_notes(answer)
 
 
 def _unit(limit: dict[str, Any], currency: str) -> str:
@@ -65,26 +65,26 @@ def _unit(limit: dict[str, Any], currency: str) -> str:
 
 
 @limits.command("list")
-@books()
+@with_accounts()
 @click.option("--scope", type=click.Choice(SCOPES), help="Only this scope's.")
 @click.option("--subject", help="Only this subject's.")
-def list_(books: Books, **asked: str | None) -> None:
+def list_(accounts: AccountsApi, **asked: str | None) -> None:
     """Show the limits."""
-    told = books.list_limits({name: value for name, value in asked.items() if value is not None})
+    answer = accounts.list_limits({name: value for name, value in asked.items() if value is not None})
     rows = [
-        (limit["scope"], limit["subject"], limit["kind"], str(limit["value"]), _unit(limit, told["currency"]))
-        for limit in told["limits"]
+        (limit["scope"], limit["subject"], limit["kind"], str(limit["value"]), _unit(limit, answer["currency"]))
+        for limit in answer["limits"]
     ]
     click.echo(table(("scope", "subject", "kind", "value", "unit"), rows, right=0))
 
 
 @limits.command()
-@books()
+@with_accounts()
 @click.argument("scope", type=click.Choice(SCOPES))
 @click.argument("subject")
 @click.argument("kinds", nargs=-1, required=True, type=click.Choice(KINDS), metavar="KIND...")
-def remove(books: Books, scope: str, subject: str, kinds: tuple[str, ...]) -> None:
+def remove(accounts: AccountsApi, scope: str, subject: str, kinds: tuple[str, ...]) -> None:
     """Take limits away again."""
     for kind in kinds:
-        books.delete_limit({"scope": scope, "subject": subject, "kind": kind})
+        accounts.delete_limit({"scope": scope, "subject": subject, "kind": kind})
         click.echo(f"{scope} {subject}: no {kind} any more")

@@ -1,4 +1,4 @@
-"""A closed loop of callers on a server: each sends its next request when the last one is complete."""
+"""A load generator: a closed loop of callers, each of which sends its next request when the last is complete."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ TEXT = (
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One request, in seconds: to the first text (None where the reply is not streamed), between later tokens (the
-    mean; None for fewer than two), in all. Token counts are those of the reply's usage."""
+    """The times of one request in seconds, and its token counts by the reply's usage.
+
+    TTFT is to the first text (None where the reply is not streamed), TPOT the mean between later tokens (None for fewer
+    than two)."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -70,14 +72,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def prompt(number: int, words: int) -> str:
-    """About ``words`` words, another text from its first words on for each ``number``: no prefix is found cached."""
+    """A prompt of about ``words`` words, with another beginning for each ``number``: it hits no prefix cache."""
     draw = random.Random(number)
     rest = draw.choices(TEXT.split(), k=max(0, words - 4))
     return " ".join([str(number), draw.choice(TOPICS), "and", draw.choice(TOPICS), *rest])
 
 
 def closed_loop(ask: Callable[[Body], Sample], bodies: Iterable[Body], concurrency: int) -> Result:
-    """``ask`` each of ``bodies``, ``concurrency`` of them at once. A request that fails is counted, not repeated."""
+    """``ask`` all ``bodies``, ``concurrency`` at once. A request that fails is counted, not repeated."""
     samples: list[Sample] = []
     errors: list[str] = []
     left = iter(bodies)
@@ -109,7 +111,7 @@ def closed_loop(ask: Callable[[Body], Sample], bodies: Iterable[Body], concurren
 
 
 def streamed(client: Client, body: Body, path: str = "/v1/chat/completions") -> Sample:
-    """One streamed chat. ``body`` asks for the stream and its usage. Raises ``ClickException``."""
+    """Measure one streamed chat; ``body`` asks for a stream with usage. Raises ``ClickException``."""
     started = time.perf_counter()
     first = last = 0.0
     usage: dict[str, Any] = {}
@@ -130,7 +132,7 @@ def streamed(client: Client, body: Body, path: str = "/v1/chat/completions") -> 
 
 
 def whole(client: Client, body: Body, path: str = "/v1/chat/completions") -> Sample:
-    """One request whose reply comes whole. Raises ``ClickException``."""
+    """Measure one request that is not streamed. Raises ``ClickException``."""
     started = time.perf_counter()
     usage = client.post(path, body)["usage"]
     return Sample(

@@ -1,4 +1,4 @@
-"""A model of this machine behind the few calls that ``chat`` makes of a server: no server, the notebook's engine."""
+"""A model of this machine with the interface that ``chat`` uses of a server; its engine is a notebook's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LocalModel:
-    """``loaded`` is the way to one; every method raises ``ClickException``."""
+    """A loaded model, made by ``loaded``. Every method raises ``ClickException``."""
 
     def __init__(self, model: PyfuncModel, name: str) -> None:
         self._model = model
@@ -44,7 +44,7 @@ class LocalModel:
             model.close()
 
     def get(self, path: str) -> dict[str, Any]:
-        """``/v1/models``: the base, and each adapter behind a colon."""
+        """The answer to ``/v1/models``: the base as ``name``, each adapter as ``name:adapter``."""
         adapters = self._model.session.adapter_names()
         return {"data": [{"id": self._name}, *({"id": f"{self._name}:{name}"} for name in adapters)]}
 

@@ -9,7 +9,7 @@ import click
 from ..errors import InvalidField
 from ..metering.money import micro_units
 from ..metering.time_formats import format_utc
-from .accounts import Books, books, note
+from .accounts import AccountsApi, print_notes, with_accounts
 from .store import table
 
 
@@ -23,14 +23,14 @@ def prices() -> None:
 
 
 @prices.command("set")
-@books(make=True)
+@with_accounts(make=True)
 @click.argument("entity")
 @click.option("--input", "input_", help="A million prompt tokens (default: 0).")
 @click.option("--cached", help="A million of them found in the cache (default: as --input).")
 @click.option("--output", help="A million generated tokens (default: 0).")
 @click.option("--unit-minute", help="A reserved token/s for a minute (default: 0).")
 @click.option("--effective", metavar="WHEN", help="From when on: a day or time to come (default: now).")
-def set_(books: Books, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
+def set_(accounts: AccountsApi, entity: str, input_: str | None, effective: str | None, **others: str | None) -> None:
     """Price ENTITY: a served model's name, or "*".
 
     "*" is for all that have no price of their own.
@@ -44,48 +44,50 @@ def set_(books: Books, entity: str, input_: str | None, effective: str | None, *
         micro_units(name, value)
     if micro_units("cached", given.get("cached", "0")) > micro_units("input", given.get("input", "0")):
         raise InvalidField("cached", given["cached"], f"at most the price of input, {given.get('input', '0')}")
-    told = books.set_price({"entity": entity, **given} | ({"effective": effective} if effective else {}))
-    price, unit = told["price"], f" {told['currency']}".rstrip()
+    answer = accounts.set_price({"entity": entity, **given} | ({"effective": effective} if effective else {}))
+    price, unit = answer["price"], f" {answer['currency']}".rstrip()
     click.echo(f"{entity}: {price['input']}{unit} in, {price['cached']}{unit} cached, {price['output']}{unit} out")
-    note(told)
+    print_notes(answer)
 
 
 @prices.command("list")
-@books()
-def list_(books: Books) -> None:
+@with_accounts()
+def list_(accounts: AccountsApi) -> None:
     """Show the prices and since when they hold (UTC)."""
-    told = books.list_prices({})
+    answer = accounts.list_prices({})
     heads = ["input", "cached", "output", "unit_minute"]
     rows = [
         (price["entity"], format_utc(price["effective_ms"]), *(price[head] for head in heads))
-        for price in told["prices"]
+        for price in answer["prices"]
     ]
-    if told["currency"]:
-        click.echo(f"in {told['currency']}")
+    if answer["currency"]:
+        click.echo(f"in {answer['currency']}")
     click.echo(table(("entity", "since", "input", "cached", "output", "unit-minute"), rows, right=4))
 
 
 @prices.command()
-@books()
+@with_accounts()
 @click.argument("entity")
-def remove(books: Books, entity: str) -> None:
+def remove(accounts: AccountsApi, entity: str) -> None:
     """Take all prices of ENTITY away, those to come as well.
 
     What was admitted keeps its price.
     """
-    books.delete_price({"entity": entity})
+    accounts.delete_price({"entity": entity})
     click.echo(f"{entity}: no price any more")
 
 
 @prices.command()
-@books(make=True)
+@with_accounts(make=True)
 @click.argument("currency", required=False)
-def currency(books: Books, currency: str | None) -> None:
+def currency(accounts: AccountsApi, currency: str | None) -> None:
     """Name the CURRENCY of prices, budgets and costs.
 
     EUR, USD, …; without CURRENCY the name is shown.
 
     It is a name, and converts nothing: it cannot change once costs are booked.
     """
-    told: dict[str, Any] = books.get_currency() if currency is None else books.set_currency({"currency": currency})
-    click.echo(told["currency"] or "none is named yet")
+    answer: dict[str, Any] = (
+        accounts.get_currency() if currency is None else accounts.set_currency({"currency": currency})
+    )
+    click.echo(answer["currency"] or "none is named yet")

@@ -1,4 +1,4 @@
-"""The ledger behind ``mlflow-llm usage`` where a server is asked for it, over HTTP."""
+"""Usage for ``mlflow-llm usage``, read from a server over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RemoteUsage:
-    """What ``metering.usage.Usage`` does, of what the client's key may see. Every method raises ``ClickException``."""
+    """``metering.usage.Usage`` by a server, as far as the client's key may see. Methods raise ``ClickException``."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -30,7 +30,7 @@ CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # tha
 
 
 def settings_help() -> str:
-    """The engine settings, one a line, as ``--help`` shows them behind the options."""
+    """The engine settings, one a line, as ``--help`` shows them after the options."""
     rows = [(name, json.dumps(default), allowed) for name, default, allowed in EngineSettings.described()]
     lines = (f"  {name} = {default}: {allowed}" for name, default, allowed in rows if name != "in_process")
     return "\b\nEngine settings (-C KEY=VALUE), with their defaults:\n" + "\n".join(lines)
@@ -276,8 +276,10 @@ def _check_alone(context: click.Context) -> None:
 
 
 def _check_place(settings: ServerSettings) -> None:
-    """Before minutes of loading. Raises ``PackagingError`` where the server could not keep its state,
-    ``ClickException`` where it could not listen or has no store."""
+    """Check, before minutes of loading, the state directory, the addresses to listen on, and the store.
+
+    Raises ``PackagingError``, ``ClickException``.
+    """
     _check_tokens(settings)
     if settings.database is not None:
         ledger_dir(settings)
@@ -296,7 +298,7 @@ def _check_place(settings: ServerSettings) -> None:
 
 
 def _check_tokens(settings: ServerSettings) -> None:
-    """Raises ``ClickException`` where tokens could not be checked; a URL may answer later."""
+    """Raises ``ClickException`` where bearer tokens could not be verified; a JWKS URL may answer later."""
     if settings.jwt_jwks is None:
         return
     try:
@@ -316,24 +318,24 @@ def _check_tokens(settings: ServerSettings) -> None:
         )
 
 
-def say(told: dict[str, Any]) -> None:
-    """A step of the start, for people, on standard error."""
-    where = f" {told['endpoint']}" if "endpoint" in told else ""
-    seconds = f" ({told['seconds']} s)" if "seconds" in told else ""
+def say(step: dict[str, Any]) -> None:
+    """Print a step of the server's start on standard error."""
+    where = f" {step['endpoint']}" if "endpoint" in step else ""
+    seconds = f" ({step['seconds']} s)" if "seconds" in step else ""
     url = (
-        f"unix:{told['socket']}"
-        if "socket" in told
-        else f"{told.get('scheme')}://{told.get('host')}:{told.get('port')}"
+        f"unix:{step['socket']}"
+        if "socket" in step
+        else f"{step.get('scheme')}://{step.get('host')}:{step.get('port')}"
     )
     text = {
         "reading": "reading the models",
         "loading": f"loading{where}",
         "loaded": f"loaded{where}{seconds}",
-        "token": f"first token of{where}{seconds}; kernels: {told.get('kernels')}",
+        "token": f"first token of{where}{seconds}; kernels: {step.get('kernels')}",
         "ready": "engines ready",
         "probes": f"probes and metrics on {url}",
         "listening": f"listening on {url} (docs at /docs)",
-    }.get(told["stage"], json.dumps(told))
+    }.get(step["stage"], json.dumps(step))
     click.echo(text, err=True)
 
 
@@ -384,14 +386,15 @@ def _check_settings(overrides: dict[str, Any], named: dict[str, str], addresses:
 
 
 def name_of(uri: str) -> str:
-    """``models:/assistant@champion`` and ``models:/assistant/3`` are ``assistant``; else the last part of the path."""
+    """An endpoint's name for a model: ``assistant`` for ``models:/assistant/3``, else the last part of the path."""
     named = parse(uri)
     return named.name if named is not None else os.path.basename(uri.rstrip("/")) or "model"
 
 
 def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it reads as such, else text. ``here``: of an engine
-    for this command alone, which may be in its own process. Raises ``UsageError``, ``InvalidField``."""
+    """``KEY=VALUE`` pairs as engine settings; a value is JSON where it parses as such, else a string.
+
+    ``here``: the engine is this command's alone, and may be in its process. Raises ``UsageError``, ``InvalidField``."""
     found: dict[str, Any] = {}
     for pair in config:
         key, equals, value = pair.partition("=")
@@ -412,8 +415,9 @@ def engine_overrides(config: tuple[str, ...], *, here: bool = False) -> dict[str
 
 
 def request_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """``FIELD=VALUE`` pairs as defaults of requests; a value is JSON where it reads as such, else text. Raises
-    ``UsageError``, ``InvalidField``."""
+    """``FIELD=VALUE`` pairs as request defaults; a value is JSON where it parses as such, else a string.
+
+    Raises ``UsageError``, ``InvalidField``."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

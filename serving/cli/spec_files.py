@@ -1,4 +1,4 @@
-"""``--spec FILE``: what a command serves, as JSON. What is wrong with it is one line that names file and field."""
+"""``--spec FILE``: what a command serves, as JSON; an error is one line that names file and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metering store behind the commands that read and set what it holds."""
+"""The metering store of the commands, and tables on a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opened(url: str, *, make: bool = False) -> Iterator[Store]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> str:
-    """Columns under ``header``; the last ``right`` of them are numbers and stand to the right."""
+    """A table as text; its last ``right`` columns, of numbers, are right-aligned."""
     rows = [[visible_line(cell) for cell in row] for row in rows]
     widths = [max(len(line[place]) for line in [header, *rows]) for place in range(len(header))]
     first = len(header) - right

@@ -1,4 +1,4 @@
-"""A conversation's terminal: reading what a person types or pastes, and words that wrap while they stream."""
+"""The terminal of a conversation: line editing, and word wrap of streamed text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HISTORY = "chat_history"
 
 
 def turns(greeting: str) -> Iterator[str]:
-    """What the user says, turn by turn, without empty ones; from a pipe a line each, without greeting and prompt.
+    """Yield what the user types, without empty turns; from a pipe a line each, without greeting and prompt.
 
     A paste of several lines is one turn. Ctrl-C drops what is being typed; Ctrl-D ends.
     """
@@ -62,8 +62,7 @@ def _reader() -> Callable[[], str]:
 
 
 def history_file() -> Path | None:
-    """Where typed turns are kept, for nobody but the user; None where that cannot be: the place cannot be written, or
-    the file there is another's."""
+    """The file of typed turns, readable by the user alone; None where it cannot be written or is another user's."""
     from ..control.settings import default_state_dir
 
     file = default_state_dir() / HISTORY
@@ -80,9 +79,9 @@ def history_file() -> Path | None:
 
 
 class Wrapped:
-    """Text onto a terminal as it streams: a word that does not fit its line any more moves to the next one.
+    """Word wrap of streamed text: a word that does not fit on its line any more moves to the next.
 
-    ``columns`` None, as where standard output is no terminal, writes the text as it is.
+    ``columns`` None, where standard output is no terminal, leaves the text as it is.
     """
 
     def __init__(self, write: Callable[[str], None], columns: int | None) -> None:
@@ -132,7 +131,7 @@ class Wrapped:
 
 
 def _width(character: str) -> int:
-    """Columns of a terminal: two for wide characters, none for what combines with the one before."""
+    """Terminal columns of a character: two where it is wide, none where it combines with the one before."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

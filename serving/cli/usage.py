@@ -14,7 +14,7 @@ from ..metering.store import Store
 from ..metering.usage import Usage, UsageFilter, UsageSource, UsageSum
 from ..metering.usage_export import csv_lines, write_parquet
 from ..metering.usage_filter import filter_of, groups_of
-from .accounts import place, place_options
+from .accounts import open_store_or_server, store_options
 from .remote_usage import RemoteUsage
 from .store import database, opened, table
 
@@ -23,7 +23,7 @@ TITLES = ("requests", "prompt", "cached", "completion", "cost")
 
 
 @click.group(invoke_without_command=True)
-@place_options
+@store_options
 @click.option("--start", help="From this day or time on (UTC).")
 @click.option("--end", help="Up to this day or time, excluded.")
 @click.option("--tenant", help="Only this tenant's.")
@@ -54,7 +54,7 @@ def usage(
         context.default_map = {name: {"database": database} for name in ("fold", "settle")} if database else None
         return
     what, groups = filter_of(asked), groups_of(by)
-    with place(database, url, key) as found:
+    with open_store_or_server(database, url, key) as found:
         source: UsageSource = Usage(found) if isinstance(found, Store) else RemoteUsage(found)
         _write_files(source, what, asked)
         sums, reserved = source.sums(what, groups), source.provisioned_cost(what)
