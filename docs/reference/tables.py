@@ -55,7 +55,7 @@ def error_tree() -> str:
     for cls in errors.walk():
         depth = len([base for base in cls.__mro__ if issubclass(base, errors.ServingError)]) - 1
         error = cls("a", "b", "c") if cls is errors.InvalidField else _example(cls)
-        codes = [_code(DIALECTS[name].error(error).body) for name in ("openai", "databricks", "mlflow")]
+        codes = [_code(json.loads(DIALECTS[name].error(error).body)) for name in ("openai", "databricks", "mlflow")]
         rows.append((f"{'· ' * depth}`{cls.__name__}`", str(cls.status), *(f"`{code}`" for code in codes)))
     tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\nA class")[0]
     return (
