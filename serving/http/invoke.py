@@ -48,10 +48,10 @@ def invoke(server: Server, request: Request) -> Answer:
     _check_limits(server, request, known)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            endpoint, valid = _accept(server, request, held, is_known=len({e.name for e in known}) == 1)
+            entity, valid = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
             if not valid.stream:
-                allocation.grow(fixed_size(valid, endpoint.engine.info.embedding_dim))
-            pieces = _start(server, endpoint, valid, request, held)
+                allocation.grow(fixed_size(valid, entity.engine.info.embedding_dim))
+            pieces = _start(server, entity, valid, request, held)
             if valid.stream:
                 return _streamed(request, valid, pieces, held.pop_all())
             reply = generate.gather(pieces)
@@ -65,36 +65,36 @@ def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
         raw = server.offload(len(body), _decode, request, body)
-        endpoint, raw = _address(server.endpoints.seen_by(request.caller), request, raw)
-        record.endpoint, record.stream = endpoint.name, raw.stream
-        adapter = endpoint.view.find_adapter(None, raw.adapter)
-        server.endpoints.check_use(request.caller, endpoint, adapter)
-        user = endpoint.view.said(raw, "user")
+        entity, raw = _address(server.endpoints.seen_by(request.caller), request, raw)
+        record.endpoint, record.stream = entity.endpoint, raw.stream
+        adapter = entity.view.find_adapter(None, raw.adapter)
+        server.endpoints.check_use(request.caller, entity, adapter)
+        user = entity.view.said(raw, "user")
         record.user = user and user[:MAX_USER]
-        record.headers[SERVED_HEADER] = quote(endpoint.entity_shown_to(request.caller), safe="/:@ ")
-        limits = _limits(server, endpoint, request)
+        record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
+        limits = _limits(server, entity, request)
         if not is_known:
-            _check_limits(server, request, [endpoint])
-        reserves = endpoint.mode is not None and endpoint.mode.profile.reserves
+            _check_limits(server, request, [entity])
+        reserves = entity.mode is not None and entity.mode.profile.reserves
         sharer = request.caller if server.requires_key else None
-        server.load_shedder.enter(endpoint.name, endpoint.engine, reserves=reserves, caller=sharer)
-        held.callback(server.load_shedder.leave, endpoint.engine, reserves=reserves, caller=sharer)
-        valid = server.offload(len(body), prepare, raw, endpoint.view, limits)
+        server.load_shedder.enter(entity.endpoint, entity.engine, reserves=reserves, caller=sharer)
+        held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
+        valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
-    return endpoint, valid
+    return entity, valid
 
 
 def _meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
     """The served entities that a request may be for, as far as that is known before its body is read."""
     served = list(endpoints.entities())
-    return [one for one in served if one.name == request.name] or served
+    return [one for one in served if one.endpoint == request.name] or served
 
 
 def _check_limits(server: Server, request: Request, meant: list[ServedEntity]) -> None:
     """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
     if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
         return
-    names = {one.name for one in meant}
+    names = {one.endpoint for one in meant}
     paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
     task = _inference(request).task
     embeds = task == "embeddings" or any("embeddings" in one.tasks for one in meant)
@@ -107,13 +107,13 @@ def _check_limits(server: Server, request: Request, meant: list[ServedEntity]) -
     )
 
 
-def _limits(server: Server, endpoint: ServedEntity, request: Request) -> Limits:
+def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
     """The shorter of the server's and the header's time, and the salt of shared prefixes."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
-    sharing = endpoint.prefix_sharing or server.settings.prefix_sharing
+    sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
         timeout=timeout if header is None else min(timeout, _seconds(header)),
-        cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=endpoint.name),
+        cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
     )
 
 
@@ -134,7 +134,7 @@ def _inference(request: Request) -> InferenceRoute:
 
 def _address(endpoints: ServedEndpoints, request: Request, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
     """The endpoint meant, and ``raw`` with its name and adapter filled in."""
-    endpoint, adapter = endpoints.route(
+    entity, adapter = endpoints.route(
         request.name or raw.model,
         raw.model if request.name else None,
         sticky_key=_sticky_key(request.headers.get(STICKY_HEADER)),
@@ -144,8 +144,8 @@ def _address(endpoints: ServedEndpoints, request: Request, raw: RawRequest) -> t
         raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
     adapter = adapter or raw.adapter
     if adapter is not None:  # before anything says which adapters there are
-        endpoints.check_use(request.caller, endpoint, adapter)
-    return endpoint, msgspec.structs.replace(raw, model=endpoint.name, adapter=adapter)
+        endpoints.check_use(request.caller, entity, adapter)
+    return entity, msgspec.structs.replace(raw, model=entity.endpoint, adapter=adapter)
 
 
 def _sticky_key(header: str | None) -> str | None:
@@ -162,16 +162,16 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: Server, endpoint: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
+    server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
 ) -> Iterator[Piece]:
     """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
     admission = None
-    if endpoint.mode is not None:
-        target = Target(endpoint=endpoint.name, entity=endpoint.entity)
-        admission = held.enter_context(endpoint.mode.admit(valid, request.caller, target))
+    if entity.mode is not None:
+        target = Target(endpoint=entity.endpoint, entity=entity.entity)
+        admission = held.enter_context(entity.mode.admit(valid, request.caller, target))
         valid = admission.request
         request.record.headers |= rate_limit_headers.headers(admission.limits)
-    pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(endpoint, valid, admission))
+    pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(entity, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.in_flight.track(pull))
     held.enter_context(interrupt_on_disconnect(request.sock, pull))
@@ -179,11 +179,11 @@ def _start(
     return _counted(pull, admission, request.record)
 
 
-def _run(endpoint: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
+def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
     if valid.task == "embeddings":
-        return embed.run(endpoint.engine, valid)
+        return embed.run(entity.engine, valid)
     on_tokens = None if admission is None else lambda _, count: admission.count(count)
-    return generate.run(endpoint.engine, valid, endpoint.view.text, on_tokens)
+    return generate.run(entity.engine, valid, entity.view.text, on_tokens)
 
 
 def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessRecord) -> Iterator[Piece]:

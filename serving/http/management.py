@@ -36,7 +36,7 @@ def delete(server: Server, request: Request) -> Answer:
     """Answers when this worker has stopped taking requests for it; what runs is finished."""
     server.managed_endpoints().delete(request.name, by=request.actor)
     until = time.monotonic() + GONE_SECONDS
-    while any(endpoint.name == request.name for endpoint in server.endpoints) and time.monotonic() < until:
+    while any(served.endpoint == request.name for served in server.endpoints) and time.monotonic() < until:
         time.sleep(0.02)
     return json_answer({})
 

@@ -22,34 +22,34 @@ SHOWN_TO_ALL = ("status", "kernels", "kernels_reason")  # of an endpoint's healt
 TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
 
 
-def _model(endpoint: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
-    name = endpoint.name if adapter is None else f"{endpoint.name}:{adapter}"
-    card = {"id": name, "object": "model", "created": endpoint.created, "owned_by": "mlflow-llm"}
-    parent = {} if adapter is None else {"parent": endpoint.name}
-    root = endpoint.entity_shown_to(caller)
-    return {**card, **parent, "root": root, "max_model_len": endpoint.engine.info.max_model_len}
+def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:
+    name = entity.endpoint if adapter is None else f"{entity.endpoint}:{adapter}"
+    card = {"id": name, "object": "model", "created": entity.created, "owned_by": "mlflow-llm"}
+    parent = {} if adapter is None else {"parent": entity.endpoint}
+    root = entity.entity_shown_to(caller)
+    return {**card, **parent, "root": root, "max_model_len": entity.engine.info.max_model_len}
 
 
 def list_models(server: Server, request: Request) -> Answer:
     cards, seen = [], server.endpoints.seen_by(request.caller)
-    for endpoint in seen:
-        cards.append(_model(endpoint, request.caller))
-        cards.extend(_model(endpoint, request.caller, adapter) for adapter in seen.adapters_of(endpoint))
+    for entity in seen:
+        cards.append(_model(entity, request.caller))
+        cards.extend(_model(entity, request.caller, adapter) for adapter in seen.adapters_of(entity))
     return json_answer({"object": "list", "data": cards})
 
 
 def get_model(server: Server, request: Request) -> Answer:
-    endpoint, adapter = server.endpoints.seen_by(request.caller).find(request.name)
-    return json_answer(_model(endpoint, request.caller, adapter))
+    entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    return json_answer(_model(entity, request.caller, adapter))
 
 
-def _entry(endpoint: ServedEntity, caller: Caller) -> dict[str, Any]:
+def _entry(entity: ServedEntity, caller: Caller) -> dict[str, Any]:
     """One endpoint as MLflow's deployments server describes it; ``limit`` must be there, null is fine."""
     return {
-        "name": endpoint.name,
-        "endpoint_type": TASK_TYPES[endpoint.tasks[0]],
-        "model": {"name": endpoint.entity_shown_to(caller), "provider": "mlflow-llm"},
-        "endpoint_url": f"/endpoints/{endpoint.name}/invocations",
+        "name": entity.endpoint,
+        "endpoint_type": TASK_TYPES[entity.tasks[0]],
+        "model": {"name": entity.entity_shown_to(caller), "provider": "mlflow-llm"},
+        "endpoint_url": f"/endpoints/{entity.endpoint}/invocations",
         "limit": None,
     }
 
@@ -60,10 +60,10 @@ def list_endpoints(server: Server, request: Request) -> Answer:
 
 
 def get_endpoint(server: Server, request: Request) -> Answer:
-    endpoint, adapter = server.endpoints.seen_by(request.caller).find(request.name)
+    entity, adapter = server.endpoints.seen_by(request.caller).find(request.name)
     if adapter is not None:
         raise NotFound(f"{request.name[:80]!r} is an adapter, not an endpoint", param="name")
-    return json_answer(_entry(endpoint, request.caller))
+    return json_answer(_entry(entity, request.caller))
 
 
 def databricks_config(server: Server, request: Request) -> Answer:
@@ -85,8 +85,8 @@ def health(server: Server, request: Request) -> Answer:
     are: steps and requests are every tenant's, to the token where one of them is alone.
     """
     found: dict[str, dict[str, ServedEntity]] = {}
-    for endpoint in server.endpoints.entities():
-        found.setdefault(endpoint.name, {})[endpoint.entity] = endpoint
+    for entity in server.endpoints.entities():
+        found.setdefault(entity.endpoint, {})[entity.entity] = entity
     states = {name: _progress_of_all(entities) for name, entities in found.items()}
     well = all(state["status"] == "ready" for state in states.values())
     caller = request.caller

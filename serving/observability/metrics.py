@@ -69,10 +69,10 @@ E2E = Histogram(
 
 
 class Entity(Protocol):
-    """What metrics need of a served entity: ``name`` is its endpoint's."""
+    """What metrics need of a served entity: its endpoint's name, its own, its engine."""
 
     @property
-    def name(self) -> str: ...
+    def endpoint(self) -> str: ...
     @property
     def entity(self) -> str: ...
     @property
@@ -111,13 +111,13 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         entities = list(self.endpoints.entities())
-        found = [((entity.name, entity.entity), entity.engine.health()) for entity in entities]
+        found = [((entity.endpoint, entity.entity), entity.engine.health()) for entity in entities]
         for name, text, field in self.GAUGES:
             gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
             for labels, health in found:
                 gauge.add_metric(labels, float(getattr(health, field)))
             yield gauge
-        seen = [((entity.name, entity.entity), entity.engine.process_health()) for entity in entities]
+        seen = [((entity.endpoint, entity.entity), entity.engine.process_health()) for entity in entities]
         sums = self.counters.merge(seen)
         for name, text, field in self.COUNTERS:
             counter = CounterMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)

@@ -165,7 +165,7 @@ class PlanFollower:
             names=(entity.config.name,),
         )
         return ServedEntity(
-            name=planned.name,
+            endpoint=planned.name,
             entity=entity.config.name,
             view=view,
             engine=engine,

@@ -17,14 +17,14 @@ from .traffic import TrafficSplit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEntity:
-    """One served entity of the endpoint ``name``, with the engine that answers for it here.
+    """One served entity of an ``endpoint``, with the engine that answers for it here.
 
     ``view`` is what validation knows of it, its tokenizer included. ``mode`` admits its requests; None admits all and
     keeps no ledger. ``created`` is Unix seconds. ``entity`` is the served model's name, in answers and metrics.
     ``prefix_sharing`` None is the server's own.
     """
 
-    name: str
+    endpoint: str
     entity: str
     view: EndpointView
     engine: Engine
@@ -43,7 +43,7 @@ class ServedEntity:
     def entity_shown_to(self, caller: Caller) -> str:
         """The served model's name; a URI or path is shown to callers that manage alone, others see the endpoint's
         name."""
-        return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.name
+        return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,11 @@ class ServedEndpoints:
     """All endpoints that this worker serves. Names are unique; the order is the order of adding. Replaced as a
     whole."""
 
-    def __init__(self, *endpoints: ServedEntity) -> None:
+    def __init__(self, *entities: ServedEntity) -> None:
         self._by_name: dict[str, ServedEndpoint] = {}
         self._caller: Caller | None = None
         self.replace(
-            tuple(ServedEndpoint(name=endpoint.name, entities={endpoint.entity: endpoint}) for endpoint in endpoints)
+            tuple(ServedEndpoint(name=entity.endpoint, entities={entity.entity: entity}) for entity in entities)
         )
 
     def replace(self, served: tuple[ServedEndpoint, ...]) -> None:
@@ -105,22 +105,22 @@ class ServedEndpoints:
         seen._caller = caller
         return seen
 
-    def adapters_of(self, endpoint: ServedEntity) -> tuple[str, ...]:
+    def adapters_of(self, entity: ServedEntity) -> tuple[str, ...]:
         """Those of its adapters that are seen here."""
-        names = endpoint.adapter_names()
+        names = entity.adapter_names()
         caller = self._caller
         if caller is None or caller.manages:
             return names
-        return tuple(name for name in names if caller.may_use(endpoint.name, name))
+        return tuple(name for name in names if caller.may_use(entity.endpoint, name))
 
-    def check_use(self, caller: Caller, endpoint: ServedEntity, adapter: str | None) -> None:
+    def check_use(self, caller: Caller, entity: ServedEntity, adapter: str | None) -> None:
         """Raises ``NotFound`` where ``caller`` may not use ``endpoint`` with ``adapter``: as where there is none."""
-        if caller.may_use(endpoint.name, adapter):
+        if caller.may_use(entity.endpoint, adapter):
             return
-        has = ", ".join(name for name in endpoint.adapter_names() if caller.may_use(endpoint.name, name)) or "none"
+        has = ", ".join(name for name in entity.adapter_names() if caller.may_use(entity.endpoint, name)) or "none"
         if adapter is None:
-            raise NotFound(f"endpoint {endpoint.name} is there with an adapter only: {has}", param="model")
-        raise NotFound(f"endpoint {endpoint.name} has no adapter {adapter[:80]!r}; it has {has}", param="model")
+            raise NotFound(f"endpoint {entity.endpoint} is there with an adapter only: {has}", param="model")
+        raise NotFound(f"endpoint {entity.endpoint} has no adapter {adapter[:80]!r}; it has {has}", param="model")
 
     def __iter__(self) -> Iterator[ServedEntity]:
         """One of each endpoint: its first served entity."""

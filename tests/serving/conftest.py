@@ -126,7 +126,7 @@ def make(instant_bundle: Bundle, instant_text: TextModel) -> Callable[..., Serve
             names=("model-1",),
             profile=profile_in(mode, Profile()),
         )
-        endpoint = ServedEntity(name="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
+        endpoint = ServedEntity(endpoint="assistant", entity="model-1", view=view, engine=engine, mode=mode, created=1)
         return make_server(ServedEndpoints(endpoint), ServerSettings(**options), **parts)
 
     return build

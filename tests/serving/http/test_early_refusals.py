@@ -122,7 +122,7 @@ def test_an_early_refusal_reserves_nothing(place: Place) -> None:
 def test_an_endpoint_that_the_body_names(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only the body says which endpoint is meant, its limits refuse before the body is tokenised."""
     (one,) = place.server.endpoints
-    place.change(endpoints=ServedEndpoints(one, dataclasses.replace(one, name="other", entity="model-2")))
+    place.change(endpoints=ServedEndpoints(one, dataclasses.replace(one, endpoint="other", entity="model-2")))
     place.limits.set("endpoint", "assistant", "qpm", 0)
     monkeypatch.setattr(invoke, "prepare", None)
     assert place.ask(LARGE).status_code == 403

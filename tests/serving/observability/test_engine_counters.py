@@ -52,7 +52,7 @@ def worker(**engines: Engine) -> ServedEndpoints:
     """What a worker serves: ``chat`` with the entity v1 on replicas."""
     replicas = ReplicaSet(INFO, (), open=engines.__getitem__, request_replica=lambda: None)
     replicas.set_addresses(tuple(engines))
-    return ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=replicas))
+    return ServedEndpoints(ServedEntity(endpoint="chat", entity="v1", view=None, engine=replicas))
 
 
 def generated(endpoints: ServedEndpoints) -> float:
@@ -153,7 +153,7 @@ def test_an_engine_without_generations_is_counted_as_one() -> None:
         made.num_replicas, made.process_health = 1, lambda: EngineProtocol.process_health(made)
         return made
 
-    assert generated(ServedEndpoints(ServedEntity(name="chat", entity="v1", view=None, engine=engine()))) == 3
+    assert generated(ServedEndpoints(ServedEntity(endpoint="chat", entity="v1", view=None, engine=engine()))) == 3
     assert generated(worker(one=engine(), other=engine())) == 6
 
 

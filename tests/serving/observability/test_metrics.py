@@ -122,7 +122,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
     runs = SimpleNamespace(health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on))
     runs.process_health = lambda: {"g": heartbeat}
-    entity = SimpleNamespace(name="a", entity="model", engine=runs)
+    entity = SimpleNamespace(endpoint="a", entity="model", engine=runs)
     registry = CollectorRegistry()
     registry.register(EngineCollector(SimpleNamespace(entities=lambda: [entity]), EngineCounters()))
     names = ("engine_steps_total", "last_step_age_seconds", "running_sequences", "waiting_requests", "kv_tokens_used")

@@ -31,7 +31,7 @@ def health_of(**endpoints: dict[str, object]) -> tuple[int, dict]:
             ServedEndpoint(
                 name=name,
                 entities={
-                    e: ServedEntity(name=name, entity=e, view=None, engine=found) for e, found in engines.items()
+                    e: ServedEntity(endpoint=name, entity=e, view=None, engine=found) for e, found in engines.items()
                 },
             )
             for name, engines in endpoints.items()

@@ -41,7 +41,7 @@ def endpoints(engine: InstantEngine, instant_text: TextModel) -> ServedEndpoints
 
     def entity(name: str, entity: str) -> ServedEntity:
         view = EndpointView(name=name, info=engine.info, text=instant_text, adapters=("pirate",), names=(entity,))
-        return ServedEntity(name=name, entity=entity, view=view, engine=engine)
+        return ServedEntity(endpoint=name, entity=entity, view=view, engine=engine)
 
     def routed(name: str, sticky: bool) -> ServedEndpoint:
         split = TrafficSplit(name, ROUTES, start=7)
@@ -58,7 +58,7 @@ def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints
     assert abs(shares["a"] - 100) <= 4
     assert {endpoints.route("chat:pirate")[0].entity for _ in range(20)} == {"a", "b"}
     assert {endpoints.route("chat", "a")[0].entity for _ in range(20)} == {"a"}
-    assert endpoints.route("loyal", "b")[0].name == "loyal"
+    assert endpoints.route("loyal", "b")[0].endpoint == "loyal"
     with pytest.raises(InvalidField, match="chat and loyal have a served entity of this name"):
         endpoints.route("a")
     for unknown in ("c", "chat:c", "c:pirate", None):
@@ -81,7 +81,7 @@ def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpo
 def test_what_a_body_names_is_of_the_paths_endpoint(endpoints: ServedEndpoints) -> None:
     """An entity of it, an adapter, both; another endpoint or another adapter is refused, and one that is not there."""
     entity, adapter = endpoints.route("chat:pirate", "b")
-    assert (entity.name, entity.entity, adapter) == ("chat", "b", "pirate")
+    assert (entity.endpoint, entity.entity, adapter) == ("chat", "b", "pirate")
     assert endpoints.route("chat", "chat:pirate")[1] == "pirate"
     for other in ("loyal", "loyal:pirate"):
         with pytest.raises(InvalidField, match="as in the path"):
