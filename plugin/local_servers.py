@@ -45,7 +45,7 @@ HINTS = {
 
 def get(name: str) -> dict[str, Any]:
     """A deployment as MLflow shows it. Raises ``MlflowException`` for an unknown one."""
-    status, record, served = state_of(records.read(name))
+    status, record, served = refresh(records.read(name))
     database = {key: without_password(record.config[key]) for key in record.config if key == "database"}
     return {
         "name": record.name,
@@ -71,10 +71,11 @@ def list_all() -> list[dict[str, Any]]:
     return found
 
 
-def state_of(record: Record) -> tuple[str, Record, list[dict[str, Any]]]:
-    """A deployment's status, its record as the server reports it, and the served entities.
+def refresh(record: Record) -> tuple[str, Record, list[dict[str, Any]]]:
+    """Bring a record up to date; returns the deployment's status, its record, and the served entities.
 
-    A change that was made through the server is written to the record too, for when the server has ended."""
+    A change that was made through the server is recorded, for when the server has ended.
+    """
     status, served = _look(record)
     if not served:
         return status, record, served
@@ -121,7 +122,7 @@ def must_be_new(name: str) -> None:
     if records.check_name(name) not in records.names():
         return
     try:
-        status, _, _ = state_of(records.read(name))
+        status, _, _ = refresh(records.read(name))
     except MlflowException:
         status = "UNREADABLE"
     raise MlflowException(
@@ -137,7 +138,7 @@ def url_of(name: str) -> str:
     """The URL of a deployment's server. Raises ``MlflowException`` where none is running."""
     record = records.read(name)
     if record.starting or not processes.is_alive(record):
-        status, _, _ = state_of(record)
+        status, _, _ = refresh(record)
         if status != "RUNNING":
             raise MlflowException(f"deployment {name!r} is {_described(status)}", error_code=INVALID_STATE)
     return record.url

@@ -63,7 +63,7 @@ class Recovery:
     def run(self, now_ms: int) -> int:
         """Settle the rows of ended processes and return how many. Idempotent: interrupted, it is done again."""
         settled = recover_local(self._store, self._state_dir, now_ms, self._unfinished)
-        silent = self._beats.stale(heartbeats(self._store, self._state_dir))
+        silent = self._beats.observe(heartbeats(self._store, self._state_dir))
         return settled + sum(recover_rows(self._store, name, now_ms) for name in silent)
 
 

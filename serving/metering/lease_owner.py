@@ -76,7 +76,7 @@ def remove_unfinished(state_dir: Path, unfinished: StalenessDetector) -> None:
     """Remove directories of processes that ended while they made them, once they have been so for a while."""
     hidden = [path for path in _directories(state_dir) if path.name.startswith(".") and not _is_locked(path)]
     unlocked = [path for path in _directories(state_dir) if not (path / LOCK).exists()]
-    for name in unfinished.stale({path.name: None for path in (*hidden, *unlocked)}):
+    for name in unfinished.observe({path.name: None for path in (*hidden, *unlocked)}):
         shutil.rmtree(state_dir / OWNERS / name, ignore_errors=True)
 
 

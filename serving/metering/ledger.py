@@ -107,7 +107,7 @@ class Ledger:
         _check(reservation)
         if time.monotonic() < self._refusing_until:
             raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
-        owner = self._own()
+        owner = self._ensure_owner()
         started = self._clock()
         began = Began(wall_ms=int(started * 1000), monotonic=self.monotonic())
         try:
@@ -238,7 +238,7 @@ class Ledger:
             if slot is not None:
                 owner.progress.give_back(slot)
 
-    def _own(self) -> LeaseOwner:
+    def _ensure_owner(self) -> LeaseOwner:
         with self._lock:
             if self._owner is None or self._owner.pid != os.getpid():
                 if self._owner is not None:  # a fork: the parent's leases are the parent's
@@ -256,7 +256,7 @@ class Ledger:
         self._note(away=False)
 
     def _maintain(self) -> None:
-        owner = self._own()
+        owner = self._ensure_owner()
         with self._lock:
             kept, self._unspooled = self._unspooled, []
         for of_owner, slot, settlement in kept:
@@ -272,7 +272,7 @@ class Ledger:
     def _close_orphans(self, owner: LeaseOwner) -> None:
         """Close rows of this process that have no lease: their admission ended inside its transaction."""
         orphans = {name: None for name in crash_recovery.open_rows(self.store, owner.name) if name not in self._open}
-        for request_id in self._orphans.stale(orphans):
+        for request_id in self._orphans.observe(orphans):
             settle_in(self.store, crash_recovery.settlement_of(request_id, self.now_ms()))
 
     def recover(self) -> int:
@@ -281,7 +281,7 @@ class Ledger:
 
     def start(self, interval: float = 2.0) -> None:
         """Do a round of upkeep now and every ``interval`` seconds, on a daemon thread (under gevent: a greenlet)."""
-        self._own()
+        self._ensure_owner()
         if self._thread is None:
             self._stop = threading.Event()
             self._thread = threading.Thread(

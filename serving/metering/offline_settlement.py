@@ -13,8 +13,8 @@ from . import crash_recovery, engine_journals
 from .lease_owner import living_owners
 from .staleness import StalenessDetector
 from .store import Store
-from .store_directory import former, open_directory
-from .store_identity import identify
+from .store_directory import former_directory, open_directory
+from .store_identity import ensure_identity
 
 WATCH_SECONDS = 10.0
 """For how long a process of another host is watched for a heartbeat: it writes one every two seconds."""
@@ -42,7 +42,7 @@ def settle_ended(
     for ``WATCH_SECONDS``.
     """
     directory, count = open_directory(store, root), 0
-    if moved and (left := former(root, identify(store))) is not None:
+    if moved and (left := former_directory(root, ensure_identity(store))) is not None:
         if living_owners(left):
             raise AlreadyExists("the database that this one was copied from is in use: it was not moved")
         count += _settle(store, left)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 
 class StalenessDetector:
-    """Names whose values have not changed for ``seconds``, over repeated calls of ``stale``."""
+    """Notices values that have not changed for ``seconds``, over repeated calls of ``observe``."""
 
     def __init__(self, seconds: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._monotonic = seconds, monotonic
         self._since: dict[str, tuple[object, float]] = {}
 
-    def stale(self, seen: Mapping[str, object]) -> list[str]:
-        """The names in ``seen`` whose values are stale; names that are not in ``seen`` are forgotten."""
+    def observe(self, seen: Mapping[str, object]) -> list[str]:
+        """Take the values in and return the names of those that are stale; names not in ``seen`` are forgotten."""
         now, known = self._monotonic(), self._since
         self._since = {
             name: known[name] if name in known and known[name][0] == value else (value, now)

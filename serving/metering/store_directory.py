@@ -21,7 +21,7 @@ from ..progress import read_progress
 from .lease_owner import OWNERS, DeadOwner, take_over
 from .spool import spooled_ids
 from .store import Store
-from .store_identity import Identity, identify
+from .store_identity import Identity, ensure_identity
 from .tables import journals as positions
 from .tables import ledger, owners
 
@@ -35,10 +35,10 @@ def open_directory(store: Store, root: Path) -> Path:
 
     It takes over the files that an earlier release left in ``root`` itself.
     """
-    found = identify(store)
+    found = ensure_identity(store)
     directory = root / found.store_id
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if found.is_new and (left := former(root, found)) is not None:
+    if found.is_new and (left := former_directory(root, found)) is not None:
         log.warning(
             "this database is a copy: from here on it is another store than the one it was copied from. Should it have "
             "been moved, 'mlflow-llm usage settle --moved' takes over what is left in %s",
@@ -48,7 +48,7 @@ def open_directory(store: Store, root: Path) -> Path:
     return directory
 
 
-def former(root: Path, found: Identity) -> Path | None:
+def former_directory(root: Path, found: Identity) -> Path | None:
     """The directory on this host of the store that this one was copied from; None where nothing is left in it."""
     if found.former_id is None:
         return None

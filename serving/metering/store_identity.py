@@ -31,8 +31,8 @@ class Identity(Struct, frozen=True, kw_only=True):
     is_new: bool = False
 
 
-def identify(store: Store) -> Identity:
-    """The identity of ``store``, which gets a new one where it turns out to be a copy."""
+def ensure_identity(store: Store) -> Identity:
+    """The identity of ``store``, which is given its first one, or a new one where it turns out to be a copy."""
 
     def look(connection: sa.Connection) -> Identity | None:
         store_id, known, former_id = connection.execute(_find).one()

@@ -147,11 +147,11 @@ def test_silence_is_what_does_not_change():
     """For so long, by the clock of who looks; what went away and came back begins anew."""
     now = [0.0]
     detector = StalenessDetector(60, monotonic=lambda: now[0])
-    assert detector.stale({"a": 1, "b": 1}) == []
+    assert detector.observe({"a": 1, "b": 1}) == []
     now[0] = 59
-    assert detector.stale({"a": 1, "b": 2}) == []
+    assert detector.observe({"a": 1, "b": 2}) == []
     now[0] = 60
-    assert detector.stale({"a": 1, "b": 2}) == ["a"]
-    assert detector.stale({"b": 2}) == []
+    assert detector.observe({"a": 1, "b": 2}) == ["a"]
+    assert detector.observe({"b": 2}) == []
     now[0] = 119
-    assert detector.stale({"a": 1, "b": 2}) == ["b"]
+    assert detector.observe({"a": 1, "b": 2}) == ["b"]

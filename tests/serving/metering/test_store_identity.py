@@ -21,7 +21,7 @@ from mlflow_llm.serving.events import Tokens
 from mlflow_llm.serving.journal import Journal
 from mlflow_llm.serving.metering import Ledger, Store
 from mlflow_llm.serving.metering.offline_settlement import settle_ended
-from mlflow_llm.serving.metering.store_identity import identify
+from mlflow_llm.serving.metering.store_identity import ensure_identity
 from mlflow_llm.serving.request import Sequence, ValidRequest
 from mlflow_llm.serving.transport.engine_process.journal import MeteredRequests
 
@@ -252,10 +252,10 @@ def test_the_migration_gives_an_existing_store_its_identity(store_url):
     store.write(lambda connection: _back_to_0003(connection))
     store.close()
     again = Store(store_url)
-    found = identify(again)
+    found = ensure_identity(again)
     again.close()
     later = Store(store_url)
-    assert identify(later) == found
+    assert ensure_identity(later) == found
     later.close()
 
 
