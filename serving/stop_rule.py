@@ -31,6 +31,10 @@ class StopRule:
         """Whether token number ``count`` (from 1) may be a stop token."""
         return count > self._min_tokens
 
+    def may_match(self, count: int) -> bool:
+        """Whether a stop string that token number ``count`` (from 1) completes ends the text: it has ``min_tokens``."""
+        return count >= self._min_tokens
+
     def is_stop(self, token_id: int, count: int) -> bool:
         """Whether ``token_id``, token number ``count`` (from 1), ends the sequence."""
         return count > self._min_tokens and token_id in self._stop_ids

@@ -31,7 +31,9 @@ class ChoiceText:
         self._text = text
         self._detokenizer = text.detokenizer(request.skip_special_tokens)
         self._stops = StopMatcher(request.stop)
-        self._stop_rule = StopRule(request.sampling)
+        self._no_stops = not request.stop
+        rule = StopRule(request.sampling)
+        self._is_stop, self._may_match = rule.is_stop, rule.may_match
         self._pushed = 0  # characters given to the matcher
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
@@ -72,7 +74,7 @@ class ChoiceText:
         for position, token_id in enumerate(event.token_ids):
             self.num_tokens += 1
             taken.append(token_id)
-            if event.logprobs and not self._ends(token_id, self.num_tokens):
+            if event.logprobs and not self._is_stop(token_id, self.num_tokens):
                 start = self._pushed + self._detokenizer.ahead(token_id)
                 scored = _at(len(self._echo) + start, self._scored(event.logprobs[position]))
                 self._waiting.append((start, scored))
@@ -90,7 +92,7 @@ class ChoiceText:
         """The text still held, and ``Ended`` with the engine's reason."""
         rest = self._detokenizer.flush()
         self._pushed += len(rest)
-        text, self.matched = self._stops.push(rest, self.num_tokens >= self._sampling.min_tokens)
+        text, self.matched = self._stops.push(rest, self._may_match(self.num_tokens))
         if self.matched is not None:
             reason, text = "stop", text + self._trim(self.matched)
         else:
@@ -103,17 +105,14 @@ class ChoiceText:
 
     def _feed(self, token_id: int, count: int) -> str:
         """The text that ``token_id`` makes certain, stop strings matched; sets ``matched``."""
-        if self._ends(token_id, count):
+        if self._is_stop(token_id, count):
             self._ending_token = token_id
             if not self._request.include_stop_str_in_output:
                 return ""
         new = self._detokenizer.push(token_id)
         self._pushed += len(new)
-        free, self.matched = self._stops.push(new, count >= self._sampling.min_tokens)
+        free, self.matched = self._stops.push(new, self._no_stops or self._may_match(count))
         return free
-
-    def _ends(self, token_id: int, count: int) -> bool:
-        return self._stop_rule.is_stop(token_id, count)
 
     def _trim(self, match: Match) -> str:
         """What belongs to the text of a match; log probabilities after the cut are dropped."""
@@ -124,13 +123,16 @@ class ChoiceText:
         return match.stop if kept else ""
 
     def _delta(self, text: str, token_ids: tuple[int, ...], final: bool = False) -> Delta:
+        logprobs = self._released(final) if self._waiting else ()
+        return Delta(index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=logprobs)
+
+    def _released(self, final: bool) -> tuple[TextLogprob, ...]:
+        """The log probabilities of the text that has been let through."""
         ready = []
         released = self._pushed if self.matched is not None else self._stops.position
         while self._waiting and (final or self._waiting[0][0] < released):
             ready.append(self._waiting.popleft()[1])
-        return Delta(
-            index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=tuple(ready)
-        )
+        return tuple(ready)
 
     def _ended(self, reason: ReplyFinish, stop_reason: str | int | None) -> Iterator[Piece]:
         if self._request.suffix:

@@ -26,6 +26,11 @@ def test_a_stop_token_counts_after_min_tokens(count: int) -> None:
     assert found.reason(7, count) == ("stop" if count > 2 else None)
 
 
+def test_a_stop_string_counts_from_min_tokens_on() -> None:
+    """It is part of the text that it ends, unlike a stop token: the text has its ``min_tokens`` with it."""
+    assert [rule(min_tokens=2).may_match(count) for count in (1, 2, 3)] == [False, True, True]
+
+
 def test_the_length_is_bounded_by_the_room() -> None:
     """By what the context has left, where that is less than ``max_tokens``; a prompt that fills it ends at once."""
     assert [rule(room=3).reason(1, count) for count in (2, 3)] == [None, "length"]
