@@ -108,7 +108,7 @@ class Contention:
             self._began = now
             cause = max(shares, key=lambda name: shares[name])
             text = "processors are oversubscribed: the engine waited for one %.0f %% of the time (%s)"
-            logger.warning(text, 100 * self.waiting, _told(cause))
+            logger.warning(text, 100 * self.waiting, _readable(cause))
         elif self.oversubscribed and self._calm >= CALM:
             logger.info("processors are free again after %.0f seconds", now - self._began)
         else:
@@ -128,7 +128,7 @@ def _shares(before: Readings, after: Readings, seconds: float) -> dict[str, floa
     }
 
 
-def _told(cause: str) -> str:
+def _readable(cause: str) -> str:
     if cause == "quota":
         return f"the control group's quota of {quota() or 0:g} processors is used up"
     if cause == "host":
