@@ -44,4 +44,5 @@ class AdapterRegistry:
         self._pool.unload(name)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
+        """The adapters loaded now; () where the model takes none."""
         return tuple(self._pool.infos()) if self._pool is not None else ()

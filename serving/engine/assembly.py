@@ -74,6 +74,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 
 
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:
+    """How a step is computed: natively where the loaded model can be, else by transformers' code."""
     if loaded.decoder is not None and isinstance(cache, SlotKVCache):
         return NativeDecoder(loaded.decoder, cache, lora)
     return ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)

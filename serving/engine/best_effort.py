@@ -55,6 +55,7 @@ class StepLoad:
 
     @classmethod
     def of(cls, runs: Iterable[RunExtent]) -> StepLoad:
+        """The load of a step made of ``runs``."""
         rows = chunk_tokens = chunks = context = 0
         for run in runs:
             context += run.start + run.num_tokens
@@ -70,6 +71,7 @@ class StepLoad:
 
     @property
     def features(self) -> Vector:
+        """[5], scaled to about one: a constant, then the fields in order."""
         return np.array([1.0, self.rows, self.chunk_tokens, self.chunks, self.context]) / _SCALE
 
 
@@ -88,9 +90,12 @@ class StepCost:
 
     @property
     def known(self) -> bool:
+        """Whether enough steps were seen for an estimate."""
         return self._count >= MIN_SEEN
 
     def observe(self, work: StepLoad, seconds: float) -> None:
+        """Learn from a step of ``work`` that took ``seconds``; outliers, which are the doing of other processes, are
+        cut."""
         features = work.features
         if self.known and (foreseen := float(self._weights @ features)) > 0:
             seconds = min(seconds, _OUTLIER * foreseen)

@@ -39,6 +39,7 @@ class Readings:
 
 
 def read(proc: Path = PROC) -> Readings:
+    """What the system has counted for this thread, its control group and the host so far."""
     ran, waited = _schedstat(proc)
     stolen, total = _steal(proc)
     throttled = max((_throttled(group) for group in cpu_groups(proc)), default=0.0)

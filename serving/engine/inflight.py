@@ -53,6 +53,7 @@ class InflightRequests:
         return bool(self._outputs)
 
     def get(self, request_id: str) -> InflightRequest | None:
+        """The request of that id; None where none is in flight."""
         return self._by_id.get(request_id)
 
     def num_ahead_of(self, request: ValidRequest) -> int:
@@ -62,9 +63,11 @@ class InflightRequests:
         return sum(one.request.provisioned for one in self._by_id.values())
 
     def of(self, sequence: SequenceState) -> InflightRequest:
+        """The request that ``sequence`` belongs to; raises ``KeyError`` where it has ended."""
         return self._by_id[sequence.request.request_id]
 
     def add(self, request: ValidRequest, client: Client) -> InflightRequest:
+        """Take on ``request``, whose id is not in flight; its groups are the caller's to make."""
         inflight = self._by_id[request.request_id] = InflightRequest(request, client)
         return inflight
 
@@ -73,6 +76,7 @@ class InflightRequests:
         self._outputs.append((client, request.request_id, _failed(error)))
 
     def emit(self, inflight: InflightRequest, event: Event) -> None:
+        """Add ``event`` to what the next ``drain`` returns, for the request's client."""
         self._outputs.append((inflight.client, inflight.request.request_id, event))
 
     def flush(self, sequence: SequenceState) -> None:
@@ -109,6 +113,7 @@ class InflightRequests:
         self.emit(inflight, _failed(error))
 
     def remove(self, inflight: InflightRequest) -> None:
+        """Forget a request that has ended."""
         del self._by_id[inflight.request.request_id]
 
     def drain(self) -> list[EngineOutput]:

@@ -80,6 +80,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
 
 class AdapterInfo(Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that is loaded. ``path`` is the peft directory on the engine's host that it was read from."""
+
     name: str
     rank: int
     path: str

@@ -38,6 +38,7 @@ class LayerShape:
 
     @property
     def elements_per_token(self) -> int:
+        """Of keys and values together."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 

@@ -65,6 +65,7 @@ def resolve_device(settings: EngineSettings) -> Any:
 
 
 def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
+    """The torch dtype of ``settings.dtype``; "auto" is float32 on CPU, else bfloat16."""
     if settings.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, settings.dtype)

@@ -33,6 +33,8 @@ MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """Norms [hidden] and packed linears of one layer; ``window`` in tokens, 0 for none."""
+
     norms: tuple[torch.Tensor, torch.Tensor]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: NativeWeight

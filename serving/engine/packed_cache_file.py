@@ -46,6 +46,8 @@ Array = np.ndarray[Any, Any]
 
 
 class Section(Struct, frozen=True):
+    """An array in the file: ``dtype`` is numpy's string for it."""
+
     dtype: str
     shape: tuple[int, ...]
     offset: int  # from the end of the header, aligned

@@ -71,6 +71,8 @@ class ModelForward:
 
 
 class Runner:
+    """Lays runs out as one flat row, computes it by ``forward`` and enters its KV as valid in ``cache``."""
+
     def __init__(self, forward: StepForward, cache: KVCache) -> None:
         self.step_forward = forward
         self._cache = cache

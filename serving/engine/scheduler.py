@@ -56,6 +56,12 @@ def _arrival(sequence: SequenceState) -> tuple[bool, int, int]:
 
 
 class Scheduler:
+    """Owns every unfinished sequence of one engine, ``waiting`` and ``running`` in order of ``arrival``.
+
+    ``max_num_seqs`` run at once; a step has at most ``max_num_batched_tokens`` tokens, decodes and prefills together.
+    ``prefix_hit_tokens`` of the ``prefix_query_tokens`` looked up came from the prefix cache.
+    """
+
     def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -70,6 +76,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
+        """Take on a sequence as waiting, in its place by ``arrival``."""
         insort(self.waiting, sequence, key=_arrival)
 
     def has_work(self) -> bool:
@@ -82,6 +89,7 @@ class Scheduler:
 
     @property
     def num_provisioned(self) -> int:
+        """Provisioned sequences, running and waiting."""
         return sum(s.provisioned for s in self.running) + sum(s.provisioned for s in self.waiting)
 
     def waiting_for(self) -> Counter[WaitReason]:

@@ -140,6 +140,7 @@ class SequenceState:
 
     @property
     def num_generated(self) -> int:
+        """Sampled tokens, resumed ones included."""
         return self.num_tokens - self.num_prompt
 
     @property

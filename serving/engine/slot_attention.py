@@ -47,6 +47,7 @@ class LayerViews:
     def of(
         cls, slab: Any, shape: LayerShape, num_slots: int, slot_elements: int, offset: int, size: SlotSize
     ) -> LayerViews:
+        """Views of the layer whose keys begin ``offset`` elements into each slot of ``slab``."""
         S, H = size.slot_tokens, shape.num_kv_heads
 
         def views(at: int, dim: int) -> tuple[Any, Any]:
@@ -59,10 +60,12 @@ class LayerViews:
         return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S)
 
     def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` tokens of slot ``source`` to slot ``target``."""
         self.k[target, :, :length] = self.k[source, :, :length]
         self.v[target, :, :length] = self.v[source, :, :length]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
+        """Exchange the first ``length_a`` tokens of slot ``a`` with the first ``length_b`` of slot ``b``."""
         for cube in (self.k, self.v):
             kept = cube[b, :, :length_b].clone()
             cube[b, :, :length_a] = cube[a, :, :length_a]

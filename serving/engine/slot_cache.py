@@ -71,9 +71,11 @@ class SlotKVCache(KVCache):
 
     @property
     def slab_address(self) -> int:
+        """Where the first slot begins in memory."""
         return int(self._slab.tensor.data_ptr())
 
     def slot_of(self, owner: int) -> int:
+        """The index of the slot that a running sequence has."""
         return self.table.by_owner[owner].index
 
     @property

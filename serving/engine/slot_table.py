@@ -32,10 +32,12 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
+        """Kept for reuse: no sequence runs in it."""
         return self.owner is None and self.charged > 0
 
     @property
     def is_free(self) -> bool:
+        """Holds nothing."""
         return self.owner is None and self.charged == 0
 
 
@@ -98,13 +100,17 @@ class SlotTable:
         return sorted((s for s in self.slots if s.is_idle and s is not protected), key=lambda s: s.last_used)
 
     def lowest_free(self) -> Slot | None:
+        """The free slot of the lowest index; None where there is none."""
         return next((s for s in self.slots if s.is_free), None)
 
     def charge(self, slot: Slot, num_tokens: int) -> None:
+        """Count ``num_tokens`` tokens of memory for ``slot``, instead of what was counted."""
         self.used += num_tokens - slot.charged
         slot.charged = num_tokens
 
     def activate(self, slot: Slot, owner: int, key: PrefixKey, tokens: TokenIds, length: int) -> None:
+        """free or idle → active: the first ``length`` of ``tokens`` are valid. Raises ``RuntimeError`` for a slot or
+        owner in use."""
         if slot.owner is not None or owner in self.by_owner:
             raise RuntimeError(f"slot {slot.index} cannot be given to sequence {owner}")
         self._file(slot, key)

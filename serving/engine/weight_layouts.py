@@ -93,4 +93,5 @@ def can_block(weight: torch.Tensor) -> bool:
 
 
 def pack_float(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+    """Weights [N, K] in oneDNN's layout where it takes them, else as they are."""
     return OneDnnWeight(weight, bias) if can_block(weight) else PlainWeight(weight, bias)

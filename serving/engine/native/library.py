@@ -29,6 +29,8 @@ class Factors(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
+    """``Layer`` of decoder.h. ``kv_offset``: elements from a slot's begin to the layer's keys; ``window`` 0 is none."""
+
     _fields_ = (
         ("norm1", c_void_p), ("norm2", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("qkv", c_void_p), ("o", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
@@ -37,6 +39,8 @@ class Layer(ctypes.Structure):
 
 
 class Shape(ctypes.Structure):
+    """``Shape`` of decoder.h: sizes that all layers share."""
+
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("intermediate", c_int32), ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
@@ -45,6 +49,8 @@ class Shape(ctypes.Structure):
 
 
 class EncoderLayer(ctypes.Structure):
+    """``EncoderLayer`` of encoder.h."""
+
     _fields_ = tuple((name, c_void_p) for name in ("qkv", "o", "up", "down", "norm1", "bias1", "norm2", "bias2"))
 
 
@@ -55,6 +61,8 @@ class EncoderEmbeddings(ctypes.Structure):
 
 
 class EncoderShape(ctypes.Structure):
+    """``EncoderShape`` of encoder.h: sizes that all layers share."""
+
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
         ("layers", c_int32), ("eps", c_float), ("scaling", c_float),
@@ -119,6 +127,7 @@ def _loaded() -> ctypes.CDLL | str:
 
 
 def has_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 (AVX512-BF16), which the int8 head needs."""
     found = library()
     return found is not None and bool(found.mlt_supported() & 2)
 

@@ -12,6 +12,7 @@ from . import library
 
 
 def can_draw(logits: torch.Tensor) -> bool:
+    """Whether rows like ``logits`` [B, V] are drawn natively: float32 on CPU, where the library is."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and library.library() is not None
 
 
