@@ -131,7 +131,7 @@ class Replica:
             away_timeout=AWAY_TIMEOUT,
             cancelled=self._over,
             content_hash=self._model.bundle.content_hash,
-            troubled=self._troubled,
+            on_search_failure=self._note_failure,
         )
         self.engine = engine
         proven = ""
@@ -157,7 +157,7 @@ class Replica:
             self.engine = None
             engine.close()
 
-    def _troubled(self, message: str) -> None:
+    def _note_failure(self, message: str) -> None:
         self._trouble = message
 
     def _wait(self) -> None:

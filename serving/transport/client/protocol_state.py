@@ -53,6 +53,7 @@ class ClientState:
         self._alone: InflightRequest | None = None  # the suspect that runs; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._last_number = 0
+        self._resumes = False  # whether the engine goes on with a text: only then is a request paused
 
     @property
     def busy(self) -> bool:
@@ -220,17 +221,12 @@ class ClientState:
         running.deliver(event)
         if running.done:
             del self._running[number]
-        elif self._can_pause and running.should_pause:
+        elif self._resumes and running.should_pause:
             self._pause(running)
         else:
             self._go_on(running)
         if running is self._alone:
             self._start_waiting()
-
-    @property
-    def _can_pause(self) -> bool:
-        """A paused request leaves the engine, and is resumed later."""
-        return self.info is not None and self.info.capabilities.resumes
 
     def _answer(self, message: m.Answer) -> None:
         call = self._calls.pop(message.call, None)
@@ -248,6 +244,7 @@ class ClientState:
             self.refused = f"the engine has another model: its content hash is {there[:12]}, expected {here[:12]}"
             return
         self.generation, self.info = message.generation, message.info
+        self._resumes = message.info.capabilities.resumes
         self._note(message.health)
         self._start_waiting()
         for call, _ in self._calls.values():
@@ -256,7 +253,7 @@ class ClientState:
     def _resubmit(self, running: InflightRequest) -> None:
         assert self.info is not None, "there was a welcome"
         request = running.continuation(self.info.max_kv_tokens)
-        if request is not None and running.was_delivered and not self.info.capabilities.resumes:
+        if request is not None and running.was_delivered and not self._resumes:
             running.fail(died(f"the engine ended, and {self.info.backend} engines do not resume a text"))
             request = None
         if request is None:

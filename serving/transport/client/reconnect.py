@@ -1,4 +1,4 @@
-"""How the search for an engine goes: when to look again, and what those who wait for it are told."""
+"""Looking for an engine: when to look again, how long there has been none, and what is said about it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ from .protocol_state import died
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds
-PASSING = 10.0  # seconds in which what the system refused (a full disk, no descriptor left) may pass by itself
+TRANSIENT_SECONDS = 10.0  # in which what the system refused (a full disk, no descriptor left) may pass by itself
 NOT_FOUND = (ServingError, PackagingError, OSError, zmq.ZMQError)  # what a search for an engine raises
+REFUSALS = 3  # connections in a row that end before they begin: no accident
+QUIET_SECONDS = 5.0  # without an engine, before the log says so
 
 
-class Search:
-    """``told`` hears why there is no engine, and "" once there is one. Owned by one thread."""
+class Reconnect:
+    """``on_failure`` is called with the reason why there is no engine, and with "" once there is one.
 
-    def __init__(self, told: Callable[[str], object]) -> None:
-        self._told = told
+    Owned by one thread. ``away`` is seconds without an engine, ``endpoint`` where the last one was found.
+    """
+
+    def __init__(self, on_failure: Callable[[str], object]) -> None:
+        self.away = 0.0
+        self.endpoint = ""
+        self._on_failure = on_failure
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         self._failing_since: float | None = None
+        self._refusals = 0
+        self._logged = ""
 
     @property
     def pause(self) -> float:
@@ -35,18 +44,39 @@ class Search:
     def found(self) -> None:
         self._backoff.succeeded()
         self._failing_since = None
-        self._told("")
+        self._on_failure("")
 
     def failed(self, error: Exception) -> ServingError | None:
-        """What those who wait are to be told; None where they may well go on."""
+        """The error that ends what waits for an engine; None where that may well go on."""
         logger.warning("no engine: %s", error)
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
         self._backoff.failed()
         if not isinstance(error, ShuttingDown):
-            self._told(str(error))
+            self._on_failure(str(error))
         if isinstance(error, ServingError):
             return error
-        passing = not isinstance(error, PackagingError) and now - self._failing_since < PASSING
-        return None if passing else died(str(error))
+        transient = not isinstance(error, PackagingError) and now - self._failing_since < TRANSIENT_SECONDS
+        return None if transient else died(str(error))
+
+    def broken(self, *, had_begun: bool) -> None:
+        """A connection broke, before or after the other side had taken our key (the handshake)."""
+        self._refusals = 0 if had_begun else self._refusals + 1
+
+    def refusal(self, said: str, *, has_handshake: bool) -> str:
+        """Why the peer at ``endpoint`` is not our engine, "" where it is not known; ``said`` is what it answered."""
+        if self._refusals >= REFUSALS and not has_handshake:
+            return f"{self.endpoint} refuses us: the engine there has another key, or what listens there is no engine"
+        return f"{self.endpoint}: {said}" if said else ""
+
+    def log_absence(self, refusal: str) -> None:
+        """Log why there is no engine, once for each reason."""
+        reason = refusal or (f"no engine at {self.endpoint}" if self.away > QUIET_SECONDS else self._logged)
+        if reason != self._logged:
+            self._logged = reason
+            logger.warning("%s", reason)
+
+    def is_back(self) -> None:
+        """The engine answers: the next absence is logged anew."""
+        self.away, self._logged = 0.0, ""

@@ -19,7 +19,7 @@ from mlflow_llm.serving.file_locks import is_held, try_acquire
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach
 from mlflow_llm.serving.transport.client import reconnect
-from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Search
+from mlflow_llm.serving.transport.client.reconnect import LONGEST_PAUSE, Reconnect
 from mlflow_llm.serving.transport.discovery import state_directory
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
@@ -101,14 +101,14 @@ def test_without_descriptors_nobody_is_taken_for_dead(tmp_path):
 def test_a_search_may_fail_for_ever(monkeypatch):
     """Pauses stay finite after thousands of failures; what the system refuses ends requests only when it lasts."""
     said = []
-    found = Search(said.append)
+    found = Reconnect(said.append)
     refused = OSError(errno.ENOSPC, "No space left on device")
     assert found.failed(refused) is None
     assert isinstance(found.failed(PackagingError("no weights")), EngineDied)
     for _ in range(5000):
         found.failed(Unavailable("away"))
     assert found.pause == LONGEST_PAUSE
-    monkeypatch.setattr(reconnect, "PASSING", 0.0)
+    monkeypatch.setattr(reconnect, "TRANSIENT_SECONDS", 0.0)
     assert isinstance(found.failed(refused), EngineDied)
     found.found()
     assert said[:2] == [str(refused), "no weights"]
