@@ -1,4 +1,4 @@
-"""The one way in which this package starts Python processes of its own.
+"""How this package starts Python processes of its own, wherever it does.
 
 A child imports the package that is installed, never what happens to lie in its working directory: ``python -m`` puts
 that first on the path, and a checkout of the sources, which has no compiled kernels, would run in the installed

@@ -1,11 +1,11 @@
-"""What an engine process has counted in all, in a file that outlives it: exact at any death, whoever looks when.
+"""An engine process's counters in a memory-mapped file that outlives it: exact however and whenever it dies.
 
 ::
 
     <root>/<engine>    a memory-mapped 8-byte count for each of ``COUNTERS``
 
-A server names ``<root>`` when it greets an engine; nobody but the engine writes there, after every step and before
-what the step gave is sent.
+A server names ``<root>`` in its ``Hello``; only the engine writes there, after every step and before the step's events
+are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTES = 8 * len(COUNTERS)
 
 
 class CountsFile:
-    """The engine's side. Raises ``FileNotFoundError`` where ``root`` is gone, with its server."""
+    """The engine's side: file ``name`` in ``root``. Raises ``FileNotFoundError`` where ``root`` is gone."""
 
     def __init__(self, root: Path, name: str) -> None:
         fd = os.open(root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -34,6 +34,8 @@ class CountsFile:
         self._words = memoryview(self._map).cast("q")
 
     def put(self, counts: Sequence[int]) -> None:
+        """Store ``counts``, in the order of ``COUNTERS``."""
+        """Store ``counts``, in the order of ``COUNTERS``."""
         for place, count in enumerate(counts):
             self._words[place] = count
 
@@ -43,7 +45,7 @@ class CountsFile:
 
 
 def read_counts(root: Path) -> dict[str, tuple[int, ...]]:
-    """What each engine has counted, by its name; {} where there is no ``root``."""
+    """The values of ``COUNTERS`` by engine; {} where there is no ``root``."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(root.iterdir()):

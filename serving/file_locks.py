@@ -119,7 +119,7 @@ def acquire(
 
 
 def create_locked(path: str) -> FileLock:
-    """The lock on a new file, which gets its name only when it is locked: whoever finds it finds its holder alive.
+    """The lock on a new file, which gets its name only when it is locked: who finds it finds its holder alive.
 
     Raises ``FileExistsError`` where another process is creating it, ``OSError``.
     """

@@ -64,7 +64,7 @@ class Journal:
         self._running.put(entry.slot, entry.serial, 0, entry.tokens)
 
     def end(self, entries: list[JournalEntry]) -> None:
-        """A line first and the slot after it: a kill between the two leaves both, told apart by the serial number."""
+        """A line first and the slot after it: a kill between the two leaves both, which the serial number resolves."""
         lines = [f"{e.serial} {e.tokens} {e.request_id}\n" for e in entries if e.tokens]
         if lines:
             self._append("".join(lines).encode())
@@ -104,7 +104,7 @@ class WrittenJournal:
         return not is_held(str(self.directory / LOCK))
 
     def ended(self, position: int, limit: int) -> tuple[list[Generated], int]:
-        """At most ``limit`` requests behind ``position``, and the position behind them."""
+        """At most ``limit`` requests after byte ``position``, and the position after them."""
         found: list[Generated] = []
         for start, path in self._files():
             if start + path.stat().st_size <= position:

@@ -1,4 +1,4 @@
-"""One JSON object a line on standard error: what happened to each request, found again by its id."""
+"""Structured logs: one JSON object a line on standard error."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from .visible import visible
 
-PACKAGE = "mlflow_llm"  # what its other parts say is told in the same form
+PACKAGE = "mlflow_llm"  # its other parts log in the same form
 NAME = f"{PACKAGE}.server"
 
 
 class JsonLines(logging.Formatter):
     """``time`` (ISO 8601, UTC), ``level``, ``event``, then the record's ``fields``; a traceback as one string.
 
-    Texts in it are as they were for who reads the JSON; for who reads the line, nothing in them is hidden."""
+    A JSON parser gets texts as they were; in the line itself no control character is hidden (``visible``)."""
 
     converter = staticmethod(time.gmtime)
 

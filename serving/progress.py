@@ -1,5 +1,5 @@
-"""What each request that runs has used so far, in a memory-mapped file: written in a microsecond, and still there after
-the process was killed (the kernel owns the pages; only the end of the machine itself can lose the last seconds).
+"""Token counts of in-flight requests in a memory-mapped file: written in a microsecond, and still there after the
+process was killed (the kernel owns the pages; only a crash of the machine can lose the last seconds).
 
 ::
 
@@ -29,6 +29,10 @@ _SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096: segments begin on a page
 
 
 class Progress(Struct, frozen=True, kw_only=True):
+    """A request's slot: tokens of the prompt, those of them found in the cache, tokens of the completion."""
+
+    """A request's slot: tokens of the prompt, those of them found in the cache, tokens of the completion."""
+
     request_id: str
     prompt: int
     cached: int
@@ -36,7 +40,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class ProgressFile:
-    """One writer process, many threads; each slot belongs to one lease."""
+    """The writer's side: one process, many threads; each slot belongs to one request. Raises ``OSError``."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -60,6 +64,8 @@ class ProgressFile:
         return slot
 
     def put(self, slot: int, prompt: int, cached: int, completion: int) -> None:
+        """Store the token counts of ``slot``."""
+        """Store the token counts of ``slot``."""
         segment, index = divmod(slot, _PER_SEGMENT)
         words, at = self._words[segment], index * _WORDS
         words[at + 33] = prompt
@@ -67,6 +73,8 @@ class ProgressFile:
         words[at + 35] = completion
 
     def give_back(self, slot: int) -> None:
+        """Free ``slot``: its request has ended."""
+        """Free ``slot``: its request has ended."""
         segment, index = divmod(slot, _PER_SEGMENT)
         self._words[segment][index * _WORDS] = 0
         with self._lock:
@@ -89,7 +97,7 @@ class ProgressFile:
 
 
 def read_progress(path: Path) -> list[Progress]:
-    """Every slot in use in the file a dead process left; [] where there is none."""
+    """Every slot in use in the file that a dead process left; [] where there is none. Raises ``OSError``."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Text of callers and models as it may reach a log or a terminal, where control characters are commands (ANSI escape
-sequences) or forge lines, and bidirectional ones show a text in another order than it has ("Trojan Source")."""
+"""Escaping of untrusted text for logs and terminals, where control characters are commands (ANSI escape sequences) or
+forge lines (log injection), and bidirectional ones show a text in another order than it has ("Trojan Source")."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def visible_line(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``text`` without such characters, for what is shown by others."""
+    """``text`` without such characters, for what others show (a trace's viewer)."""
     return _HIDDEN.sub("", text)
 
 

@@ -1,4 +1,4 @@
-"""One engine kept on this host for servers on others: ``mlflow-llm engine``."""
+"""The engine host, ``mlflow-llm engine``: one supervised engine on this host for servers on others."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .supervisor import ReplicaStatus, Supervisor
 
 NAME = "engine"
 TURN = 0.1
-END_SECONDS = 10.0  # an engine may take to end, behind its drain
+END_SECONDS = 10.0  # an engine may take to end after its drain
 Say = Callable[..., object]
 
 
 class EngineHost:
-    """``prove(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` is told what happens."""
+    """``prove(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` reports what happens."""
 
     def __init__(
         self,

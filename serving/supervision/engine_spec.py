@@ -15,7 +15,7 @@ from .backoff_launcher import BackoffLauncher
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """What an engine process is started with. Equal ``key``: the same engine.
+    """Model, settings and place of an engine. Equal ``key``: the same engine.
 
     ``addresses`` (``tcp://host:port``) are those of engines that other hosts keep, a replica each: none is started
     here. ``listen`` is where a process started here takes clients of other hosts, which may have adapters
@@ -45,7 +45,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         return (*served, self.settings, self.core, self.addresses)
 
     def address(self, index: int, state_dir: str | None) -> str:
-        """What ``attach`` takes to come to replica ``index``."""
+        """The address of replica ``index``, as ``attach`` takes it."""
         return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path
 
     def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attacher | Launcher:

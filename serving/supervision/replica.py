@@ -1,4 +1,4 @@
-"""One engine process kept running: started, proven, watched, started again, drained. See ``supervisor``."""
+"""One replica: an engine process that is started, probed, watched, started again and drained. See ``supervisor``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AWAY_TIMEOUT = 60.0  # seconds that a proof waits for an engine of another host
 
 
 class Replica:
-    """Runs on a thread of its own from the moment it is made. ``ended(self)`` is the last thing it calls."""
+    """Runs on a thread of its own from its construction on. ``ended(self)`` is the last thing that it calls."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Replica:
         return "" if self._finder is None else self._finder.failed_log
 
     def drain(self) -> None:
-        """Go on until nobody uses the engine."""
+        """End the replica once its engine is not used any more."""
         self._draining = True
 
     def revive(self) -> bool:
@@ -94,7 +94,7 @@ class Replica:
     def _is_used(self) -> bool:
         try:
             return self._in_use(self.address)
-        except OSError:  # nobody can say
+        except OSError:  # it cannot be known
             return True
 
     def _run(self) -> None:
@@ -161,7 +161,7 @@ class Replica:
         self._trouble = message
 
     def _wait(self) -> None:
-        """Its client looks for the engine, and starts it again."""
+        """Show why there is no engine while the client looks for it or starts it again."""
         self.message = self._trouble or self.message
         self._set("failed" if self._trouble else "starting")
 

@@ -81,7 +81,7 @@ class Supervisor:
     """Thread-safe; nothing here blocks on an engine but ``close``. Not for use in a forked child.
 
     ``prove(engine)`` raises while the engine cannot work. ``changed()`` is called, on a replica's thread, whenever a
-    state changes. ``in_use(address)`` says whether somebody still has requests on a draining replica.
+    state changes. ``in_use(address)`` says whether a worker still has requests on a draining replica.
     """
 
     def __init__(

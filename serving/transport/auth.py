@@ -1,7 +1,7 @@
-"""Engines that listen on TCP: CURVE, with both key pairs derived from one key that the hosts share.
+"""Authentication and encryption of TCP connections: CurveZMQ with both key pairs derived from one pre-shared key.
 
-The engine's public key is itself derived from the shared key and CURVE never sends it in the clear, so only who has the
-shared key can open a connection; all that follows is encrypted.
+The engine's public key is itself derived from the shared key and CURVE never sends it in the clear, so that only a
+client with the shared key can open a connection; all that follows is encrypted (https://rfc.zeromq.org/spec/26/).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zmq.utils import z85
 from ..errors import PackagingError
 
 MIN_KEY_BYTES = 16
-HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # a host that is gone breaks no connection by itself
+HEARTBEAT_MS, SILENT_MS = 3_000, 15_000  # TCP does not notice by itself that a host is gone
 TCP = re.compile(r"tcp://([^\s:/]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
 
 
 def check_address(address: str) -> str:
-    """``tcp://host:port`` as it is. Raises ``PackagingError``."""
+    """``address`` if it is ``tcp://host:port``, else raises ``PackagingError``."""
     found = TCP.fullmatch(address)
     if found is None or not 0 < int(found[2]) < 65536:
         raise PackagingError(f"{address[:200]}: expected tcp://host:port")
@@ -33,7 +33,7 @@ def check_address(address: str) -> str:
 
 
 def write_key(path: str) -> None:
-    """A new key in a new file that only its owner may read. Raises ``PackagingError``."""
+    """Write a new key of 32 random bytes, in hex, to a new file with mode 0600. Raises ``PackagingError``."""
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -46,7 +46,7 @@ NO_KEY = "an engine that listens on TCP needs key_file, a file with the key its 
 
 
 def read_key(path: str | None, missing: str = NO_KEY) -> bytes:
-    """The shared key in a file that only its owner may read. Raises ``PackagingError``, ``missing`` for no path."""
+    """The shared key from a file with mode 0600 at most. Raises ``PackagingError``, with ``missing`` for no path."""
     if not path:
         raise PackagingError(missing)
     try:
@@ -62,13 +62,13 @@ def read_key(path: str | None, missing: str = NO_KEY) -> bytes:
 
 
 def _pair(key: bytes, role: str) -> tuple[bytes, bytes]:
-    """(public, secret) in Z85: any 32 bytes are a Curve25519 secret."""
+    """(public, secret) key in Z85, from HMAC-SHA-256: any 32 bytes are a Curve25519 secret."""
     secret = z85.encode(hmac.digest(key, f"mlflow-llm {role}".encode(), hashlib.sha256))
     return zmq.curve_public(secret), secret
 
 
 def secure_server(socket: Any, key: bytes) -> None:
-    """What ``socket`` binds from now on speaks CURVE; what it has bound before stays as it is."""
+    """Addresses that ``socket`` binds from now on speak CURVE; those bound before stay as they are."""
     _, secret = _pair(key, "engine")
     _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -76,7 +76,7 @@ def secure_server(socket: Any, key: bytes) -> None:
 
 
 def secure_client(socket: Any, key: bytes) -> None:
-    """To be called before ``socket`` connects."""
+    """Have ``socket`` speak CURVE; to be called before it connects."""
     public, secret = _pair(key, "client")
     _watch(socket)
     socket.setsockopt(zmq.CURVE_SERVERKEY, _pair(key, "engine")[0])

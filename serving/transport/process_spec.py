@@ -1,4 +1,4 @@
-"""What an engine process is started with."""
+"""The parameters of an engine process, in a JSON file that it reads at its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ ENGINE_CORE = "mlflow_llm.serving.engine.core:EngineCore"
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
-    """``core`` is ``module:name`` of a ``CoreFactory`` (``engine.interface``); ``lock_fd`` the inherited, held engine
+    """What an engine process runs, for whom and where.
+
+    ``core`` is ``module:name`` of a ``CoreFactory`` (``engine.interface``); ``lock_fd`` the inherited, held engine
     lock. ``listen`` is a TCP endpoint for clients on other hosts, ``key_file`` holds the key they share with us.
     ``adapter_dirs``: where such clients may have adapters loaded from. ``drain_timeout``: seconds that requests have
     after SIGTERM; SIGQUIT ends them at once. ``control_fd``: a warm standby's control socket to

@@ -1,4 +1,4 @@
-"""What a client and an engine process say to each other: msgspec structs as msgpack, one ZeroMQ frame each.
+"""The messages between a client and an engine process: msgspec structs as msgpack, one ZeroMQ frame each.
 
 A client opens with ``Hello`` and is answered with ``Welcome``. The engine sends one ``Events`` a step with all that
 the step gave this client's requests, and a ``Heartbeat`` between steps. Both sides speak of a request by the number
@@ -20,12 +20,12 @@ PROTOCOL = 3
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):
-    """``client_id`` names the client's lock file in the state directory; "" for a client on another host.
+    """The first message on a connection.
 
-    ``name`` is the same on all connections of a client: what it asked for on an earlier one is aborted first.
-    ``journal`` is a directory of this host in which the engine is to count what it generates for this client,
-    ``counts`` one in which it is to keep what it counts in all (``serving.counts``); of a client that came over TCP
-    neither is looked at, and ``client_id`` is not.
+    ``client_id`` names the client's lock file in the state directory; "" for a client on another host. ``name`` is the
+    same on all connections of a client: requests of an earlier one are aborted first. ``journal`` is the directory on
+    this host for the journal of what the engine generates for this client (``serving.journal``), ``counts`` the one for
+    its counters (``serving.counts``). ``client_id``, ``journal`` and ``counts`` of a client over TCP are ignored.
     """
 
     client_id: str
@@ -36,10 +36,10 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
-    """``number``: another for each request of a client; a continuation keeps its request's. ``continues``: an engine
-    was given this request before, whether or not any token came of it.
+    """Run a request.
 
-    ``time_left``: seconds to its deadline, which an engine on another host counts by a clock of its own; None without.
+    ``number`` is the client's number of the request; a continuation has that of its request. ``continues``: an engine had this request before, whether or not it gave a token. ``time_left`` is seconds to its
+    deadline, None without one: another host's monotonic clock is not ours.
     """
 
     number: int
@@ -75,7 +75,7 @@ class ListAdapters(Struct, frozen=True, tag="adapters", array_like=True):
 
 
 class Ping(Struct, frozen=True, tag="ping", array_like=True):
-    """Sent by a client on another host, whose life no lock file shows."""
+    """The keepalive of a client on another host: it has no lock file in the state directory."""
 
 
 class Goodbye(Struct, frozen=True, tag="bye", array_like=True):
@@ -86,7 +86,7 @@ ToEngine: TypeAlias = Hello | Submit | Abort | Finish | LoadAdapter | UnloadAdap
 
 
 class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
-    """``generation`` is new for every engine process, so that a restart is seen."""
+    """The answer to ``Hello``. Each engine process has its own ``generation``, so that a restart is noticed."""
 
     generation: str
     info: EngineInfo
@@ -115,13 +115,13 @@ class Answer(Struct, frozen=True, tag="answer", array_like=True):
 
 
 class Closing(Struct, frozen=True, tag="closing", array_like=True):
-    """The engine ends on purpose; nothing follows."""
+    """The engine shuts down; no message follows."""
 
     reason: str
 
 
 class Rejected(Struct, frozen=True, tag="stranger", array_like=True):
-    """The engine knows no ``Hello`` of this connection, or speaks another protocol: connect anew."""
+    """There was no ``Hello`` on this connection, or the protocol differs: connect anew."""
 
     reason: str
 
@@ -134,6 +134,7 @@ _client_decoder = msgspec.msgpack.Decoder(ToClient)
 
 
 def encode(message: ToEngine | ToClient) -> bytes:
+    """One frame of MessagePack; a struct is an array that begins with its tag."""
     return _encoder.encode(message)
 
 
@@ -144,5 +145,6 @@ def decode_for_engine(frame: bytes) -> ToEngine:
 
 
 def decode_for_client(frame: bytes) -> ToClient:
+    """Raises ``msgspec.DecodeError`` for bytes that are no message."""
     message: ToClient = _client_decoder.decode(frame)
     return message

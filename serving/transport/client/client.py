@@ -1,4 +1,4 @@
-"""An engine in another process, seen from here. Implements ``engine.interface.Engine``; threads and forks are fine."""
+"""The client of an engine process: an ``Engine`` that may be used from any thread, and after a fork."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .poller import Poller, ThreadPoller
 from .protocol_state import ClientState
 
 JOIN_TIMEOUT = 5.0  # seconds the interpreter's exit may wait for a goodbye
-# in an engine that is not there
+# gauges of an engine that is not there
 AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
 
 
 class _Call:
-    """A call's answer, waited for by another thread."""
+    """A call that waits for its answer on another thread than the loop's."""
 
     def __init__(self, box: Any) -> None:
         self._box = box
@@ -51,7 +51,9 @@ class _Call:
 
 
 class RemoteEngine(Engine):
-    """``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
+    """A client with an io loop of its own. Raises what ``IoLoop.open`` raises.
+
+    ``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
     ``options`` are those of ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
 
@@ -66,13 +68,13 @@ class RemoteEngine(Engine):
         content_hash: str = "",
         **options: Any,
     ) -> None:
-        self._told = {"journal": journal, "counts": counts, "content_hash": content_hash}
+        self._identity = {"journal": journal, "counts": counts, "content_hash": content_hash}
         self._reopening = threading.Lock()
         self._make_finder = make_finder
         self._options = {"stall_timeout": stall_timeout, "keep": keep, **options}
         self._open()
 
-    # what the gevent client does otherwise
+    # replaced by the gevent client
 
     def _queue(self) -> Any:
         return queue.SimpleQueue()
@@ -87,15 +89,15 @@ class RemoteEngine(Engine):
 
     @staticmethod
     def _rest() -> None:
-        """Threads take turns by themselves."""
+        """Threads are switched by themselves."""
 
-    # life: the loop's thread must not hold the client, or one that nobody holds would never end
+    # lifecycle: the loop's thread must not hold the client, or an unreferenced one would never end
 
     def _open(self) -> None:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
-        self._state = ClientState(uuid.uuid4().hex[:8], **self._told)
+        self._state = ClientState(uuid.uuid4().hex[:8], **self._identity)
         self._io = IoLoop(self._poller(), self._make_finder(), self._state, rest=self._rest, **self._options)
         started, io = self._queue(), self._io
         self._owner = self._spawn(lambda: _main(io, started))
@@ -112,7 +114,7 @@ class RemoteEngine(Engine):
         self._owner.join(JOIN_TIMEOUT)
 
     def forked(self) -> None:
-        """In a forked child: the parent's connection, thread and locks are not ours."""
+        """Forget the parent's connection, thread and locks, in a forked child; the next call opens new ones."""
         self._finalizer.detach()
         self._io.forget()
         self._pid = -1
@@ -140,7 +142,7 @@ class RemoteEngine(Engine):
     def info(self) -> EngineInfo:
         self._ready()
         info = self._state.info
-        assert info is not None, "open() returns behind the welcome"
+        assert info is not None, "open() returns after the welcome"
         return info
 
     @property
@@ -149,7 +151,7 @@ class RemoteEngine(Engine):
         return self._state.generation
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
-        """``into`` replaces the queue that events wait in, for a reader that is no thread."""
+        """Run ``request``; see ``Engine``. ``into`` replaces the queue of events, for a reader that is no thread."""
         events = EventBuffer(self._queue() if into is None else into, len(request.sequences))
         handle = RequestHandle(self._io)  # commands hold it, not the stream: an unreferenced stream is collected
         stream = RemoteStream(handle, events, len(request.sequences), owner=self)
@@ -184,7 +186,7 @@ class RemoteEngine(Engine):
 
             if not other.post(adopt):
                 running.fail(ShuttingDown("the engine was closed"))
-            handle.io = theirs  # from here on commands go there, behind ``adopt``
+            handle.io = theirs  # from here on commands go there, after ``adopt``
 
         return self.post(release)
 
@@ -214,7 +216,7 @@ class RemoteEngine(Engine):
 
     def process_health(self) -> dict[str, Health]:
         """The last heartbeat of each engine process that this client was connected to, by generation."""
-        return self._state.seen
+        return self._state.last_health
 
     def close(self) -> None:
         """Leave the engine, which ends soon after its last client. Closing twice is harmless."""
@@ -236,7 +238,7 @@ class RemoteEngine(Engine):
 
 
 def _main(io: IoLoop, started: Any) -> None:
-    """The loop. ``started`` gets the error in the engine's way, or None."""
+    """Run the loop. ``started`` gets the error that kept the engine from being found, or None."""
     try:
         io.open()
     except BaseException as error:
@@ -248,8 +250,7 @@ def _main(io: IoLoop, started: Any) -> None:
 
 
 def _leave(io: IoLoop, owner: Any, pid: int) -> None:
-    """Of a client that nobody held any more: its loop ends by itself. Run by the collector, wherever that is: it must
-    not wait."""
+    """End the loop of an unreferenced client. Called by the garbage collector, on any thread: it must not wait."""
     if pid == os.getpid():
         _leaving.add(owner)
         io.stop()
@@ -287,9 +288,9 @@ def connect(
 ) -> RemoteEngine:
     """The engine process of this model and settings, started if none runs.
 
-    ``state_dir`` replaces the runtime directory, ``progress`` is told "loading" and "ready", ``options`` are those of
-    ``Launcher`` and ``keep`` of ``IoLoop``. Raises ``PackagingError`` where the model cannot be loaded, ``EngineDied``
-    where the process ended while it loaded or took too long.
+    ``state_dir`` replaces the runtime directory, ``progress`` is called with "loading" and "ready", ``options`` are
+    those of ``Launcher`` and ``keep`` of ``IoLoop``. Raises ``PackagingError`` where the model cannot be loaded,
+    ``EngineDied`` where the process ended while it loaded or took too long.
     """
     settings = settings or EngineSettings()
     keep = bool(options.pop("keep", False))
@@ -308,7 +309,7 @@ def attach(
     stall_timeout: float = 60.0,
     content_hash: str = "",
 ) -> RemoteEngine:
-    """A client of an engine that somebody else keeps: its state directory, or ``tcp://host:port`` with ``key_file``.
+    """A client of an engine that is started elsewhere: its state directory, or ``tcp://host:port`` with ``key_file``.
 
     It finds the engine's successor by itself, also while nothing runs; what waits for it longer than ``timeout``
     seconds fails with ``Unavailable``. Raises the same where there is no engine within ``timeout`` seconds, none that

@@ -1,4 +1,4 @@
-"""A connection to an engine's socket, and what its monitor says of it."""
+"""A ZeroMQ connection to an engine's socket, with its monitor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..auth import secure_client
 
 
 class Connection:
-    """Owned by one thread; no method waits. ``fds`` can be read when there is something to look at (see ``wait``).
+    """A DEALER socket connected to ``endpoint``. Owned by one thread; no method waits.
 
-    ``connected`` is whether the other side has taken our key; ``secret`` is None on one host.
+    ``fds`` become readable when there is something to look at (see ``poller``). ``connected`` is whether the handshake
+    was done: the other side has our key. ``secret`` is the shared key, None on one host. Raises ``zmq.ZMQError``.
     """
 
     def __init__(self, context: Any, endpoint: str, secret: bytes | None) -> None:
@@ -35,10 +36,10 @@ class Connection:
             raise
         self._monitor_fd: int = self._monitor.FD
         self.fds: tuple[int, int] = (self._socket.FD, self._monitor_fd)
-        self.is_broken()  # a descriptor tells nothing of what comes before the first look
+        self.is_broken()  # ZeroMQ's descriptors are edge-triggered: read once before the first wait
 
     def send(self, frames: deque[bytes]) -> bool:
-        """Send and remove them; whether there were any."""
+        """Send and remove ``frames``; whether any was sent."""
         sent = False
         with contextlib.suppress(zmq.Again):  # only where the connection has just broken
             while frames:
@@ -56,12 +57,13 @@ class Connection:
         return frame
 
     def is_broken(self, ready: Collection[int] = ()) -> bool:
-        """What the monitor says; ``ready`` are the descriptors that a wait has given, none to look anyway."""
+        """Whether the monitor has reported a disconnect. ``ready`` are the descriptors that a poll returned; with none
+        it looks anyway."""
         if not ready or self._monitor_fd in ready:
             with contextlib.suppress(zmq.Again):
                 while not self._broken:
-                    told = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-                    self._broken = told == zmq.EVENT_DISCONNECTED
+                    event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                    self._broken = event == zmq.EVENT_DISCONNECTED
                     self.connected = self.connected or not self._broken
         return self._broken
 

@@ -1,4 +1,4 @@
-"""What a caller holds of a running request: its events, in a buffer that does not grow without bound."""
+"""The event stream of an in-flight request, as its reader holds it, with a bounded buffer (back-pressure)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Protocol
 from ...events import Event, Failed, is_terminal
 from .protocol_state import ClientState
 
-HIGH = 1024  # events a sequence that may wait for their reader before the engine is told to pause
-LOW = 128  # events left at which the engine is asked to go on
-MAX_MARKS = 8  # a request of many sequences may keep this many times the marks, not more
+HIGH = 1024  # high watermark: events a sequence that wait for their reader before the request is paused
+LOW = 128  # low watermark: events left at which the request is resumed
+MAX_MARKS = 8  # the watermarks of a request with n sequences are at most so many times those of one
 
 
 class EventBuffer:
-    """Between the loop that receives a request's events and the one reader they are for. Either may be a thread.
+    """The queue between the io loop, which puts a request's events, and their one reader. Either may be a thread.
 
-    The loop pauses the request when the buffer ``is_full``; the reader asks for more once it ``is_drained``. Both look
+    The loop pauses the request when the buffer ``is_full``; the reader resumes it once it ``is_drained``. Both look
     again after they have said so, hence neither can wait for the other.
     """
 
@@ -39,7 +39,7 @@ class EventBuffer:
 
 
 class CommandQueue(Protocol):
-    """The side of ``io_loop.IoLoop`` that a stream speaks to."""
+    """The part of ``IoLoop`` that a stream uses."""
 
     stopping: bool
 
@@ -47,8 +47,8 @@ class CommandQueue(Protocol):
 
 
 class RequestHandle:
-    """Where a request runs, and under which number, once the command that submits it has run; it may move to another
-    engine."""
+    """The io loop that runs a request and the request's number there, set by the command that submits it. A request
+    that is handed over gets another loop and number."""
 
     __slots__ = ("io", "number")
 
@@ -75,7 +75,7 @@ class RequestHandle:
 class RemoteStream:
     """The events of one request; iterate it from one thread. Dropped or closed early, it aborts the request.
 
-    ``owner`` is the client that it runs through, which lives as long as somebody reads."""
+    ``owner`` is its client, which is not collected before the stream is."""
 
     def __init__(self, handle: RequestHandle, buffer: EventBuffer, num_sequences: int, owner: object = None) -> None:
         self.handle, self._buffer, self._left, self.owner = handle, buffer, num_sequences, owner

@@ -1,4 +1,4 @@
-"""How a client comes to its engine."""
+"""The protocol by which a client finds its engine."""
 
 from __future__ import annotations
 

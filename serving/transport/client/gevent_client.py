@@ -1,6 +1,6 @@
-"""The client for gevent workers: the loop is a greenlet, the queues are gevent's. The only file here that knows gevent.
+"""The client for gevent workers: the loop is a greenlet, the queues are gevent's. The only file here that imports it.
 
-Where a supervisor keeps the engine, ``attach`` to it; ``connect`` also starts it and starts it again.
+Where a supervisor runs the engine, ``attach`` to it; ``connect`` also starts it and starts it again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GeventEngine(RemoteEngine):
         super()._open()
 
     def _queue(self) -> Any:
-        """For whoever asks: a greenlet of our own loop, or one of the worker's threads, which may truly block."""
+        """A queue for the calling greenlet of our own hub, or for one of the worker's threads, which may block."""
         return gevent.queue.SimpleQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
 
     def _spawn(self, run: Callable[[], None]) -> Any:

@@ -1,4 +1,4 @@
-"""One request as its client sees it run: what was delivered, and what to submit when the engine has to start over."""
+"""One in-flight request of a client: what was delivered, and what to submit when the engine has to start over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 class EventSink(Protocol):
     """Where a request's events go. Called on the client's own thread; must not block.
 
-    ``is_full`` asks for a pause, which ``paused`` then tells the reader of; ``is_drained`` takes it back.
+    ``is_full`` asks for a pause, of which the reader learns by ``paused``; ``is_drained`` takes it back.
     """
 
     paused: bool
@@ -38,7 +38,11 @@ class EventSink(Protocol):
 
 
 class InflightRequest:
-    """``attempt`` maps the sequence numbers of the submission now running to the request's own."""
+    """A request, the tokens delivered so far and its place in the engine.
+
+    ``attempt`` maps the sequence numbers of the submission now running to the request's own. A step may give a sequence
+    any number of tokens.
+    """
 
     def __init__(self, request: ValidRequest, number: int, sink: EventSink) -> None:
         self.request, self.number, self.sink = request, number, sink
@@ -108,7 +112,8 @@ class InflightRequest:
 
     @property
     def should_pause(self) -> bool:
-        """Asks the sink twice, the second time behind ``paused``: a reader that has just emptied it does not see it."""
+        """Whether the reader is too slow. The sink is asked again after ``paused`` is set: a reader that has just
+        emptied it did not see that."""
         if self.phase != "running" or self.request.task == "embeddings" or not self.sink.is_full:
             return False
         self.sink.paused = True
@@ -136,10 +141,20 @@ class InflightRequest:
                 self.sink.put(Finished(index, reason, self._cached.get(index, 0), num_generated))
         if not self.open:
             return None
-        self.attempt = sorted(self.open)
+        self.attempt = self._to_resume()
         sequences = tuple(self._resumed(index) for index in self.attempt)
         n = self.request.n if len(sequences) == len(self.request.sequences) else 1
         return msgspec.structs.replace(self.request, sequences=sequences, n=n)
+
+    def _to_resume(self) -> list[int]:
+        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. Sequences
+        that do (the beams of one search) are to be named together here, for as long as one of them is open."""
+        return sorted(self.open)
+
+    def _to_resume(self) -> list[int]:
+        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. Sequences
+        that do (the beams of one search) are to be named together here, for as long as one of them is open."""
+        return sorted(self.open)
 
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]

@@ -271,8 +271,8 @@ class IoLoop:
 
     def _watch(self) -> None:
         """Look whether the engine makes progress, and show one on another host that we live."""
-        if self.state.moved:
-            self.state.moved, self._without_progress = False, 0.0
+        if self.state.progressed:
+            self.state.progressed, self._without_progress = False, 0.0
             if self.phase == "connecting" and self.state.welcome:
                 self.phase = after(self.phase, "welcomed")
                 self._reconnect.is_back()

@@ -1,7 +1,7 @@
 """Waiting for any of a few file descriptors, made once for a connection and not for every message.
 
-ZeroMQ's descriptor of a socket tells of new messages only while none is left unread and nothing was done with the
-socket since: who waits for it has read until there was nothing.
+ZeroMQ's descriptor of a socket is edge-triggered: it announces new messages only while none is left unread and nothing
+was done with the socket since. Read until there is nothing before waiting for it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Protocol
 
 
 class Poller(Protocol):
-    """Waits for the descriptors in ``watch``."""
+    """Waits until one of the watched descriptors can be read."""
 
     def watch(self, fds: Collection[int]) -> None:
-        """From now on these; none is closed before it is taken back."""
+        """Watch ``fds`` from now on, and no others. None may be closed while it is watched."""
         ...
 
     def poll(self, seconds: float) -> Collection[int]:
-        """Those that can be read, at least one of them; none after ``seconds``."""
+        """Descriptors that can be read, at least one of those; none after ``seconds``."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""The client's side of the line without the line: frames in, events and frames out.
+"""The client's side of the protocol, sans-IO: frames in, events and frames out.
 
-No socket, no thread, and of the clock only what is left of a deadline: ``client`` (threads) and ``client_gevent``
-(greenlets) drive the same object. Methods that put frames into ``outbox`` are called by the one thread that owns the
-socket.
+No socket, no thread, and of the clock only what is left of a deadline: ``io_loop`` drives it on a thread or a greenlet.
+Methods that put frames into ``outbox`` are called by the loop's owner alone.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from .. import protocol as m
 from .inflight import EventSink, InflightRequest
 
 MAX_RESTARTS = 3
-SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone, so that the next death is its own
+SUSPECT_RESTARTS = 2  # after so many without an event a request runs alone: is it a poison request?
 DRAIN_RETRY_AFTER = 5.0  # seconds
-SEEN = 16  # engine processes of which the last figures are kept
+MAX_GENERATIONS = 16  # engine processes of which the last heartbeat is kept
 
 
 class Waiter(Protocol):
-    """Who waits for a call's answer: told once, with what it returns or the error to raise."""
+    """A call that waits. ``answer`` is called once, with what the call returns or the error that it raises."""
 
     def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None: ...
 
@@ -33,8 +32,9 @@ class Waiter(Protocol):
 class ClientState:
     """``name`` is the same on all of this client's connections. Requests and calls are numbered by the client.
 
-    ``journal`` is where the engine is to count what it generates for this client, ``counts`` where what it does in
-    all; "" nowhere. An engine of another ``content_hash`` is not taken; "" takes any.
+    Requests and calls are numbered by the client; ``name`` is the same on all of its connections. ``journal`` and
+    ``counts`` are directories for the engine's journal and counters (``protocol.Hello``), "" for none. An engine with another
+    ``content_hash`` is refused; "" takes any.
     """
 
     def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
@@ -43,14 +43,14 @@ class ClientState:
         self.info: EngineInfo | None = None
         self.generation = ""
         self.health = Health(status="starting")
-        self.seen: dict[str, Health] = {}  # the last heartbeat of each engine process, by generation
-        self.step_age: float | None = None  # seconds since the last step, told since somebody last looked
+        self.last_health: dict[str, Health] = {}  # the last heartbeat of each engine process, by generation
+        self.step_age: float | None = None  # seconds since the last step, if heard of since the loop last looked
         self.closing: str | None = None  # the engine's reason for ending on purpose
         self.lost = False  # the engine does not know us
         self.refused = ""  # why this engine is not for us
-        self.moved = True  # whether there was progress since somebody last looked
+        self.progressed = True  # whether there was progress since the loop last looked
         self._running: dict[int, InflightRequest] = {}
-        self._alone: InflightRequest | None = None  # the suspect that runs; all others wait for its first event
+        self._alone: InflightRequest | None = None  # a suspected poison request; all others wait for its first event
         self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
         self._last_number = 0
         self._resumes = False  # whether the engine goes on with a text: only then is a request paused
@@ -112,7 +112,7 @@ class ClientState:
         return number
 
     def _start_waiting(self) -> None:
-        """Start what is not in the engine: the first suspect alone, all once there is none."""
+        """Start what is not in the engine: the first suspected poison request alone, all once there is none."""
         self._alone = None
         waiting = [running for running in self.running() if not running.submitted or running.phase == "paused"]
         for suspect in waiting:
@@ -132,7 +132,7 @@ class ClientState:
             self._go_on(running)
 
     def abort(self, number: int) -> None:
-        """Nobody reads this request any more: what still arrives for it is dropped."""
+        """Drop a request that has no reader any more, and what still arrives for it."""
         running = self._running.pop(number, None)
         if running is not None and self.welcome:
             self.outbox.append(m.encode(m.Abort(number)))
@@ -148,7 +148,7 @@ class ClientState:
             self.outbox.append(m.encode(m.Finish(number, running.attempt.index(index))))
 
     def _pause(self, running: InflightRequest) -> None:
-        """Take a request whose reader does not follow out of the engine: its place there is for those who do."""
+        """Back-pressure: take a request with a slow reader out of the engine, to make room for others."""
         running.move("pausing")
         running.wanted = False
         for index in running.open - running.ending:
@@ -191,15 +191,15 @@ class ClientState:
         message = m.decode_for_client(frame)
         match message:
             case m.Events():
-                self.moved, self.step_age = True, 0.0
+                self.progressed, self.step_age = True, 0.0
                 for number, event in message.items:
                     self._deliver(number, event)
             case m.Heartbeat(health):
                 idle = health.num_running + health.num_waiting == 0
-                self.moved = self.moved or idle or health.steps != self.health.steps
+                self.progressed = self.progressed or idle or health.steps != self.health.steps
                 self._note(health)
             case m.Answer():
-                self.moved = True
+                self.progressed = True
                 self._answer(message)
             case m.Welcome():
                 self._welcomed(message)
@@ -212,7 +212,9 @@ class ClientState:
     def _note(self, health: Health) -> None:
         self.health, self.step_age = health, health.last_step_age
         if self.welcome:
-            self.seen = dict([*(self.seen | {self.generation: health}).items()][-SEEN:])  # a new one: others read it
+            self.last_health = dict(
+                [*(self.last_health | {self.generation: health}).items()][-MAX_GENERATIONS:]
+            )  # a new one: others read it
 
     def _deliver(self, number: int, event: Event) -> None:
         running = self._running.get(number)
@@ -237,7 +239,7 @@ class ClientState:
 
     def _welcomed(self, message: m.Welcome) -> None:
         """Everything that runs is submitted as a continuation; at the first welcome this is the request itself."""
-        self.moved = True
+        self.progressed = True
         if self.content_hash and message.info.content_hash != self.content_hash:
             here, there = self.content_hash, message.info.content_hash
             self.lost = True
@@ -261,7 +263,7 @@ class ClientState:
         else:
             self._send(running, request)
 
-    # when the line is gone
+    # when the connection is gone
 
     def disconnected(self) -> None:
         """The engine died: calls that change it fail, requests wait.
@@ -279,8 +281,8 @@ class ClientState:
                 continue
             running.restarts += was_there
             if running.restarts > MAX_RESTARTS:
-                told = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
-                running.fail(PoisonRequest(told))
+                text = f"the engine died {running.restarts} times in a row on this request; it is not tried again"
+                running.fail(PoisonRequest(text))
                 del self._running[number]
         for number, (call, waiter) in list(self._calls.items()):
             if not isinstance(call, m.ListAdapters):  # it cannot be known whether it was done

@@ -1,1 +1,1 @@
-"""How an engine process is found, or started, and who its clients are."""
+"""Finding or starting an engine process, and registering its clients."""

@@ -1,4 +1,4 @@
-"""Come to an engine that somebody else keeps: a supervisor on this host, or one that listens on a network."""
+"""Attach to an engine that is started elsewhere: by a supervisor on this host, or by an engine host on a network."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .state_directory import SOCKET, Sleep, StateDirectory, check_private
 
 POLL_INTERVAL = 0.03  # seconds
 RETRY_INTERVAL = 0.5  # seconds between connections to another host: one that refuses us must not be hammered
-GRACE = 2.0  # seconds in which the keeper of an engine that stands still may replace it
+GRACE = 2.0  # seconds in which the supervisor of a stalled engine may replace it
 
 
 class Attacher:
-    """Implements ``finder.Finder`` for an engine that a supervisor keeps: waits for it, never starts or kills one.
+    """The ``Finder`` of an engine that a supervisor runs: it waits for it, and never starts or kills one.
 
     ``address`` is a state directory on this host, or ``tcp://host:port`` with ``key_file``. ``timeout`` is seconds
     without an engine; one that is loading may take its own time.
 
-    An engine that stood still is gone back to where its keeper does not replace it: the keeper may have looked at
-    another time, and the engine may be well again. If it is not, that shows again."""
+    A stalled engine is attached to again where its supervisor has not replaced it within ``GRACE``: it may have
+    recovered. If it has not, it stalls again. Raises ``PackagingError`` for a bad address or key file.
+    """
 
     def __init__(
         self, address: str, *, key_file: str | None = None, timeout: float = 60.0, sleep: Sleep = time.sleep

@@ -1,5 +1,5 @@
 """Find the engine process that already has a model, or start it: one for all processes of a user, however many start
-at once. See ``rundir`` for the files."""
+at once. ``state_directory`` describes the files."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ from .state_directory import (
 Progress = Callable[[str], None]
 POLL_INTERVAL = 0.03
 KILL_TIMEOUT = 10.0
-LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: who only looks whether it is held holds it for a moment
+LOCK_TIMEOUT = 1.0  # seconds for a free engine lock: a process that asks whether it is held holds it for a moment
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
-    """Engines with the same key are the same: weights, adapters, settings, code and user; paths do not count."""
+    """16 hex digits of SHA-256: engines with the same weights, adapters, settings, code and user have the same key,
+    wherever the files lie."""
     described = msgspec.json.encode(
         (
             bundle.content_hash,
@@ -84,7 +85,11 @@ def _version(name: str) -> str:
 
 
 class Launcher:
-    """Implements ``finder.Finder``: finds the engine or starts it, and starts it again when it is gone."""
+    """The ``Finder`` that starts the engine where none runs, and again when it is gone.
+
+    Each number ``replica`` of the same model and settings is an engine of its own. ``progress`` is called with
+    "loading" and "ready". Raises ``PackagingError`` for a bad address or key file.
+    """
 
     def __init__(
         self,
@@ -101,7 +106,6 @@ class Launcher:
         replica: int = 0,
         sleep: Sleep = time.sleep,
     ) -> None:
-        """``replica`` numbers engines of the same model and settings: each number is an engine of its own."""
         if listen is not None:
             check_address(listen)
             read_key(key_file)
@@ -194,7 +198,7 @@ class Launcher:
         """Start an engine process that holds the engine lock from its first moment: we take it and hand it down."""
         generation = uuid.uuid4().hex
         lock = self._engine_lock()
-        fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``locks``
+        fd = os.dup(lock.fd)  # a fork on the way to exec (gevent's) closes ``lock`` itself: see ``file_locks``
         spec = ProcessSpec(
             bundle=self.bundle,
             settings=self.settings,

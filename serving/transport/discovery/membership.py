@@ -1,4 +1,4 @@
-"""A client's place among the clients of one engine: registered by a held lock, left with nothing behind."""
+"""A client's registration with an engine: a held lock file in the engine's state directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_TIMEOUT = 2.0
 
 
 class Membership:
-    """Owned by one thread."""
+    """The registration of one client. Owned by one thread."""
 
     def __init__(self, state: StateDirectory, client_id: str, sleep: Sleep) -> None:
         self._state, self._client_id, self._sleep = state, client_id, sleep
@@ -27,7 +27,7 @@ class Membership:
             self._lock = self._state.register_client(self._client_id)
 
     def leave(self) -> None:
-        """Unregister, and remove what an ended engine left if nobody else lives to use it."""
+        """Unregister, and remove what an ended engine left if no other client uses it."""
         self._release()
         deadline = time.monotonic() + END_TIMEOUT
         while not self._is_settled() and time.monotonic() < deadline:
@@ -39,7 +39,7 @@ class Membership:
             self._lock = None
 
     def _is_settled(self) -> bool:
-        """Whether an engine is there that will clean up, or nothing is left to do for those who leave."""
+        """Whether a living engine will clean up, or nothing is left to clean up."""
         if self._state.engine_alive:
             return not self._is_ending()
         return self._state.remove_if_abandoned()

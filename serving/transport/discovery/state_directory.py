@@ -1,13 +1,13 @@
-"""Where engine processes of one user are found: a runtime directory with one state directory an engine.
+"""The state directories of one user's engine processes, one an engine, below a runtime directory.
 
 ::
 
     <runtime>/                  0700   $XDG_RUNTIME_DIR/mlflow-llm, else <tmp>/mlflow-llm-<uid>
-        <key>.lock              held while somebody looks for, starts, ends or removes the engine <key>
+        <key>.lock              held by a process that looks for, starts, ends or removes the engine <key>
         <key>/                  0700
             engine.lock         held by the engine process, and its standby, as long as one of them lives
-            socket              where it listens
-            spec.json           what it was started with, standby-spec.json its standby
+            socket              the ZeroMQ socket of clients on this host
+            spec.json           its ``ProcessSpec``; standby-spec.json that of its warm standby
             status.json         loading | ready | failed, written by the engine
             adapters.json       adapters loaded at run time, for its successor after a crash
             engine.log
@@ -58,6 +58,8 @@ class Status(Struct, frozen=True, kw_only=True):
 
 
 def default_runtime_dir() -> str:
+    """The first of ``$XDG_RUNTIME_DIR/mlflow-llm``, ``<tmp>/mlflow-llm-<uid>``, ``/tmp/mlflow-llm-<uid>`` with short
+    enough paths for sockets."""
     base = xdg_dir("XDG_RUNTIME_DIR")
     if base and base.is_dir() and _fits(os.path.join(base, "mlflow-llm")):
         return os.path.join(base, "mlflow-llm")
@@ -87,7 +89,8 @@ def make_private(path: str) -> None:
 
 
 def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None:
-    """Raises ``Unavailable`` unless ``path`` is ours and closed to others: a socket anyone could have put there."""
+    """Raises ``Unavailable`` unless ``path`` is ours and closed to others: another user could have put a socket there.
+    ``FileNotFoundError`` is not caught."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -99,7 +102,7 @@ def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None
 
 
 class StateDirectory:
-    """The files of the engine ``key``."""
+    """The state directory of the engine ``key``: its files and locks."""
 
     def __init__(self, runtime: str, key: str) -> None:
         self.runtime, self.key = runtime, key
@@ -124,6 +127,8 @@ class StateDirectory:
         make_private(self.runtime)
 
     def try_lock(self) -> FileLock | None:
+        """As ``lock``, without waiting; None where another holds it or there is no directory."""
+        """As ``lock``, without waiting; None where another holds it or there is no directory."""
         try:
             return try_acquire(f"{self.path}.lock")
         except FileNotFoundError:
@@ -136,6 +141,7 @@ class StateDirectory:
 
     @property
     def engine_alive(self) -> bool:
+        """Whether the engine, or its warm standby, holds the engine lock."""
         return is_held(self.engine_lock_path)
 
     def register_client(self, client_id: str) -> FileLock:
@@ -161,6 +167,8 @@ class StateDirectory:
         return alive
 
     def read_status(self) -> Status | None:
+        """What the engine has written last; None where there is nothing readable."""
+        """What the engine has written last; None where there is nothing readable."""
         try:
             with open(self.file("status.json"), "rb") as file:
                 return msgspec.json.decode(file.read(), type=Status)
@@ -183,8 +191,8 @@ class StateDirectory:
             os.rmdir(self.runtime)
 
     def remove_if_abandoned(self) -> bool:
-        """Remove what an ended engine left, unless somebody lives to use it. False while another is at work here, who
-        may have seen somebody that is gone by now."""
+        """Remove what an ended engine left, unless a client or engine still uses it. False while another process holds
+        the lock: it may have seen a client that is gone by now."""
         if not os.path.isdir(self.runtime):
             return True
         lock = self.try_lock()
@@ -197,6 +205,8 @@ class StateDirectory:
         return True
 
     def log_tail(self, num_bytes: int = 2000) -> str:
+        """The end of the engine's log; empty where there is none."""
+        """The end of the engine's log; empty where there is none."""
         return tail(self.file(LOG), num_bytes)
 
     def keep_load_log(self, start: int) -> None:

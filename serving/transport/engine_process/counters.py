@@ -1,4 +1,4 @@
-"""Keeping, in the engine's process, what it has counted in all where servers on this host will look for it."""
+"""Writing the engine's counters to the files from which servers on this host read them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class CounterWriter:
-    """``generation`` names the files. One that cannot be written is left out and logged: serving goes on."""
+    """The counter files of this process, called by its ``generation``. One that cannot be written is left out and
+    logged: serving goes on."""
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
         self._files: dict[str, CountsFile | None] = {}
 
     def keep(self, roots: set[str], health: Health) -> None:
-        """In these directories from now on; "" is none."""
+        """Write to a file in each of the directories ``roots`` from now on; "" is none."""
         for gone in self._files.keys() - roots:
             file = self._files.pop(gone)
             if file is not None:
@@ -29,6 +30,8 @@ class CounterWriter:
         self.write(health)
 
     def write(self, health: Health) -> None:
+        """Store the counters of ``health`` in all files; called once a step."""
+        """Store the counters of ``health`` in all files; called once a step."""
         if not self._files:
             return
         counts = [getattr(health, name) for name in COUNTERS]

@@ -1,4 +1,4 @@
-"""The end of an engine that was asked to end: what runs has its time first."""
+"""Graceful shutdown: requests that run get ``drain_timeout`` seconds before the engine ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Drain:
-    """``seconds`` are what requests have from the first ``begin`` on."""
+    """The state of a shutdown. Requests get ``seconds`` from the first ``begin`` on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -14,13 +14,15 @@ class Drain:
 
     @property
     def under_way(self) -> bool:
-        """Not where no time is given: who asks for something just then waits for the engine's successor."""
+        """Whether new requests are refused. Not where no time is given: those wait for the engine's successor."""
         return self._until is not None and time.monotonic() < self._until
 
     def begin(self, *, at_once: bool = False) -> None:
-        """Asking again changes nothing, but for ``at_once``."""
+        """Start the shutdown. Calling it again changes nothing, but for ``at_once``."""
         if at_once or self._until is None:
             self._until = time.monotonic() + (0.0 if at_once else self._seconds)
 
     def over(self, busy: bool) -> bool:
+        """Whether the engine is to end now; ``busy``: requests still run."""
+        """Whether the engine is to end now; ``busy``: requests still run."""
         return self._until is not None and (not busy or time.monotonic() >= self._until)

@@ -1,4 +1,4 @@
-"""Counting, in the engine's process, what it generates for clients that keep a ledger."""
+"""Journalling what the engine generates for clients that keep a ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Metered:
-    """A request that runs: ``left`` of its sequences have not ended."""
+    """An in-flight request with its journal entry; ``left`` of its sequences have not ended."""
 
     __slots__ = ("entry", "journal", "left")
 
@@ -25,7 +25,8 @@ class _Metered:
 
 
 class MeteredRequests:
-    """One for each engine process. A journal that cannot be written is given up and logged: serving goes on."""
+    """The journals of an engine process and their requests. A journal that cannot be written is closed for good and
+    logged: serving goes on."""
 
     def __init__(self, generation: str) -> None:
         self._generation = generation
@@ -45,10 +46,10 @@ class MeteredRequests:
         else:
             self._running[client] = metered
 
-    def see(self, told: Iterable[EngineOutput]) -> None:
-        """Everything that a step gave, before any of it is sent, whether or not somebody still waits for it."""
+    def count(self, outputs: Iterable[EngineOutput]) -> None:
+        """Count everything a step gave, before any of it is sent, whether or not a client still waits for it."""
         ended: dict[Journal, list[JournalEntry]] = {}
-        for client, _, event in told:
+        for client, _, event in outputs:
             metered = self._running.get(client)
             if metered is None:
                 continue

@@ -3,7 +3,7 @@
 SPEC is a JSON file of ``ProcessSpec``.
 
 The model is loaded and run on the main thread, and nothing else in this process uses torch. The process has a session
-of its own and is nobody's child (it forks once at the start), so it outlives whoever started it and leaves no zombie.
+of its own and a parent of its own (it forks once at the start), so it outlives its starter and leaves no zombie.
 It ends by itself when its last client is gone. With a ``control_fd`` it is a warm standby (``standby``) until its
 engine dies.
 """
@@ -85,7 +85,7 @@ def _log_size(state: StateDirectory) -> int:
 
 
 def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: Successor | None, began: int) -> int:
-    """``began``: how long the log was before."""
+    """Load the model and serve until the loop ends. ``began`` is the log's size in bytes before that."""
     _set_threads(spec.settings)
     import zmq
 
@@ -149,13 +149,13 @@ def _warm_standby(spec: ProcessSpec, state: StateDirectory, lock: FileLock, kv_c
 
 
 def _bound(context: Any, spec: ProcessSpec, state: StateDirectory) -> tuple[Any, Any]:
-    """The sockets for clients of this host and of others, before the model is loaded: a port that is taken costs no
-    load, and clients on other hosts see that an engine is on its way."""
+    """The sockets for clients of this host and of others. Bound before the model is loaded: a port that is taken costs
+    no load, and clients on other hosts see that an engine is starting."""
     return _local_socket(context, state), _remote_socket(context, spec)
 
 
 def _local_socket(context: Any, state: StateDirectory) -> Any:
-    """Where clients of this host find it: in a directory that is the user's alone."""
+    """The Unix socket in the state directory, which is this user's alone."""
     socket = _router(context)
     socket.bind(f"ipc://{state.file(SOCKET)}")
     os.chmod(state.file(SOCKET), 0o600)
@@ -163,7 +163,7 @@ def _local_socket(context: Any, state: StateDirectory) -> Any:
 
 
 def _remote_socket(context: Any, spec: ProcessSpec) -> Any:
-    """None where it listens to no other host."""
+    """The TCP socket with CURVE; None for an engine without ``listen``. Raises ``PackagingError``."""
     import zmq
 
     from ..auth import read_key, secure_server
@@ -183,7 +183,7 @@ def _router(context: Any) -> Any:
     import zmq
 
     socket = context.socket(zmq.ROUTER)
-    # never drop an event of a slow client: what it may be owed is bounded by its own requests' max_tokens
+    # never drop an event of a slow client: the backlog is bounded by its own requests' max_tokens
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -200,7 +200,7 @@ def _set_threads(settings: EngineSettings) -> None:
 
 
 def _predecessor(state: StateDirectory) -> dict[str, str]:
-    """What an engine killed in this directory had loaded at run time."""
+    """Adapters (path by name) that a killed engine of this directory had loaded at run time."""
     try:
         with open(state.file("adapters.json"), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, str])
@@ -209,7 +209,7 @@ def _predecessor(state: StateDirectory) -> dict[str, str]:
 
 
 def _report(state: StateDirectory, spec: ProcessSpec, error: BaseException) -> None:
-    """Leave the reason where those who wait for us find it."""
+    """Write the failure to ``status.json``, where waiting launchers and attachers read it."""
     logger.error("the engine ends", exc_info=error)
     found = state.read_status()
     if found is not None and found.state == "ready":
@@ -225,7 +225,7 @@ def _report(state: StateDirectory, spec: ProcessSpec, error: BaseException) -> N
         logger.exception("the state directory is gone")
 
 
-def _main() -> Any:
+def _main() -> None:
     code = main(sys.argv[1:])
     logging.shutdown()
     sys.stdout.flush()

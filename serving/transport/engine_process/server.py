@@ -1,8 +1,8 @@
-"""The engine process's loop: take messages, step, send, and see who lives. One thread, the one that loaded the model.
+"""The engine process's loop: take messages, step, send events, look after clients. One thread, that of the model.
 
-A client's life is shown by its lock file (``rundir``), that of a client on another host by its pings. Clients of other
-hosts have a socket of their own, by which they are told apart whatever they say of themselves: they name no file and no
-directory of this host but adapters below ``adapter_dirs``.
+A client on this host is alive while it holds its lock file (``state_directory``), one on another host while it pings.
+Clients of other hosts have a socket of their own, which tells them apart whatever they claim: the only paths on this
+host that they may name are adapters below ``adapter_dirs``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .standby import WarmStandby
 logger = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
-SILENCE = 30.0  # seconds without a ping after which a client on another host is gone
+SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
 LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
 
@@ -67,7 +67,7 @@ class EngineServer:
     """``socket`` is a bound ROUTER for clients of this host, ``remote`` one for those of others.
 
     ``run`` returns when the last client is gone, when ``stop`` was called, or when it is no longer the engine that
-    clients find (``in_place``), because somebody has removed its directory."""
+    clients find (``in_place``), because its directory was removed."""
 
     def __init__(
         self,
@@ -104,17 +104,17 @@ class EngineServer:
     def stop(self, *, at_once: bool = False) -> None:
         """Ask the loop to end, once what runs has or its time is over; safe in a signal handler."""
         self._drain.begin(at_once=at_once)
-        self._last_tick = 0.0  # tell the clients
+        self._last_tick = 0.0  # the clients get a heartbeat at once
 
     def run(self) -> None:
         """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
         while not self._drain.over(any(peer.open for peer in self._peers.values())):
             self._take()
             if self.core.has_work():
-                told = self.core.step()
+                outputs = self.core.step()
                 health = self.core.health()
                 self._counters.write(health)
-                self._send_events(told, health.steps)
+                self._send_events(outputs, health.steps)
             if time.monotonic() - self._last_tick >= TICK and self._tick():
                 return
         self._shut_down()
@@ -193,8 +193,8 @@ class EngineServer:
             self.core.add(request, client, continues=continues)
         except Exception as error:
             logger.exception("request %s", request.request_id)
-            told = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
-            failed = Failed(told.kind, told.message, told.param)
+            shown = error if isinstance(error, ServingError) else InternalError("the engine could not take the request")
+            failed = Failed(shown.kind, shown.message, shown.param)
             self._send_events([(client, request.request_id, failed)], self.core.health().steps)
 
     def _replace(self, client: _Client) -> None:
@@ -236,7 +236,8 @@ class EngineServer:
             return m.Answer(message.call, (), "internal", "the engine could not do it; see its log")
 
     def _allowed(self, path: str) -> str:
-        """A path that a client of another host may name. What is there outside of its directories, it is not told."""
+        """The real path of an adapter that a client of another host names. Raises ``PermissionDenied`` outside of
+        ``adapter_dirs``, without saying whether the path exists."""
         real = os.path.realpath(path)
         if not any(real != root and os.path.commonpath((root, real)) == root for root in self._adapter_dirs):
             below = ", ".join(self._adapter_dirs) or "none; mlflow-llm engine --adapter-dir allows one"
@@ -261,12 +262,12 @@ class EngineServer:
 
     # events out
 
-    def _send_events(self, told: list[EngineOutput], steps: int) -> None:
-        if not told:
+    def _send_events(self, outputs: list[EngineOutput], steps: int) -> None:
+        if not outputs:
             return
-        self._metered.see(told)
+        self._metered.count(outputs)
         by_peer: dict[bytes, list[tuple[int, Event]]] = {}
-        for client, _, event in told:
+        for client, _, event in outputs:
             identity, number = cast(_Client, client)
             peer = self._peers.get(identity)
             if peer is None or (request := peer.open.get(number)) is None:
@@ -282,14 +283,14 @@ class EngineServer:
     def _send(self, identity: bytes, message: m.ToClient) -> None:
         self._sockets[identity[:1]].send_multipart([identity[1:], m.encode(message)])
 
-    # lives
+    # clients and shutdown
 
     def _tick(self) -> bool:
-        """Heartbeats, dead clients, idle end. True when the loop has ended."""
+        """Send heartbeats, drop dead clients, end when idle. True when the loop has ended."""
         now = self._last_tick = time.monotonic()
         if not self._in_place():
             logger.warning("%s was removed: its engine ends", self.state.path)
-            self.core.close()  # what ran goes on in the next engine, so its end is told to nobody
+            self.core.close()  # requests go on in the next engine: their end is not sent
             self._send_away("the engine's directory was removed")
             return True
         if self._standby is not None:
@@ -332,7 +333,7 @@ class EngineServer:
         return True
 
     def _shut_down(self) -> None:
-        """Under the lock, so that a client that is sent away finds no trace of us when it looks for an engine."""
+        """Under the lock, so that a client that is sent away does not find this engine again."""
         lock = self.state.lock(timeout=10.0)
         self._send_events(self.core.close(), self.core.health().steps)
         self._send_away("the engine was asked to end")

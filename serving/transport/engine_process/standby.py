@@ -1,4 +1,4 @@
-"""A second engine process, loaded and waiting, that takes over when the serving one dies.
+"""Warm standby: a second engine process, loaded and waiting, that takes over when the serving one dies.
 
 ::
 
@@ -8,8 +8,8 @@
       ├── ends on purpose: says so ──►        ends
       └── dies: the socket closes ───►        writes status.json, takes the socket's place, serves, keeps a standby
 
-It listens to nobody before, so it is no replica: no request, heartbeat or token is its own. What it will have is what
-the engine had: the same directory, settings and KV cache size, the adapters loaded at run time.
+It listens to no client before that, so it is no replica: it has no requests and sends no heartbeats. It takes over the
+engine's directory, settings, KV cache size and the adapters loaded at run time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ State = Literal["none", "loading", "ready"]
 
 
 class WarmStandby:
-    """The engine's side. Owned by the engine's thread; nothing here waits.
+    """The engine's side: it starts a standby and starts it again. Owned by the engine's thread; no method waits.
 
     ``describe(generation, lock_fd, control_fd)`` is the spec of a standby that has those descriptors.
     """
@@ -84,7 +84,7 @@ class WarmStandby:
                 self._fail()
 
     def dismiss(self) -> None:
-        """We end on purpose: so does the standby."""
+        """End the standby, since this engine shuts down."""
         if self._control is not None:
             with contextlib.suppress(OSError):
                 self._control.send(DISMISSED)
@@ -119,19 +119,19 @@ class WarmStandby:
     def _listen(self, now: float) -> None:
         assert self._control is not None
         try:
-            told = self._control.recv(64)
+            received = self._control.recv(64)
         except BlockingIOError:
             if self.state == "loading" and now - self._since > self._start_timeout:
                 logger.warning("the standby was not loaded within start_timeout, %g seconds", self._start_timeout)
                 self._fail()
             return
         except OSError:
-            told = b""
-        if not told:
+            received = b""
+        if not received:
             logger.warning("the standby ended; another is started")
             self._fail()
             return
-        *lines, _ = told.split(b"\n")
+        *lines, _ = received.split(b"\n")
         for line in lines:
             if line == LOADED:
                 self.state = "ready"
@@ -152,7 +152,7 @@ class WarmStandby:
 
 
 class Successor:
-    """The standby's side. A thread of its own hears of the engine's end, also while the model is loaded."""
+    """The standby's side. A thread of its own waits for the engine's end, also while the model is loaded."""
 
     def __init__(self, fd: int, state: StateDirectory, lock: FileLock, generation: str) -> None:
         os.set_inheritable(fd, False)
@@ -160,7 +160,7 @@ class Successor:
         self._state, self._lock, self._generation = state, lock, generation
         self._over = threading.Event()
         self._control.send(b"%d\n" % os.getpid())
-        threading.Thread(target=self._hear, name="mlflow-llm-standby", daemon=True).start()
+        threading.Thread(target=self._await_end, name="mlflow-llm-standby", daemon=True).start()
 
     @property
     def took_over(self) -> bool:
@@ -173,11 +173,11 @@ class Successor:
         self._over.wait()
         self._control.close()
 
-    def _hear(self) -> None:
-        told = b""
+    def _await_end(self) -> None:
+        received = b""
         with contextlib.suppress(OSError):
-            told = self._control.recv(1)
-        if told == DISMISSED or not self._lock.is_current:
+            received = self._control.recv(1)
+        if received == DISMISSED or not self._lock.is_current:
             os._exit(0)  # its directory is the engine's to remove, or is gone
         logger.warning("the engine died: the standby takes over, pid %d", os.getpid())
         try:
@@ -189,5 +189,6 @@ class Successor:
 
 
 def standby_settings(settings: Any, kv_cache_memory: int) -> Any:
-    """An engine's settings with the KV cache that it has: of the memory that is free beside it, half would be less."""
+    """The engine's settings with the KV cache size that it has, in bytes: the share of free memory that the default
+    takes would be smaller beside a running engine."""
     return msgspec.structs.replace(settings, kv_cache_memory=kv_cache_memory) if kv_cache_memory else settings

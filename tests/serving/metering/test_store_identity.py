@@ -219,7 +219,7 @@ def test_two_state_directories_of_one_store(store_url, tmp_path, opened, reserve
     for number, ledger in enumerate(ledgers):
         ledger.reserve(reserve_of(f"r{number}")).settle(completion=4 + number)
         engine.begin(f"client{number}", request_of(f"r{number}"), str(ledger.journal_dir))
-        engine.see([(f"client{number}", f"r{number}", Tokens(0, tuple(range(4 + number))))])
+        engine.count([(f"client{number}", f"r{number}", Tokens(0, tuple(range(4 + number))))])
     names = {path.name for ledger in ledgers for path in ledger.journal_dir.iterdir()}
     assert len(names) == 2
     for journal in engine._journals.values():

@@ -1,0 +1,82 @@
+"""What a client notes of an in-flight request, and what it submits again after its engine has died."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from transport_place import completion
+
+from mlflow_llm.serving.events import Event, Finished, Tokens
+from mlflow_llm.serving.request import ValidRequest
+from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
+
+MAX_TOKENS = 1000
+
+
+class Sink(list[Event]):
+    """A reader that keeps up."""
+
+    paused, is_full, is_drained = False, False, False
+    put = list.append
+
+
+def running(request: ValidRequest, *events: Event) -> tuple[InflightRequest, Sink]:
+    """``request`` after its engine gave ``events``, and what its reader has."""
+    sink = Sink()
+    inflight = InflightRequest(request, 1, sink)
+    for event in events:
+        inflight.deliver(event)
+    return inflight, sink
+
+
+def test_a_step_may_give_a_sequence_any_number_of_tokens() -> None:
+    """None (it waits), one, or several (accepted drafts): the next attempt goes on after the last of them."""
+    events = [Tokens(0, (5,)), Tokens(0, ()), Tokens(0, (6, 7, 8)), Tokens(1, (9, 10))]
+    inflight, sink = running(completion(n=3), *events)
+    assert sink == events
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert [sequence.resumed_token_ids for sequence in again.sequences] == [(5, 6, 7, 8), (9, 10), ()]
+    assert again.n == 3
+
+
+@pytest.mark.parametrize(("last", "reason"), [((6, 7, 0), "stop"), ((6, 7, 8), "length")])
+def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, ...], reason: str) -> None:
+    """Only its ``Finished`` was lost with the engine: at a stop token or at its full length."""
+    inflight, sink = running(completion(max_tokens=4), Tokens(0, (5,), num_cached_tokens=2), Tokens(0, last))
+    assert inflight.continuation(MAX_TOKENS) is None
+    assert inflight.done
+    assert sink[-1] == Finished(0, reason, num_cached_tokens=2, num_generated_tokens=4)  # type: ignore[arg-type]
+
+
+def test_the_second_attempt_numbers_only_what_is_left() -> None:
+    """Events of the attempt arrive under the request's own numbers; a sequence that has ended gets no more."""
+    inflight, sink = running(completion(n=3), Finished(1, "stop"), Tokens(2, (4, 5)))
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert [sequence.seed for sequence in again.sequences] == [7, 9]
+    assert again.n == 1
+    inflight.deliver(Tokens(1, (6, 6)))
+    assert sink[-1] == Tokens(2, (6, 6))
+    assert inflight.delivered == [[], [], [4, 5, 6, 6]]
+
+
+def test_an_illegal_move_raises() -> None:
+    """A request pauses only while it runs, and runs again only once it is paused."""
+    assert all(target in MOVES for targets in MOVES.values() for target in targets)
+    inflight, _ = running(completion())
+    with pytest.raises(AssertionError, match="running → running"):
+        inflight.move("running")
+    inflight.move("pausing")
+    with pytest.raises(AssertionError, match="pausing → running"):
+        inflight.move("running")
+
+
+def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
+    """A request that was resumed by its caller is as long as what it brought and what was delivered."""
+    request = completion(max_tokens=5)
+    (sequence,) = request.sequences
+    brought = msgspec.structs.replace(sequence, resumed_token_ids=(8, 9))
+    inflight, sink = running(msgspec.structs.replace(request, sequences=(brought,)), Tokens(0, (5, 6, 7)))
+    assert inflight.continuation(MAX_TOKENS) is None
+    assert sink[-1] == Finished(0, "length", num_generated_tokens=5)
