@@ -65,7 +65,7 @@ def engine(
         adapter_dirs=adapter_dirs,
         drain_timeout=drain_timeout,
     )
-    host = EngineHost(model, prove=generate_one, say=say, state_dir=runtime_dir)
+    host = EngineHost(model, probe=generate_one, say=say, state_dir=runtime_dir)
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, lambda *_: host.stop())
     host.run()

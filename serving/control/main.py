@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         return 1
     plan_directory = PlanDirectory(directory)
     supervisor = Supervisor(
-        state_dir=spec.runtime_dir, prove=generate_one, changed=changed.set, in_use=plan_directory.in_use
+        state_dir=spec.runtime_dir, probe=generate_one, changed=changed.set, in_use=plan_directory.in_use
     )
     endpoints = EndpointStore(store, locate=_locate_nothing)
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)

@@ -304,6 +304,6 @@ class Reconciler:
 def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:
     """Replicas that have been ready; one that is being started again keeps its requests. One that cannot be is left out
     while there is another, as is one ``elsewhere``: whether it is being started is not known."""
-    proven = [r for r in status.replicas if r.proven and r.index < status.wanted]
-    well = [r for r in proven if r.state == "ready" or not (elsewhere or r.state == "failed")]
-    return tuple(r.address for r in well or proven)
+    were_ready = [r for r in status.replicas if r.was_ready and r.index < status.wanted]
+    well = [r for r in were_ready if r.state == "ready" or not (elsewhere or r.state == "failed")]
+    return tuple(r.address for r in well or were_ready)

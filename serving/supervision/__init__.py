@@ -1,1 +1,1 @@
-"""Engine processes kept running: started, proven, watched, started again, drained."""
+"""Engine processes kept running: started, probed, watched, started again, drained."""

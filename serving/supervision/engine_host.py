@@ -22,20 +22,20 @@ Say = Callable[..., object]
 
 
 class EngineHost:
-    """``prove(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` reports what happens."""
+    """``probe(engine)`` raises while the engine cannot work; ``say(stage, **fields)`` reports what happens."""
 
     def __init__(
         self,
         model: EngineSpec,
         *,
-        prove: Callable[[Engine], object],
+        probe: Callable[[Engine], object],
         say: Say = lambda stage, **fields: None,
         state_dir: str | None = None,
     ) -> None:
         self._model, self._say = model, say
         self._over = threading.Event()
         self._at_once = threading.Event()
-        self._supervisor = Supervisor(state_dir=state_dir, prove=prove)
+        self._supervisor = Supervisor(state_dir=state_dir, probe=probe)
 
     def stop(self) -> None:
         """End: the first time when what runs has ended, within the model's ``drain_timeout``, then at once. Safe in a
@@ -58,14 +58,14 @@ class EngineHost:
             self._end(state)
 
     def _keep(self, began: float) -> None:
-        before, proven = "starting", False
+        before, was_ready = "starting", False
         while not self._over.is_set():
             status = self._status()
             if status is not None and status.state != before:
                 before = status.state
-                if status.state == "failed" and not proven:
+                if status.state == "failed" and not was_ready:
                     raise EngineDied(status.message)
-                proven = proven or status.state == "ready"
+                was_ready = was_ready or status.state == "ready"
                 self._tell(status, time.monotonic() - began)
                 began = time.monotonic()
             self._over.wait(TURN)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
 TURN = 0.1  # seconds between looks
-AWAY_TIMEOUT = 60.0  # seconds that a proof waits for an engine of another host
+AWAY_TIMEOUT = 60.0  # seconds that a probe waits for an engine of another host
 
 
 class Replica:
@@ -33,21 +33,21 @@ class Replica:
         *,
         index: int,
         state_dir: str | None,
-        prove: Callable[[Engine], object],
+        probe: Callable[[Engine], object],
         changed: Callable[[], object],
         in_use: Callable[[str], bool],
         ended: Callable[[Replica], object],
     ) -> None:
         self.state: ReplicaState = "starting"
         self.message = ""
-        self.proven = False
+        self.was_ready = False
         self._finder: Finder | None = None
         self.engine: RemoteEngine | None = None
         self._model = model
-        self._prove, self._changed, self._in_use, self._ended = prove, changed, in_use, ended
+        self._probe, self._changed, self._in_use, self._ended = probe, changed, in_use, ended
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
-        self._proofs = 0
+        self._num_probes = 0
         self._trouble = ""  # why the engine, that has been there, is not found
         self._ready_since: float | None = None
 
@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def restarts(self) -> int:
-        return max(0, self._proofs - 1)
+        return max(0, self._num_probes - 1)
 
     @property
     def failed_log(self) -> str:
@@ -134,7 +134,7 @@ class Replica:
             on_search_failure=self._note_failure,
         )
         self.engine = engine
-        proven = ""
+        probed = ""
         try:
             while not self._over():
                 generation, status = engine.generation, engine.health().status
@@ -142,11 +142,11 @@ class Replica:
                     raise EngineDied("the engine's client has ended")
                 if not generation or status != "ready":
                     self._wait()
-                elif generation != proven:
+                elif generation != probed:
                     self._set("starting")
-                    self._proofs += 1
-                    self._prove(engine)
-                    proven, self.message = generation, ""
+                    self._num_probes += 1
+                    self._probe(engine)
+                    probed, self.message = generation, ""
                 else:
                     self._set("draining" if self._draining else "ready")
                     self._ready_since = self._ready_since or time.monotonic()
@@ -168,7 +168,7 @@ class Replica:
     def _set(self, state: ReplicaState) -> None:
         if state != self.state:
             self.state = state
-            self.proven = self.proven or state == "ready"
+            self.was_ready = self.was_ready or state == "ready"
             self._changed()
 
     def _sleep(self, seconds: float) -> None:

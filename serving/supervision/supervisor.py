@@ -10,7 +10,7 @@
             draining ──► starting          more replicas again before it is gone
 
 An entity is a served model by a name that the caller chooses; its replicas are numbered from 0. A replica is ready only
-after its engine has answered ``prove`` (a generated token), after each start anew. A draining replica is still kept
+after its engine has passed ``probe`` (it generated a token), after each start anew. A draining replica is still kept
 running until ``in_use(address)`` is false, so that no request on it is lost.
 """
 
@@ -34,7 +34,7 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
     """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
-    ``restarts`` are starts after the first; ``proven``: it has been ready, whatever it is now."""
+    ``restarts`` are starts after the first; ``was_ready``: it has been ready, whatever it is now."""
 
     index: int
     address: str
@@ -42,7 +42,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     health: Health
     restarts: int = 0
     message: str = ""
-    proven: bool = False
+    was_ready: bool = False
     failed_log: str = ""
 
 
@@ -80,7 +80,7 @@ class _Entity:
 class Supervisor:
     """Thread-safe; nothing here blocks on an engine but ``close``. Not for use in a forked child.
 
-    ``prove(engine)`` raises while the engine cannot work. ``changed()`` is called, on a replica's thread, whenever a
+    ``probe(engine)`` raises while the engine cannot work. ``changed()`` is called, on a replica's thread, whenever a
     state changes. ``in_use(address)`` says whether a worker still has requests on a draining replica.
     """
 
@@ -88,11 +88,11 @@ class Supervisor:
         self,
         *,
         state_dir: str | None = None,
-        prove: Callable[[Engine], object] = lambda engine: None,
+        probe: Callable[[Engine], object] = lambda engine: None,
         changed: Callable[[], object] = lambda: None,
         in_use: Callable[[str], bool] = lambda address: False,
     ) -> None:
-        self._state_dir, self._prove, self._changed, self._in_use = state_dir, prove, changed, in_use
+        self._state_dir, self._probe, self._changed, self._in_use = state_dir, probe, changed, in_use
         self._entities: dict[str, _Entity] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -191,8 +191,8 @@ class Supervisor:
         return found
 
     def _start(self, entity: str, found: _Entity, index: int) -> Replica:
-        def prove(engine: Engine) -> None:
-            self._prove(engine)
+        def probe(engine: Engine) -> None:
+            self._probe(engine)
             self._check_alike(found, engine.info)
             found.info = engine.info
 
@@ -207,7 +207,7 @@ class Supervisor:
             found.model,
             index=index,
             state_dir=self._state_dir,
-            prove=prove,
+            probe=probe,
             changed=self._changed,
             in_use=self._in_use,
             ended=ended,
@@ -241,7 +241,7 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         restarts=replica.restarts,
         message=replica.message,
         failed_log=replica.failed_log,
-        proven=replica.proven,
+        was_ready=replica.was_ready,
     )
 
 

@@ -1,4 +1,4 @@
-"""Proof that an engine works: one token generated, or one text embedded."""
+"""The readiness probe of an engine: one token generated, or one text embedded."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: boo
     def status(*states: str) -> EngineStatus:
         each = enumerate(states)
         replicas = tuple(
-            ReplicaStatus(index=i, address=f"{i}{state}", state=state, health=Health(status="ready"), proven=True)  # type: ignore[arg-type]
+            ReplicaStatus(index=i, address=f"{i}{state}", state=state, health=Health(status="ready"), was_ready=True)  # type: ignore[arg-type]
             for i, state in each
         )
         return EngineStatus(entity="a", wanted=len(states), replicas=replicas)

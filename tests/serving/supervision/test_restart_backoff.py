@@ -84,7 +84,7 @@ def test_an_engine_that_loads_no_more_is_failed(make_bundle, supervise):
     die(supervisor.engine("a").info.pid)
     assert eventually(lambda: one(supervisor).state == "failed")
     assert "instant.json" in one(supervisor).message
-    assert one(supervisor).proven
+    assert one(supervisor).was_ready
     assert one(supervisor).health.status == "dead"
     weights.write_text(text)
     assert eventually(lambda: one(supervisor).state == "ready")
@@ -115,11 +115,11 @@ def test_pauses_start_over_behind_a_healthy_life(make_bundle, supervise, monkeyp
     monkeypatch.setattr(replica, "HEALTHY_LIFE", 0.0)
     monkeypatch.setattr(replica.Replica, "_sleep", lambda self, seconds: pauses.append(seconds))
 
-    def prove(engine):
+    def probe(engine):
         if refusals:
             raise refusals.pop()
 
-    supervisor = supervise(make_bundle(), prove=prove)
+    supervisor = supervise(make_bundle(), probe=probe)
     assert eventually(lambda: one(supervisor).state == "ready")
     supervisor.engine("a")._io.stop()
     assert eventually(lambda: len(pauses) == 4)

@@ -59,10 +59,10 @@ def pids(place):
 
 
 def test_supervised_engine_comes_back(place, make_bundle, supervise):
-    """An engine is restarted though nothing runs on it, proven anew, and attached clients go on."""
+    """An engine is restarted though nothing runs on it, probed anew, and attached clients go on."""
     bundle = make_bundle(step_delay=0.003)
-    proven = []
-    supervisor = supervise(prove=lambda engine: proven.append(engine.info.pid))
+    probed = []
+    supervisor = supervise(probe=lambda engine: probed.append(engine.info.pid))
     supervisor.add("a", model_of(bundle))
     status = supervisor.await_ready("a")
     (replica,) = status.ready
@@ -78,7 +78,7 @@ def test_supervised_engine_comes_back(place, make_bundle, supervise):
     os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: pids(place) not in (set(), {pid}))
     assert eventually(lambda: [r.restarts for r in supervisor.status("a").ready] == [2])
-    assert len(set(proven)) == len(proven) == 3
+    assert len(set(probed)) == len(probed) == 3
 
 
 def test_replicas_come_and_go(place, make_bundle, supervise):
