@@ -38,8 +38,9 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
     """Run a request.
 
-    ``number`` is the client's number of the request; a continuation has that of its request. ``continues``: an engine had this request before, whether or not it gave a token. ``time_left`` is seconds to its
-    deadline, None without one: another host's monotonic clock is not ours.
+    ``number`` is the client's number of the request; a continuation has that of its request. ``continues``: an engine
+    had this request before, whether or not it gave a token. ``time_left`` is seconds to its deadline, None without one:
+    another host's monotonic clock is not ours.
     """
 
     number: int

@@ -151,11 +151,6 @@ class InflightRequest:
         that do (the beams of one search) are to be named together here, for as long as one of them is open."""
         return sorted(self.open)
 
-    def _to_resume(self) -> list[int]:
-        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. Sequences
-        that do (the beams of one search) are to be named together here, for as long as one of them is open."""
-        return sorted(self.open)
-
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]
         resumed = source.resumed_token_ids + tuple(self.delivered[index])

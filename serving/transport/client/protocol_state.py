@@ -30,11 +30,10 @@ class Waiter(Protocol):
 
 
 class ClientState:
-    """``name`` is the same on all of this client's connections. Requests and calls are numbered by the client.
+    """Requests and calls of one client, numbered by it, and what is known of its engine.
 
-    Requests and calls are numbered by the client; ``name`` is the same on all of its connections. ``journal`` and
-    ``counts`` are directories for the engine's journal and counters (``protocol.Hello``), "" for none. An engine with another
-    ``content_hash`` is refused; "" takes any.
+    ``name`` is the same on all of its connections. ``journal`` and ``counts`` are directories for the engine's journal
+    and counters (``protocol.Hello``), "" for none. An engine with another ``content_hash`` is refused; "" takes any.
     """
 
     def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
