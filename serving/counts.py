@@ -35,7 +35,6 @@ class CountsFile:
 
     def put(self, counts: Sequence[int]) -> None:
         """Store ``counts``, in the order of ``COUNTERS``."""
-        """Store ``counts``, in the order of ``COUNTERS``."""
         for place, count in enumerate(counts):
             self._words[place] = count
 

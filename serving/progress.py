@@ -31,8 +31,6 @@ _SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096: segments begin on a page
 class Progress(Struct, frozen=True, kw_only=True):
     """A request's slot: tokens of the prompt, those of them found in the cache, tokens of the completion."""
 
-    """A request's slot: tokens of the prompt, those of them found in the cache, tokens of the completion."""
-
     request_id: str
     prompt: int
     cached: int
@@ -65,7 +63,6 @@ class ProgressFile:
 
     def put(self, slot: int, prompt: int, cached: int, completion: int) -> None:
         """Store the token counts of ``slot``."""
-        """Store the token counts of ``slot``."""
         segment, index = divmod(slot, _PER_SEGMENT)
         words, at = self._words[segment], index * _WORDS
         words[at + 33] = prompt
@@ -73,7 +70,6 @@ class ProgressFile:
         words[at + 35] = completion
 
     def give_back(self, slot: int) -> None:
-        """Free ``slot``: its request has ended."""
         """Free ``slot``: its request has ended."""
         segment, index = divmod(slot, _PER_SEGMENT)
         self._words[segment][index * _WORDS] = 0

@@ -128,7 +128,6 @@ class StateDirectory:
 
     def try_lock(self) -> FileLock | None:
         """As ``lock``, without waiting; None where another holds it or there is no directory."""
-        """As ``lock``, without waiting; None where another holds it or there is no directory."""
         try:
             return try_acquire(f"{self.path}.lock")
         except FileNotFoundError:
@@ -168,7 +167,6 @@ class StateDirectory:
 
     def read_status(self) -> Status | None:
         """What the engine has written last; None where there is nothing readable."""
-        """What the engine has written last; None where there is nothing readable."""
         try:
             with open(self.file("status.json"), "rb") as file:
                 return msgspec.json.decode(file.read(), type=Status)
@@ -205,7 +203,6 @@ class StateDirectory:
         return True
 
     def log_tail(self, num_bytes: int = 2000) -> str:
-        """The end of the engine's log; empty where there is none."""
         """The end of the engine's log; empty where there is none."""
         return tail(self.file(LOG), num_bytes)
 

@@ -31,7 +31,6 @@ class CounterWriter:
 
     def write(self, health: Health) -> None:
         """Store the counters of ``health`` in all files; called once a step."""
-        """Store the counters of ``health`` in all files; called once a step."""
         if not self._files:
             return
         counts = [getattr(health, name) for name in COUNTERS]

@@ -24,5 +24,4 @@ class Drain:
 
     def over(self, busy: bool) -> bool:
         """Whether the engine is to end now; ``busy``: requests still run."""
-        """Whether the engine is to end now; ``busy``: requests still run."""
         return self._until is not None and (not busy or time.monotonic() >= self._until)
