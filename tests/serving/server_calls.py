@@ -69,7 +69,7 @@ def until(condition, seconds: float = 240) -> None:
 LONG = BODY | {"max_tokens": 200, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def told(lines: bytes) -> tuple[str, dict]:
+def text_and_usage(lines: bytes) -> tuple[str, dict]:
     """Text and usage of a stream's bytes."""
     events = [line[6:] for line in lines.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]", events[-2:]

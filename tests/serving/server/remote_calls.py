@@ -7,20 +7,20 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from server_calls import LONG, ask, health, told, until
+from server_calls import LONG, ask, health, text_and_usage, until
 from serving_process import Running
 
 LASTING = LONG | {"max_tokens": 400}  # four seconds, in which all that are asked for at once have begun
 
 
-def figures(server: Running) -> dict[str, float]:
+def samples(server: Running) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=240) as answer:
         rows = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name.partition("{")[0]: float(value) for name, value in rows if 'endpoint="assistant"' in name}
 
 
 def replicas(server: Running) -> int:
-    return int(figures(server)["mlflow_llm_replicas"])
+    return int(samples(server)["mlflow_llm_replicas"])
 
 
 def streams(server: Running, count: int, then: Callable[[], object]) -> list[tuple[str, dict]]:
@@ -29,4 +29,4 @@ def streams(server: Running, count: int, then: Callable[[], object]) -> list[tup
         answers = [pool.submit(ask, server, LASTING) for _ in range(count)]
         until(lambda: health(server)["running"] >= count)
         then()
-        return [told(answer.result()[1].encode()) for answer in answers]
+        return [text_and_usage(answer.result()[1].encode()) for answer in answers]

@@ -52,14 +52,14 @@ def test_a_reply_that_is_still_being_read(tmp_path: Path) -> None:
         assert server.process.wait(240) == 0
 
 
-PATIENT = """
+SLOW_STORE = """
 from mlflow_llm.serving.metering import ledger
 ledger.ADMISSION_TIMEOUT = 600.0
-reserve = ledger.Ledger.reserve
-def told(self, *args, **options):
+real = ledger.Ledger.reserve
+def reserve(self, *args, **options):
     print("a request comes to its admission", flush=True)
-    return reserve(self, *args, **options)
-ledger.Ledger.reserve = told
+    return real(self, *args, **options)
+ledger.Ledger.reserve = reserve
 """
 
 
@@ -67,7 +67,7 @@ def test_a_request_that_waits_for_its_admission(tmp_path: Path) -> None:
     """Its store is busy while the signal comes; it is answered, and counted."""
     database = tmp_path / "serving.db"
     body = {"model": "assistant", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-    options: dict[str, Any] = {"database": f"sqlite:///{database}", "drain_timeout": 240.0, "in_worker": PATIENT}
+    options: dict[str, Any] = {"database": f"sqlite:///{database}", "drain_timeout": 240.0, "in_worker": SLOW_STORE}
     with running(write_instant_model(tmp_path), **options) as server:
         assert status_of(server, body) == 200
         known = server.log().count("comes to its admission")

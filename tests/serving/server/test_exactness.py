@@ -218,8 +218,8 @@ def test_tokens_are_those_received_and_those_generated(outcome: Outcome) -> None
         if record.complete and record.kind in ("stream", "whole", "batch", "choices", "stop"):
             (row,) = outcome.rows_of[record.serial]
             assert record.usage is not None
-            told = (record.usage["prompt_tokens"], record.usage["completion_tokens"])
-            assert (row.status, (row.prompt_tokens, row.completion_tokens)) == ("ok", told), record
+            reported = (record.usage["prompt_tokens"], record.usage["completion_tokens"])
+            assert (row.status, (row.prompt_tokens, row.completion_tokens)) == ("ok", reported), record
             if record.kind in ("stream", "batch", "choices"):
                 assert record.received == row.completion_tokens, record
     received = sum(record.received for record in outcome.records)

@@ -1,7 +1,7 @@
 """Engines on other hosts whose network fails: hosts of our own, in network namespaces.
 
-A cable that is pulled breaks no connection: what is sent is lost, and nobody is told. The neighbours' hardware
-addresses are made wrong for that, on both sides.
+A cable that is pulled breaks no connection: what is sent is lost, and neither side learns of it. The neighbours'
+hardware addresses are made wrong for that, on both sides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 from engine_process import EngineProcess, engine_process
 from instant_model import write_instant_model
-from remote_calls import LASTING, figures, replicas, streams
-from server_calls import BODY, ask, asking, told, until, well
+from remote_calls import LASTING, replicas, samples, streams
+from server_calls import BODY, ask, asking, text_and_usage, until, well
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
@@ -107,7 +107,7 @@ def apart(hosts: tuple[Host, Host], bundle: Bundle, tmp_path_factory: pytest.Tem
 def expected(apart: Running) -> tuple[str, dict]:
     """Text and usage of an undisturbed ``LASTING``."""
     with asking(apart, LASTING) as answer:
-        return told(answer.read())
+        return text_and_usage(answer.read())
 
 
 def test_a_short_loss_is_a_pause(apart: Running, hosts: tuple[Host, Host], expected: tuple[str, dict]) -> None:
@@ -135,5 +135,5 @@ def test_a_host_that_vanishes_moves_its_streams(
     assert ask(apart, BODY)[0] == 200
     hosts[0].mend()
     until(lambda: replicas(apart) == 2 and well(apart))
-    until(lambda: figures(apart)["mlflow_llm_running_sequences"] == 0)
+    until(lambda: samples(apart)["mlflow_llm_running_sequences"] == 0)
     assert streams(apart, 4, lambda: None) == [expected] * 4

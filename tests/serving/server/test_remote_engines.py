@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from engine_process import EngineProcess, engine_process
 from instant_model import write_instant_model
-from remote_calls import LASTING, figures, replicas, streams
-from server_calls import BODY, LONG, ask, asking, health, idle, told, until, well, worker_of
+from remote_calls import LASTING, replicas, samples, streams
+from server_calls import BODY, LONG, ask, asking, health, idle, text_and_usage, until, well, worker_of
 from serving_process import Running, running
 
 from mlflow_llm.serving.bundle import Bundle
@@ -51,7 +51,7 @@ def two(bundle: Bundle, key: str) -> Iterator[tuple[Running, tuple[EngineProcess
 def expected(two: tuple[Running, object]) -> tuple[str, dict]:
     """Text and usage of an undisturbed ``LASTING``."""
     with asking(two[0], LASTING) as answer:
-        return told(answer.read())
+        return text_and_usage(answer.read())
 
 
 def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], expected: tuple[str, dict]) -> None:
@@ -63,8 +63,8 @@ def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], exp
         assert len(json.load(answer)["data"][0]["embedding"]) == 16
     assert ask(server, BODY | {"model": "assistant:pirate"})[0] == 200
     assert streams(server, 4, lambda: None) == [expected] * 4
-    until(lambda: figures(server)["mlflow_llm_generated_tokens_total"] >= 6 * 400)
-    found = figures(server)
+    until(lambda: samples(server)["mlflow_llm_generated_tokens_total"] >= 6 * 400)
+    found = samples(server)
     assert found["mlflow_llm_engine_ready"] == 1
     assert found["mlflow_llm_engine_steps_total"] >= 200
 
@@ -112,7 +112,7 @@ def test_the_only_engine_comes_back(bundle: Bundle, key: str, expected: tuple[st
             until(lambda: not well(server))
             with asking(server, BODY) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-            assert told(first + answer.read()) == expected
+            assert text_and_usage(first + answer.read()) == expected
             assert ended.result() == 0
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(ask, server, BODY)
@@ -191,9 +191,9 @@ def test_a_drain_that_is_over_ends_streams(bundle: Bundle, key: str) -> None:
 
 def refused(bundle: Bundle, address: str, key: str) -> str:
     """What a server says that does not come up."""
-    with pytest.raises(AssertionError) as told, running(bundle, addresses=(address,), key_file=key):
+    with pytest.raises(AssertionError) as raised, running(bundle, addresses=(address,), key_file=key):
         pass
-    return str(told.value)
+    return str(raised.value)
 
 
 def test_wrong_key_and_wrong_model(bundle: Bundle, key: str, tmp_path: Path) -> None:

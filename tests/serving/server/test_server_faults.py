@@ -26,7 +26,7 @@ from server_calls import (
     health,
     idle,
     lines,
-    told,
+    text_and_usage,
     until,
     well,
     worker_of,
@@ -52,7 +52,7 @@ def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
     """kill -9 of a worker ends its connections, aborts their sequences, and leaves the other worker's streams whole."""
     body = LONG | {"max_tokens": 300}
     with asking(unsteady, body) as answer:
-        expected = told(answer.read())
+        expected = text_and_usage(answer.read())
     with asking(unsteady, body) as one:
         owner = worker_of(unsteady)
         assert owner is not None
@@ -62,7 +62,7 @@ def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
                     continue
                 one.readline()
                 os.kill(owner.pid, signal.SIGKILL)
-                assert told(other.read()) == expected
+                assert text_and_usage(other.read()) == expected
                 break
         else:
             pytest.fail("all connections went to one worker")
@@ -110,7 +110,7 @@ def test_a_disconnect_aborts_before_the_next_step(
     with steps_up_to(deliberate.model_dir, before + 8):
         with asked_for(deliberate, path):
             until(lambda: health(deliberate)["steps"] == before + 8)
-            for _ in range(3):  # the worker's loop goes round, and whoever waited for a token has it
+            for _ in range(3):  # the worker's loop goes round, and every reader that waited for a token has it
                 assert health(deliberate)["running"] == 1
         until(lambda: len(lines(deliberate, path)) > known)
         until(lambda: idle(deliberate))
@@ -121,7 +121,7 @@ def test_a_disconnect_aborts_before_the_next_step(
 
 
 def steps_at_rest(server: Running, more_than: int = -1) -> int:
-    """The engine's steps, told by a heartbeat of an engine that has nothing to do, after more than so many."""
+    """The engine's steps, by a heartbeat of an engine that has nothing to do, after more than so many."""
     until(lambda: idle(server) and health(server)["steps"] > more_than)
     return int(health(server)["steps"])
 
@@ -131,13 +131,13 @@ def test_a_reader_that_stops_holds_up_nobody(fast: Running) -> None:
     ends, the worker's memory stays, the engine runs nothing for it, and after ``io_timeout`` its connection is gone."""
     path = "/serving-endpoints/chat/completions"
     with asking(fast, LONG) as answer:
-        expected = told(answer.read())
+        expected = text_and_usage(answer.read())
     with asking(fast, LONG | {"max_tokens": 10**6}, path) as stuck, ThreadPoolExecutor(8) as pool:
         worker = worker_of(fast)
         assert worker is not None
         before = worker.memory_info().rss
         others = list(pool.map(lambda _: ask(fast, LONG), range(64)))
-        assert [told(text.encode()) for _, text in others] == [expected] * 64
+        assert [text_and_usage(text.encode()) for _, text in others] == [expected] * 64
         until(lambda: "a client stalled" in fast.log())
         assert worker.memory_info().rss - before < 64 * MIB
         until(lambda: idle(fast))
@@ -167,10 +167,10 @@ def test_a_slow_reader_gets_everything(fast: Running) -> None:
     """A client that pauses again and again, for less than ``io_timeout``, gets what a steady one gets."""
     body = LONG | {"max_tokens": 30_000, "temperature": 1.0, "seed": 5}
     with asking(fast, body) as answer:
-        expected = told(answer.read())
+        expected = text_and_usage(answer.read())
     found = b""
     with asking(fast, body) as slow:
         while part := slow.read(MIB):
             found += part
             time.sleep(0.3)
-    assert told(found) == expected
+    assert text_and_usage(found) == expected

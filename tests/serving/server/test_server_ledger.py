@@ -49,21 +49,21 @@ def settled(store: Store, before: set[str]) -> list[object]:
 
 
 def test_whole_and_streamed_replies_are_settled(metered: Running, store: Store) -> None:
-    """Each request leaves one row with the usage that its client was told."""
+    """Each request leaves one row with the usage that its client got."""
     before = set(rows(store))
-    told = []
+    reported = []
     for number in range(4):
         with asking(metered, BODY | {"max_tokens": 3 + number}) as answer:
-            told.append(json.loads(answer.read())["usage"])
+            reported.append(json.loads(answer.read())["usage"])
         body = BODY | {"max_tokens": 10 + number, "stream": True, "stream_options": {"include_usage": True}}
         with asking(metered, body) as answer:
             chunks = [json.loads(e[6:]) for e in answer.read().decode().split("\n\n") if e.startswith("data: {")]
-            told.append(next(c["usage"] for c in chunks if c.get("usage")))
+            reported.append(next(c["usage"] for c in chunks if c.get("usage")))
     found = settled(store, before)
     assert len(found) == 8
     assert {row.status for row in found} == {"ok"}
     assert sorted((r.prompt_tokens, r.completion_tokens) for r in found) == sorted(
-        (usage["prompt_tokens"], usage["completion_tokens"]) for usage in told
+        (usage["prompt_tokens"], usage["completion_tokens"]) for usage in reported
     )
 
 
@@ -93,8 +93,8 @@ def test_a_disconnect_of_a_whole_reply_is_settled(metered: Running, store: Store
     assert row.status == "aborted"
     assert 1 <= row.completion_tokens < 4000
     until(lambda: len(lines(metered, "/invocations")) > known)
-    told = lines(metered, "/invocations")[-1]
-    assert (told["status"], told["completion_tokens"]) == (499, row.completion_tokens)
+    reported = lines(metered, "/invocations")[-1]
+    assert (reported["status"], reported["completion_tokens"]) == (499, row.completion_tokens)
 
 
 def test_a_refused_request_leaves_no_row(metered: Running, store: Store) -> None:
@@ -106,7 +106,7 @@ def test_a_refused_request_leaves_no_row(metered: Running, store: Store) -> None
 
 
 def test_limit(metered: Running, store: Store) -> None:
-    """The headers tell what a limit leaves; a request over it is a 429 with Retry-After and no row."""
+    """The headers have what a limit leaves; a request over it is a 429 with Retry-After and no row."""
     limits = Limits(store)
     queries = len(rows(store))
     limits.set("endpoint", "assistant", "qph", queries + 1)

@@ -1,4 +1,4 @@
-"""A server with more to do than it can: bounded queues, time limits, a drain, and clients told when to come again."""
+"""A server with more to do than it can: bounded queues, time limits, a drain, and a time to come again for clients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LATE = BODY | {"max_tokens": 2000}
 
 
 def test_a_full_queue_refuses(deliberate: Running) -> None:
-    """Of 24 callers at once an endpoint with room for four serves four at least; the others are told when to come
-    again, before and behind the gate; and then there is room."""
+    """Of 24 callers at once an endpoint with room for four serves four at least; the others get a time to come
+    again, from load shedding and from the queue; and then there is room."""
     until(lambda: idle(deliberate))
 
     def call(number: int) -> tuple[int, str | None, str]:
@@ -48,7 +48,7 @@ def test_a_time_limit_ends_a_reply(deliberate: Running, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_time_limit_ends_a_stream(deliberate: Running, path: str) -> None:
-    """``X-Request-Timeout`` ends a stream behind its first tokens with an error event, and then [DONE]."""
+    """``X-Request-Timeout`` ends a stream after its first tokens with an error event, and then [DONE]."""
     with limited(deliberate, LATE | {"stream": True}, path, header="3") as (status, text):
         *chunks, last, done = [line.removeprefix("data: ") for line in text.strip().split("\n\n")]
         assert (status, done) == (200, "[DONE]")

@@ -144,5 +144,5 @@ def test_serves_on(fast: Running) -> None:
 
 
 def test_loopback_by_default() -> None:
-    """A server that is told nothing listens on loopback alone."""
+    """Without a setting a server listens on loopback alone."""
     assert ServerSettings().host == "127.0.0.1"

@@ -25,7 +25,7 @@ from mlflow_llm.serving.errors import InvalidField
 WORKERS = 3
 PLACES = 90
 FOR_EVER = 3600.0
-PATIENT = """
+SLOW_TURNS = """
 from mlflow_llm.serving.http.gunicorn import accept_balancing
 accept_balancing.PATIENCE = 240.0  # a worker that a busy machine keeps waiting is not passed over
 """
@@ -38,7 +38,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
     port = free_port()
     waits = {"io_timeout": FOR_EVER, "first_byte_timeout": FOR_EVER}
     places = {"max_connections": PLACES, "max_connections_per_address": PLACES}
-    with running(bundle, workers=WORKERS, probe_port=port, in_worker=PATIENT, **places, **waits) as server:
+    with running(bundle, workers=WORKERS, probe_port=port, in_worker=SLOW_TURNS, **places, **waits) as server:
         until(lambda: all_take(server), 120)
         yield server, f"http://127.0.0.1:{port}"
 
@@ -131,8 +131,8 @@ def test_probes_have_a_listener_of_their_own(guarded: tuple[Running, str]) -> No
 
 
 def test_a_server_whose_every_place_is_answered(tmp_path: Path) -> None:
-    """Where nobody can go, an address with its part taken is told so, and what is over is queued; probes are answered
-    all the same, and places that become free are taken again."""
+    """Where no connection can be closed, one beyond its address's part gets an error, and others are queued; probes are
+    answered all the same, and places that become free are taken again."""
     port = free_port()
     bundle = write_instant_model(tmp_path / "model", step_delay=0.05)
     with running(bundle, max_connections=3, max_connections_per_address=2, probe_port=port) as server:

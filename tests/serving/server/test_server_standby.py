@@ -16,7 +16,7 @@ from counting_core import CORE, Truth, importable
 from instant_model import write_instant_model
 from processes import gone
 from scrapes import figures, pick
-from server_calls import asking, engine_pid, health, told, until
+from server_calls import asking, engine_pid, health, text_and_usage, until
 from server_processes import controllers
 from serving_process import Running, running
 
@@ -66,7 +66,7 @@ def stream(server: Running, serial: int) -> tuple[str, dict[str, int]]:
     prompt = {"messages": [{"role": "user", "content": f"#{serial}"}], "seed": serial}
     with asking(server, STREAM | prompt) as answer:
         assert answer.status == 200
-        return told(answer.read())
+        return text_and_usage(answer.read())
 
 
 def state(server: Running) -> dict[str, Any]:

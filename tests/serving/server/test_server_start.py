@@ -48,7 +48,7 @@ def test_the_start_is_told(started: Running) -> None:
 
 
 def test_an_engine_without_a_token_is_never_ready(tmp_path: Path) -> None:
-    """An engine that has loaded and answers, but gives no token, is not served: no first token is told of, nothing
+    """An engine that has loaded and answers, but gives no token, is not served: no first token is announced, nothing
     listens and ``/ready`` is never a 200."""
     bundle = write_instant_model(tmp_path, stall_token_id=PROOF)
     with running(bundle, until="loading assistant") as server:
@@ -81,7 +81,7 @@ def answers(server: Running, host: str) -> bool:
 
 
 def test_it_listens_on_loopback_alone(started: Running) -> None:
-    """Unless told otherwise no process of a server takes connections but at 127.0.0.1 and its port."""
+    """Without a setting no process of a server takes connections but at 127.0.0.1 and its port."""
     assert listening(started) == {("127.0.0.1", started.port)}
     assert answers(started, "127.0.0.1")
     assert not answers(started, "127.0.0.2")  # another address of this machine

@@ -99,7 +99,7 @@ def test_requests_over_tls(secured: tuple[Running, int], authority: Authority) -
 
 def test_who_is_turned_away(secured: tuple[Running, int], authority: Authority, tmp_path: Path) -> None:
     """A client without a certificate, with one of another authority, or below TLS 1.2 gets no answer; one that speaks
-    plain HTTP is told so."""
+    plain HTTP gets an error that says so."""
     server, _ = secured
     other = Authority(tmp_path, "other")
     old = client(authority, authority.issue("old")[2])

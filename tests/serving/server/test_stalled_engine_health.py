@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from server_calls import LONG, asking, engine_pid, engine_pids, idle, told, until
+from server_calls import LONG, asking, engine_pid, engine_pids, idle, text_and_usage, until
 from serving_process import Running
 
 
@@ -28,7 +28,7 @@ def test_a_stall_and_its_end(unsteady: Running) -> None:
     names its state; with its successor they are a 200 again, and the stream under way has lost nothing."""
     until(lambda: idle(unsteady))
     with asking(unsteady, LONG) as answer:
-        expected = told(answer.read())
+        expected = text_and_usage(answer.read())
     pid = engine_pid(unsteady)
     with asking(unsteady, LONG) as answer:
         first = answer.readline()
@@ -39,5 +39,5 @@ def test_a_stall_and_its_end(unsteady: Running) -> None:
         assert all(state["status"] in ("stalled", "starting") for status, state in seen if status == 503), seen
         until(lambda: engine_pids(unsteady) not in (set(), {pid}))  # the worker that has no work may be well meanwhile
         until(lambda: probe(unsteady)[0] == 200 and probe(unsteady, "/ready")[0] == 200)
-        assert told(first + answer.read()) == expected
+        assert text_and_usage(first + answer.read()) == expected
     until(lambda: idle(unsteady))

@@ -109,7 +109,7 @@ def test_a_draining_replica_stays_while_nobody_can_say_whether_it_is_used(place,
     assert eventually(lambda: not place.engines())
 
 
-def test_pauses_start_over_behind_a_healthy_life(make_bundle, supervise, monkeypatch):
+def test_pauses_start_over_after_a_healthy_life(make_bundle, supervise, monkeypatch):
     """A replica that has been refused often waits no longer than at first once its engine was well for a while."""
     pauses, refusals = [], [Unavailable("not yet")] * 3
     monkeypatch.setattr(replica, "HEALTHY_LIFE", 0.0)

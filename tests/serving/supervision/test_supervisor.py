@@ -1,4 +1,4 @@
-"""Engines kept by a supervisor and used by attached clients: threads, greenlets, other hosts."""
+"""Engines run by a supervisor and used by attached clients: threads, greenlets, other hosts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_replicas_come_and_go(place, make_bundle, supervise):
 
 
 def test_a_draining_replica_runs_while_it_is_used(place, make_bundle, supervise):
-    """A removed engine goes on, and is even started again, until nobody uses it; added again in time, it stays."""
+    """A removed engine goes on, and is even started again, until it is not used; added again in time, it stays."""
     used = {"yes"}
     supervisor = supervise(in_use=lambda address: bool(used))
     model = model_of(make_bundle(step_delay=0.003))

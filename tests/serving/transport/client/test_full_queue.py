@@ -1,4 +1,4 @@
-"""A full queue refuses new requests, and nobody whose request has begun."""
+"""A full queue refuses new requests, and none that has begun."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bundle(make_bundle):
 
 
 def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
-    """A reader that fell behind reads on after others have taken every place: its stream is whole, a new one is not."""
+    """A slow reader reads on after others have taken every place: its stream is whole, a new one is not."""
     with place.connect(bundle, FULL) as engine:
         slow = engine.submit(long("slow", 1500))
         assert eventually(lambda: paused(engine, slow))

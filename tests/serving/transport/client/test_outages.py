@@ -1,4 +1,4 @@
-"""An engine that cannot be found, started or reached for a while: its clients and its keeper go on afterwards."""
+"""An engine that cannot be found, started or reached for a while: its clients and its supervisor go on afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlflow_llm.serving.transport.discovery import state_directory
 from mlflow_llm.serving.transport.discovery.launcher import Launcher
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 
-PATIENT = msgspec.structs.replace(SETTINGS, idle_timeout=600.0)
+LASTING = msgspec.structs.replace(SETTINGS, idle_timeout=600.0)
 
 
 def undisturbed(bundle, request):
@@ -84,7 +84,7 @@ def test_who_looks_whether_a_lock_is_held_delays_a_start_but_does_not_fail_it(pl
 
 
 def test_without_descriptors_nobody_is_taken_for_dead(tmp_path):
-    """Where no file can be opened, the holder of a lock is still its holder; a missing file is held by nobody."""
+    """Where no file can be opened, the holder of a lock is still its holder; a missing file is not held."""
     path = str(tmp_path / "lock")
     lock = try_acquire(path)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -121,9 +121,9 @@ def test_a_search_may_fail_for_ever(monkeypatch):
 def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundle):
     """A client that alone has seen its engine hang goes back to it when it is well: the stream goes on there."""
     bundle, request = make_bundle(step_delay=0.01), completion(max_tokens=400)
-    with place.connect(bundle, PATIENT, keep=True) as keeper:
-        pid = keeper.info.pid
-        with attach(keeper._io.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
+    with place.connect(bundle, LASTING, keep=True) as owner:
+        pid = owner.info.pid
+        with attach(owner._io.finder.state.path, timeout=240.0, stall_timeout=2.0) as worker:
             stream = worker.submit(request)
             first = next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -131,7 +131,7 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
             os.kill(pid, signal.SIGCONT)
             assert by_sequence([first, *stream]) == undisturbed(bundle, request)
             assert worker.health().status == "ready"
-            assert worker.info.pid == keeper.info.pid == pid
+            assert worker.info.pid == owner.info.pid == pid
     # its engine has a long idle_timeout: nothing but a request to end is to be waited for
     os.kill(pid, signal.SIGTERM)
     place.assert_clean()
@@ -140,9 +140,9 @@ def test_an_engine_that_only_one_client_gave_up_is_taken_again(place, make_bundl
 def test_an_engine_that_goes_on_hanging_is_waited_for_no_longer_than_one_that_is_gone(place, make_bundle):
     """Gone back to, it still gives no answer: what waits for it fails in time, and later requests find it well."""
     bundle = make_bundle(step_delay=0.004)
-    with place.connect(bundle, PATIENT, keep=True) as keeper:
-        pid = keeper.info.pid
-        with attach(keeper._io.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
+    with place.connect(bundle, LASTING, keep=True) as owner:
+        pid = owner.info.pid
+        with attach(owner._io.finder.state.path, timeout=4.0, stall_timeout=2.0) as worker:
             stream = worker.submit(completion(max_tokens=10**5))
             next(stream)
             os.kill(pid, signal.SIGSTOP)
@@ -163,13 +163,13 @@ def test_an_engine_that_goes_on_hanging_is_waited_for_no_longer_than_one_that_is
 
 @pytest.fixture
 def pair(place, make_bundle):
-    """Clients of two replicas, and the bundle; nobody keeps the first, whose pid is ``pair[0].info.pid``."""
+    """Clients of two replicas, and the bundle; the first, whose pid is ``pair[0].info.pid``, has no supervisor."""
     bundle = make_bundle(step_delay=0.004)
-    keepers = [place.connect(bundle, replica=i) for i in range(2)]
-    one, two = (attach(keeper._io.finder.state.path, timeout=240.0) for keeper in keepers)
-    keepers[0].close()
+    owners = [place.connect(bundle, replica=i) for i in range(2)]
+    one, two = (attach(owner._io.finder.state.path, timeout=240.0) for owner in owners)
+    owners[0].close()
     yield one, two, bundle
-    for client in (one, two, keepers[1]):
+    for client in (one, two, owners[1]):
         client.close()
     place.assert_clean()
 

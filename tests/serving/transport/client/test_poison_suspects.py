@@ -113,7 +113,7 @@ def test_the_others_get_their_tokens(place, make_bundle) -> None:
     with place.connect(bundle) as engine:
         before = [engine.submit(request) for request in requests[:2]]
         bad = engine.submit(completion("bad", prompt=(666,)))
-        behind = [engine.submit(msgspec.structs.replace(request)) for request in requests[2:]]
-        assert [by_sequence(stream) for stream in (*before, *behind)] == expected
+        after = [engine.submit(msgspec.structs.replace(request)) for request in requests[2:]]
+        assert [by_sequence(stream) for stream in (*before, *after)] == expected
         assert [event.kind for event in bad] == ["ends_engines"]
     place.assert_clean()

@@ -23,7 +23,7 @@ def bundle(make_bundle):
 
 
 def test_unread_requests_leave_the_engine(place, bundle):
-    """Eight requests that nobody reads stop before their ends; another one runs; two are then read and whole, and the
+    """Eight unread requests stop before their ends; another one runs; two are then read and whole, and the
     others, closed, leave nothing."""
     requests = [long(f"r{i}", prompt=(i, 1)) for i in range(8)]
     local = InstantEngine(bundle)
@@ -87,7 +87,7 @@ def test_ending_a_sequence_of_a_paused_request(place, bundle):
 
 
 def test_leaving_a_paused_request(place, bundle):
-    """A paused request whose reader leaves leaves nothing behind."""
+    """A paused request whose reader leaves is gone without a trace."""
     with place.connect(bundle) as engine:
         stream = engine.submit(long())
         assert eventually(lambda: paused(engine, stream))

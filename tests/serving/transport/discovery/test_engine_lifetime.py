@@ -89,7 +89,7 @@ def test_killed_client_frees_its_sequences(place, make_bundle):
 
 
 def test_dropped_stream_is_aborted(place, make_bundle):
-    """A stream that nobody holds any more is aborted without being closed."""
+    """An unreferenced stream is aborted without being closed."""
     with place.connect(make_bundle(step_delay=0.002)) as engine:
         stream = engine.submit(completion(max_tokens=10**6))
         next(stream)
@@ -127,7 +127,7 @@ def test_both_killed(place, make_bundle):
 
 
 def test_killed_idle_engine(place, make_bundle):
-    """A client whose idle engine was killed cleans up behind it."""
+    """A client whose idle engine was killed cleans up after it."""
     with place.connect(make_bundle()) as engine:
         os.kill(engine.info.pid, signal.SIGKILL)
         assert eventually(lambda: not engine._io.finder.alive())
@@ -165,7 +165,7 @@ def test_start_timeout(place, make_bundle):
 
 
 def test_progress(place, make_bundle):
-    """The caller is told when the model loads and when it is ready."""
+    """The caller hears when the model loads and when it is ready."""
     said = []
     with place.connect(make_bundle(load_delay=0.2), progress=said.append):
         assert said == ["loading", "ready"]
@@ -201,14 +201,14 @@ def test_threads_share_a_client(place, make_bundle):
 
 
 def test_removed_directory(place, make_bundle):
-    """An engine whose directory somebody removed ends all the same."""
+    """An engine whose directory was removed ends all the same."""
     with place.connect(make_bundle()):
         shutil.rmtree(place.runtime)
     place.assert_clean()
 
 
 def test_a_directory_removed_under_a_stream(place, make_bundle):
-    """The engine that nobody can find any more ends at once, one other goes on with what ran."""
+    """An engine that cannot be found any more ends at once, one other goes on with what ran."""
     bundle = make_bundle(step_delay=0.02)
     expected = by_sequence(InstantEngine(bundle).submit(completion(max_tokens=120)))
     with place.connect(bundle) as engine:

@@ -94,7 +94,7 @@ class Wire:
 
 
 def test_a_wrong_key_is_refused(place, make_bundle, key, tmp_path):
-    """A client with another key is told so in time, and gets nothing; one with the right key works all the while."""
+    """A client with another key gets an error that says so in time; one with the right key works all the while."""
     address = free_address()
     with place.connect(make_bundle(), listen=address, key_file=key), attach(address, key_file=key) as right:
         with pytest.raises(Unavailable, match="another key"):
@@ -135,7 +135,7 @@ def test_keys_that_are_none(tmp_path):
 
 
 def test_nobody_there(key):
-    """Where nothing listens a client is told so in time."""
+    """Where nothing listens a client gets an error in time."""
     with pytest.raises(Unavailable, match="no engine answered"):
         attach(free_address(), key_file=key, timeout=1.0)
 
@@ -145,12 +145,12 @@ def test_a_stream_between_hosts_outlives_its_engine(place, make_bundle, key):
     address, bundle = free_address(), make_bundle(step_delay=0.005)
     request = completion(max_tokens=200)
     with (
-        place.connect(bundle, listen=address, key_file=key, keep=True) as keeper,
+        place.connect(bundle, listen=address, key_file=key, keep=True) as owner,
         attach(address, key_file=key) as remote,
     ):
         stream = remote.submit(request)
         found = [next(stream) for _ in range(20)]
-        os.kill(keeper.info.pid, signal.SIGKILL)
+        os.kill(owner.info.pid, signal.SIGKILL)
         assert timeless([*found, *stream]) == undisturbed(bundle, request)
     place.assert_clean()
 

@@ -107,8 +107,8 @@ def test_a_client_sends_the_id_as_it_is(server: Server) -> None:
     assert running is not None
     two.adopt(running)
     sent = [m.decode_for_engine(frame) for frame in (*one.outbox, *two.outbox)]
-    told = [(message.number, message.request.request_id) for message in sent if isinstance(message, m.Submit)]
-    assert told == [(1, "a"), (1, "other"), (2, "a")]
+    submitted = [(message.number, message.request.request_id) for message in sent if isinstance(message, m.Submit)]
+    assert submitted == [(1, "a"), (1, "other"), (2, "a")]
 
 
 def _sink() -> EventBuffer:

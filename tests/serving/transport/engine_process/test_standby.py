@@ -1,4 +1,4 @@
-"""A standby: loaded beside the engine, serving nobody, and in its place when it dies."""
+"""A warm standby: loaded beside the engine, without clients, and in its place when it dies."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_it_takes_over(place: Place, make_bundle: Callable[..., Bundle]) -> None
 
 
 def test_who_attached_finds_it(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """A gateway's client, which starts no engine, goes on in the standby while its keeper looks away."""
-    with place.connect(make_bundle(step_delay=0.01), STANDBY) as keeper:
-        serving, standby = processes_of(place, keeper)
+    """A gateway's client, which starts no engine, goes on in the standby while its supervisor looks away."""
+    with place.connect(make_bundle(step_delay=0.01), STANDBY) as owner:
+        serving, standby = processes_of(place, owner)
         (directory,) = [path for path in os.listdir(place.runtime) if os.path.isdir(os.path.join(place.runtime, path))]
         with attach(os.path.join(place.runtime, directory)) as client:
             stream = client.submit(completion(max_tokens=100))
@@ -120,7 +120,7 @@ def test_an_engine_that_is_asked_to_end_takes_it_along(place: Place, make_bundle
 
 
 def test_clients_that_die_with_the_engine(place: Place, make_bundle: Callable[..., Bundle]) -> None:
-    """The standby that takes over for nobody ends, and leaves nothing behind."""
+    """A standby that takes over without clients ends, and leaves no files."""
     child = place.run(
         """
         while engine.health().num_standbys != 1: time.sleep(0.02)
