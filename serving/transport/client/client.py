@@ -10,7 +10,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -24,7 +24,7 @@ from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from .event_stream import EventBuffer, RemoteStream, RequestHandle
 from .finder import Finder
-from .io_loop import IoLoop
+from .io_loop import IoLoop, WaitOptions
 from .poller import Poller, ThreadPoller
 from .protocol_state import ClientState
 
@@ -55,7 +55,8 @@ class RemoteEngine(Engine):
 
     ``make_finder`` gives a new ``Finder``: called again in a forked child, which is a client of its own.
 
-    ``options`` are those of ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` see ``ClientState``."""
+    For ``stall_timeout`` and ``keep`` see ``IoLoop``; for ``journal``, ``counts`` and ``content_hash`` ``ClientState``.
+    """
 
     def __init__(
         self,
@@ -66,12 +67,12 @@ class RemoteEngine(Engine):
         journal: str = "",
         counts: str = "",
         content_hash: str = "",
-        **options: Any,
+        **options: Unpack[WaitOptions],
     ) -> None:
         self._identity = {"journal": journal, "counts": counts, "content_hash": content_hash}
         self._reopening = threading.Lock()
         self._make_finder = make_finder
-        self._options = {"stall_timeout": stall_timeout, "keep": keep, **options}
+        self._stall_timeout, self._keep, self._options = stall_timeout, keep, options
         self._open()
 
     # replaced by the gevent client
@@ -98,7 +99,15 @@ class RemoteEngine(Engine):
         self._closed = False
         self._lock = threading.Lock()
         self._state = ClientState(uuid.uuid4().hex[:8], **self._identity)
-        self._io = IoLoop(self._poller(), self._make_finder(), self._state, rest=self._rest, **self._options)
+        self._io = IoLoop(
+            self._poller(),
+            self._make_finder(),
+            self._state,
+            stall_timeout=self._stall_timeout,
+            keep=self._keep,
+            rest=self._rest,
+            **self._options,
+        )
         started, io = self._queue(), self._io
         self._owner = self._spawn(lambda: _main(io, started))
         error = started.get()
@@ -319,5 +328,11 @@ def attach(
     def make() -> Attacher:
         return Attacher(address, key_file=key_file, timeout=timeout)
 
-    options: dict[str, Any] = {"timeout": timeout, "away_timeout": timeout, "content_hash": content_hash}
-    return RemoteEngine(make, stall_timeout=stall_timeout, keep=True, **options)
+    return RemoteEngine(
+        make,
+        stall_timeout=stall_timeout,
+        keep=True,
+        content_hash=content_hash,
+        timeout=timeout,
+        away_timeout=timeout,
+    )

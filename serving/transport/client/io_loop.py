@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import msgspec
 import zmq
@@ -32,12 +33,25 @@ FRAMES_PER_TURN = 64  # taken before others may run: an engine faster than its r
 Command = Callable[[ClientState], None]
 
 
+class WaitOptions(TypedDict, total=False):
+    """How long an engine is waited for.
+
+    Both timeouts are seconds without an engine, even one that loads: ``timeout`` before the first welcome,
+    ``away_timeout`` after which what waits for the next one fails. None, the default, is as long as it takes.
+    ``cancelled`` ends the wait for the first welcome. ``on_search_failure``: see ``Reconnect``.
+    """
+
+    timeout: float | None
+    away_timeout: float | None
+    cancelled: Callable[[], bool]
+    on_search_failure: Callable[[str], object]
+
+
 class IoLoop:
     """``poller`` is how the owner waits. ``keep`` finds the engine again even when no request runs on it.
 
-    ``rest`` lets other greenlets run between two turns. Both timeouts are seconds without an engine, even one that
-    loads: ``timeout`` before the first welcome, ``away_timeout`` after which what waits for the next one fails. None is
-    as long as it takes. ``cancelled`` ends the wait for the first welcome. ``on_search_failure``: see ``Reconnect``.
+    ``stall_timeout`` is seconds without progress after which the engine is left. ``rest`` lets other greenlets run
+    between two turns.
 
     ``phase`` is the connection's (``connection_state``); ``stopping`` is set by any thread and ends the loop.
     ``step_age`` is seconds since the engine's last step that is known of, and grows while the engine is silent.
@@ -52,12 +66,10 @@ class IoLoop:
         stall_timeout: float,
         keep: bool,
         rest: Callable[[], None],
-        timeout: float | None = None,
-        away_timeout: float | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
-        on_search_failure: Callable[[str], object] = lambda message: None,
+        **options: Unpack[WaitOptions],
     ) -> None:
-        self.timeout, self.away_timeout, self._cancelled = timeout, away_timeout, cancelled
+        self.timeout, self.away_timeout = options.get("timeout"), options.get("away_timeout")
+        self._cancelled = options.get("cancelled", lambda: False)
         self.poller, self.finder, self.state, self.keep, self.rest = poller, finder, state, keep, rest
         self.stall_timeout = stall_timeout
         self.phase: State = "disconnected"
@@ -68,7 +80,7 @@ class IoLoop:
         poller.watch([self._pipe.fd])
         self._context = zmq.Context()
         self._connection: Connection | None = None  # while connecting and connected
-        self._reconnect = Reconnect(on_search_failure)
+        self._reconnect = Reconnect(options.get("on_search_failure", lambda message: None))
         self._without_progress = 0.0  # seconds, as counted by this loop's own turns
         self._turned_at = self._pinged_at = self._looked_at = 0.0
         self._dead_turns = 0
