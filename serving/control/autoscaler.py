@@ -132,7 +132,7 @@ class Autoscaler:
                 self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.most), now)
         if measured is not None:
             self._bill(entity, policy, status)
-        load = _load(seen, measured, status, requested_at, now)
+        load = _observe(seen, measured, status, requested_at, now)
         seen.state = decide(policy, seen.state, load, now)
         return seen.state.replicas
 
@@ -200,8 +200,11 @@ def _place(entity: DeployedEntity) -> _Place:
     return (entity.endpoint, entity.version, entity.config.name)
 
 
-def _load(seen: _Seen, measured: Measured | None, status: EngineStatus, requested_at: float | None, now: float) -> Load:
-    """Demand is what is used of the reserve; a request of any kind keeps an entity from being idle."""
+def _observe(
+    seen: _Seen, measured: Measured | None, status: EngineStatus, requested_at: float | None, now: float
+) -> Load:
+    """Take in the counters and give the load: demand is what is used of the reserve; a request of any kind keeps an
+    entity from being idle."""
     counters, before, seconds = _Counters.of(status), seen.counters, max(now - seen.at, 0.05)
     used = 0.0
     if measured is not None:

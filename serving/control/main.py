@@ -41,12 +41,14 @@ ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was k
 
 
 def say(stage: str, **fields: object) -> None:
+    """Write a line of progress to standard output, for the server."""
     with contextlib.suppress(BrokenPipeError):
         # unbuffered: what a server that is gone did not take would be complained of at the end
         os.write(sys.stdout.fileno(), json.dumps({"stage": stage, **fields}).encode() + b"\n")
 
 
 def main(argv: list[str]) -> int:
+    """Run until standard input closes; the exit status, 1 where the start failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
     logs.configure("warning")
     server, directory = os.getppid(), Path(argv[0])

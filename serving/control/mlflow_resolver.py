@@ -119,6 +119,7 @@ def end_with_parent(lifeline: int = 0) -> None:
 
 
 def main(words: list[str]) -> int:
+    """Print what was found, or the error, as one line of JSON; the exit status."""
     from mlflow.exceptions import MlflowException
 
     from mlflow_llm.flavors.llm.bundle_reader import configured

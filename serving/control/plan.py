@@ -81,6 +81,7 @@ class PlanDirectory:
         self._logs = Path(directory, "logs")
 
     def publish(self, plan: Plan) -> None:
+        """Replace the plan as a whole. Raises ``OSError``."""
         replace_file(self._plan, msgspec.json.encode(plan))
 
     def read(self) -> Plan:
@@ -175,8 +176,10 @@ class WorkerFile:
         self._lock = create_locked(str(workers / name))
 
     def write(self, state: WorkerState) -> None:
+        """Replace what the controller process reads of this worker."""
         replace_file(self._path, msgspec.json.encode(state))
 
     def remove(self) -> None:
+        """The worker ends."""
         self._path.unlink(missing_ok=True)
         self._lock.release(unlink=True)

@@ -112,6 +112,7 @@ class Reconciler:
         return True
 
     def close(self) -> None:
+        """Begin nothing any more; what is under way on threads is left to end with the process."""
         for executor in (self._finders, self._preparers):
             executor.shutdown(wait=False, cancel_futures=True)
 

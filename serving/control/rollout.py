@@ -80,6 +80,7 @@ class Rollout:
         return self.stage
 
     def deployed(self) -> DeployedEndpoint:
+        """What is deployed once the stage is "ready"."""
         return DeployedEndpoint(
             name=self.endpoint.name,
             id=self.endpoint.id,

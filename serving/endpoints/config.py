@@ -76,6 +76,8 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
 
 
 class Route(Struct, frozen=True, kw_only=True):
+    """The share of an endpoint's traffic, in percent, that a served entity gets."""
+
     served_model_name: str
     traffic_percentage: int
 

@@ -17,6 +17,7 @@ from .config import EndpointConfig, EntityConfig
 
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:
+    """The endpoint's row, locked where the transaction may write. Raises ``NotFound``."""
     query = sa.select(endpoints).where(endpoints.c.name == name)
     if not connection.get_execution_options().get("mlflow_llm_read", False):
         query = query.with_for_update()
@@ -27,6 +28,7 @@ def find_row(connection: sa.Connection, name: str) -> sa.Row:
 
 
 def must_be_new(connection: sa.Connection, name: str) -> None:
+    """Raises ``AlreadyExists``."""
     if connection.execute(sa.select(endpoints.c.name).where(endpoints.c.name == name)).first() is not None:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
 
@@ -95,6 +97,7 @@ def decode_config(text: str) -> EndpointConfig:
 
 
 def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[EndpointConfig, tuple[Task, ...]]:
+    """A config that is there, and the tasks of its entities."""
     table = endpoint_configs.c
     query = sa.select(table.config, table.tasks).where(table.name == name, table.version == version)
     text, tasks = connection.execute(query).one()
@@ -102,12 +105,14 @@ def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[E
 
 
 def set_outcome(connection: sa.Connection, name: str, version: int, outcome: str) -> None:
+    """Note how the config ``version`` ended: "active" or "failed"."""
     table = endpoint_configs.c
     this = sa.and_(table.name == name, table.version == version)
     connection.execute(sa.update(endpoint_configs).where(this).values(outcome=outcome))
 
 
 def set_tags(connection: sa.Connection, name: str, added: dict[str, str], deleted: tuple[str, ...]) -> None:
+    """Add or replace ``added``, and remove ``deleted``; an unknown key is no error."""
     gone = [*added, *deleted]
     connection.execute(sa.delete(endpoint_tags).where(endpoint_tags.c.name == name, endpoint_tags.c.key.in_(gone)))
     if added:
@@ -116,7 +121,8 @@ def set_tags(connection: sa.Connection, name: str, added: dict[str, str], delete
 
 
 def set_rates(connection: sa.Connection, name: str, rates: dict[tuple[str, str], int]) -> None:
-    """Windows stay: they are rebuilt from the ledger when they are missing, and are right when they are not."""
+    """Replace the calls a minute of the endpoint and of its users. Windows stay: they are rebuilt from the ledger when
+    they are missing, and are right when they are not."""
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
     connection.execute(sa.delete(limits).where(of_calls))
     if rates:

@@ -68,12 +68,14 @@ def task_name(tasks: tuple[str, ...]) -> str:
 
 
 def tags_to_wire(connection: sa.Connection, name: str) -> list[dict[str, str]]:
+    """The tags by key, as the API has them."""
     table = endpoint_tags.c
     query = sa.select(table.key, table.value).where(table.name == name).order_by(table.key)
     return [{"key": key, "value": value} for key, value in connection.execute(query)]
 
 
 def rate_limits_to_wire(connection: sa.Connection, name: str) -> list[dict[str, Any]]:
+    """The calls a minute of the endpoint and of its users, as the API has them."""
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
     query = sa.select(limits.c.scope, limits.c.value).where(of_calls).order_by(limits.c.scope)
     return [{"calls": value, "key": scope, "renewal_period": "minute"} for scope, value in connection.execute(query)]

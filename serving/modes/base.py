@@ -34,6 +34,8 @@ class Target(Struct, frozen=True, kw_only=True):
 
 
 class Mode(Protocol):
+    """How requests of a served entity are admitted and paid."""
+
     @property
     def profile(self) -> ModeProfile: ...
 

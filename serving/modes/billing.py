@@ -56,6 +56,7 @@ class ReservedTime:
         self._settle()
 
     def forget(self, endpoint: str, entity: str) -> None:
+        """The entity is served no more."""
         self._recorded.pop((endpoint, entity), None)
         self._tenants.pop(endpoint, None)
 

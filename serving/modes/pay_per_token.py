@@ -11,6 +11,8 @@ PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behav
 
 
 class PayPerToken:
+    """Reserves a request's tokens in the ledger; they are paid by their price."""
+
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 

@@ -33,6 +33,8 @@ BATCH = 32
 
 
 class Sink(Protocol):
+    """Where spans go."""
+
     def export(self, records: list[SpanRecord]) -> None:
         """May raise anything; the records are then lost."""
         ...
@@ -138,6 +140,7 @@ def _await_sinks(experiment: str) -> list[Sink] | None:
 
 
 def main(argv: list[str]) -> int:
+    """Export until standard input closes; the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
     logs.configure()
     targets = _await_sinks(argv[1])

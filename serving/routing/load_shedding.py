@@ -52,6 +52,7 @@ class LoadShedder:
         self._entered[id(engine), reserves] = entered
 
     def leave(self, engine: Engine, *, reserves: bool = False, caller: Caller | None = None) -> None:
+        """Count a request out, as it was counted in by ``enter``."""
         entered = self._entered[id(engine), reserves]
         entered.remove(caller)  # the caller's oldest
         if not entered:

@@ -103,6 +103,7 @@ class PlanFollower:
             logs.event("serving", generation=plan.generation, endpoints=[endpoint.name for endpoint in plan.endpoints])
 
     def close(self) -> None:
+        """Give up all engines and the worker's place among those that the controller process waits for."""
         for names in self._adapters.values():
             names.close()
         for engine in (*self._engines.values(), *self._retiring.values()):

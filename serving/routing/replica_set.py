@@ -174,6 +174,7 @@ class ReplicaSet(Engine):
         return loaded[0]
 
     def unload_adapter(self, name: str) -> None:
+        """From every replica there is now."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
         for replica in self._active.values():
@@ -221,7 +222,7 @@ class ReplicaSet(Engine):
 
 
 class _WaitingStream:
-    """The events of a request that waits for its engine to come."""
+    """The events of a request that waits for a replica."""
 
     def __init__(self, replicas: ReplicaSet, request: ValidRequest) -> None:
         self._replicas, self._request = replicas, request

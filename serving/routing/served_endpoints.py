@@ -59,6 +59,7 @@ class ServedEndpoint:
     sticky: bool = False
 
     def choose(self, sticky_key: str | None, caller: str | None) -> ServedEntity:
+        """The served entity for the next request, by ``sticky_key`` or, where the endpoint is sticky, by ``caller``."""
         if self.split is None:
             return self.first
         if sticky_key is None and self.sticky and caller != ANONYMOUS.key_id:
@@ -106,7 +107,7 @@ class ServedEndpoints:
         return seen
 
     def adapters_of(self, entity: ServedEntity) -> tuple[str, ...]:
-        """Those of its adapters that are seen here."""
+        """The adapters of ``entity`` that are seen here."""
         names = entity.adapter_names()
         caller = self._caller
         if caller is None or caller.manages:
@@ -114,7 +115,7 @@ class ServedEndpoints:
         return tuple(name for name in names if caller.may_use(entity.endpoint, name))
 
     def check_use(self, caller: Caller, entity: ServedEntity, adapter: str | None) -> None:
-        """Raises ``NotFound`` where ``caller`` may not use ``endpoint`` with ``adapter``: as where there is none."""
+        """Raises ``NotFound`` where ``caller`` may not use ``entity`` with ``adapter``: as where there is none."""
         if caller.may_use(entity.endpoint, adapter):
             return
         has = ", ".join(name for name in entity.adapter_names() if caller.may_use(entity.endpoint, name)) or "none"
