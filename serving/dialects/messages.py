@@ -22,6 +22,7 @@ ROLES: Mapping[str, Role] = {
 # Keys that clients copy back from our own replies; only null (or an empty list) says nothing.
 EMPTY_ONLY = ("refusal", "audio", "function_call", "annotations")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *EMPTY_ONLY)
+_KNOWN, _EMPTY_ONLY = frozenset(KEYS), frozenset(EMPTY_ONLY)
 
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
@@ -91,12 +92,12 @@ def _message(value: Any, path: str) -> Message:
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     for key in value:
-        if key not in KEYS:
+        if key not in _KNOWN:
             raise unknown_field(key, value[key], KEYS, f"{path}.")
     role = value.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidField(f"{path}.role", role, "one of " + ", ".join(ROLES))
-    for key in EMPTY_ONLY:
+    for key in () if _EMPTY_ONLY.isdisjoint(value) else EMPTY_ONLY:
         if value.get(key) not in (None, [], ()):
             raise InvalidField(f"{path}.{key}", value[key], "null")
     calls = _tool_calls(value.get("tool_calls"), role, path)
@@ -105,18 +106,15 @@ def _message(value: Any, path: str) -> Message:
         content = _content(value["content"], f"{path}.content")
     elif not calls:
         raise InvalidField(f"{path}.content", None, "a string or a list of text parts")
+    thought = value.get("reasoning_content")
     return Message(
         role=ROLES[role],
         content=content,
-        name=_text_or_none(value, "name", path),
-        reasoning_content=_text_or_none(value, "reasoning_content", path),
+        name=None if (name := value.get("name")) is None else string(name, f"{path}.name"),
+        reasoning_content=None if thought is None else string(thought, f"{path}.reasoning_content"),
         tool_calls=calls,
         tool_call_id=_tool_call_id(value.get("tool_call_id"), role, path),
     )
-
-
-def _text_or_none(value: dict[str, Any], key: str, path: str) -> str | None:
-    return None if value.get(key) is None else string(value[key], f"{path}.{key}")
 
 
 def _content(value: Any, path: str) -> str | tuple[Part, ...]:

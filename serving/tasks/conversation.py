@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import Message, Part, ToolCall
+from ..request import Message, ToolCall
 from .rendering import TemplateReads
 
 
@@ -19,7 +19,10 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _text(message.content)}
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join([part.text for part in content])
+    found: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         found["name"] = message.name
     if message.reasoning_content is not None:
@@ -29,10 +32,6 @@ def _template_message(message: Message) -> dict[str, Any]:
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
-
-
-def _text(content: str | tuple[Part, ...]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:

@@ -93,7 +93,9 @@ class EndpointView:
         named = self._adapter_of(model)
         if named is not None and adapter is not None and named != adapter:
             raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
-        found = next((name for name in (named, adapter, self.default_adapter) if name is not None), None)
+        found = named if named is not None else adapter
+        if found is None:
+            found = self.default_adapter
         if found is None:
             return None
         known = self.known_adapters()

@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -50,7 +50,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 NO_LIMITS = Limits()
 
 
-class _Head(NamedTuple):
+class _Head(Struct, frozen=True):
     """What every task's request has. ``deadline`` is on the monotonic clock, ``created`` a label."""
 
     request_id: str

@@ -120,14 +120,15 @@ class TextModel:
     ) -> tuple[int, ...] | int:
         """Token ids of a conversation, or only a count above ``limit`` where it surely does not fit.
 
-        ``context``: the most tokens a prompt may have, for what a template may write.
+        ``messages`` are in the form that templates read, and are not changed. ``context``: the most tokens a prompt may
+        have, for what a template may write.
 
         The template's text is tokenised exactly once and nothing is added. Special tokens that callers write in
         messages are encoded as ordinary text. Raises ``InvalidField`` where the template refuses the messages,
         ``RequestError`` where it takes too much of time or memory.
         """
         source = self.template(template)
-        given = [dict(message) for message in messages]
+        given = list(messages)
         kwargs = dict(variables or {})
         guard = self._guards[source]
         if not guard.found_in([given, kwargs]):
@@ -151,7 +152,9 @@ class TextModel:
         """What a template reads. Raises as ``template`` does."""
         return self._reads[self.template(template)]
 
-    def _render(self, messages: list[dict[str, Any]], source: str, kwargs: dict[str, Any], context: int | None) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], source: str, kwargs: dict[str, Any], context: int | None
+    ) -> str:
         try:
             return self._renderer.render(messages, source, kwargs, context)
         except (RequestError, Unavailable):
