@@ -27,7 +27,7 @@ from mlflow_llm.serving.metering.money import cost
 from mlflow_llm.serving.metering.tables import ledger
 from mlflow_llm.serving.settings import EngineSettings
 
-pytestmark = pytest.mark.timeout(900)  # the load is the same on a machine that has other things to do
+pytestmark = pytest.mark.timeout(1800)  # the load is the same on a machine that has other things to do
 
 REQUESTS = max(5000, int(os.environ.get("MLFLOW_LLM_EXACTNESS_REQUESTS", "0")))
 SEED = int(os.environ.get("MLFLOW_LLM_EXACTNESS_SEED", "0")) or random.randrange(1, 10**6)
