@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode import prompt_ids
 from report import publish
@@ -63,7 +63,7 @@ def hold(args: argparse.Namespace) -> None:
     if args.alone and hasattr(core, "_contention"):  # what it sees of others is of the time before its bursts
         core._contention.look = lambda: None  # type: ignore[method-assign]
 
-    def burst(size: int, number: int) -> float:
+    def burst(size: int, number: int) -> Burst:
         for i in range(size):
             sequence = Sequence(prompt_token_ids=tuple(prompt_ids(tokenizer, i, args.prompt)))
             core.add(
@@ -73,15 +73,22 @@ def hold(args: argparse.Namespace) -> None:
                 ),
                 b"bench",
             )  # fmt: skip
-        start, count = time.perf_counter(), 0
+        start, ran, count = time.perf_counter(), time.process_time(), 0
         while core.has_work():
             count += sum(len(event.token_ids) for *_, event in core.step() if isinstance(event, Tokens))
-        return (time.perf_counter() - start) / count
+        return Burst((time.perf_counter() - start) / count, (time.process_time() - ran) / count)
 
     burst(1, -1)
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
-        print(burst(int(line), number), flush=True)
+        print(*burst(int(line), number), flush=True)
+
+
+class Burst(NamedTuple):
+    """Seconds a token, by the clock and of all the process's processors; those that spin are in it."""
+
+    seconds: float
+    processor: float
 
 
 class Contender:
@@ -101,11 +108,11 @@ class Contender:
     def pid(self) -> int:
         return self._process.pid
 
-    def seconds(self, size: int, *, alone: bool = False) -> float:
+    def burst(self, size: int, *, alone: bool = False) -> Burst:
         assert self._process.stdin is not None
         with self._first() if alone else contextlib.nullcontext():
             print(size, file=self._process.stdin, flush=True)
-            return float(self._line())
+            return Burst(*map(float, self._line().split()))
 
     @contextlib.contextmanager
     def _first(self) -> Iterator[None]:
@@ -190,27 +197,30 @@ def main() -> None:
     if args.hold:
         hold(args)
         return
-    rates: dict[str, list[float]] = {}
+    bursts: dict[str, list[Burst]] = {}
     for _ in range(args.launches):
         for name, found in launch(args).items():
-            rates.setdefault(name, []).extend(found)
+            bursts.setdefault(name, []).extend(found)
     reference = "one core" if args.quota else "before" if args.against else "ours, passive"
     rows = []
-    for name in rates:
-        row: dict[str, Any] = {"": name, "tokens/s": statistics.median(rates[name])}
+    for name, own in bursts.items():
+        row: dict[str, Any] = {"": name, "tokens/s": statistics.median(1 / burst.seconds for burst in own)}
+        row["processor ms a token"] = statistics.median(1e3 * burst.processor for burst in own)
         for other in dict.fromkeys((reference, "before, passive" if args.against else "ours, passive")):
-            if other not in rates:
+            if other not in bursts:
                 continue
-            ratios = sorted(a / b for a, b in zip(rates[name], rates[other], strict=True))
+            pairs = list(zip(own, bursts[other], strict=True))
+            ratios = sorted(theirs.seconds / ours.seconds for ours, theirs in pairs)
             row[f"× {other}"] = statistics.median(ratios)
             row[f"{other}: quartiles"] = f"{ratios[len(ratios) // 4]:.2f}–{ratios[-1 - len(ratios) // 4]:.2f}"
+            row[f"{other}: by processor time"] = statistics.median(b.processor / a.processor for a, b in pairs)
         rows.append(row)
     times = f"{args.rounds} rounds" if args.launches == 1 else f"{args.launches} launches of {args.rounds} rounds"
     publish(args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {times}")
 
 
-def launch(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens a second of contenders that are started for it."""
+def launch(args: argparse.Namespace) -> dict[str, list[Burst]]:
+    """Bursts of contenders that are started for it."""
     kinds: dict[str, tuple[str, dict[str, str]]] = {"ours": (str(ROOT), {})}
     kinds |= {f"ours, {n} spins": (str(ROOT), {"GOMP_SPINCOUNT": str(n)}) for n in args.spins}
     if args.against:
@@ -236,17 +246,21 @@ def launch(args: argparse.Namespace) -> dict[str, list[float]]:
         return measure(args, contenders)
 
 
-def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, list[float]]:
-    """Tokens a second of each contender, round by round."""
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
+def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, list[Burst]]:
+    """Of each contender, round by round."""
+    bursts: dict[str, list[Burst]] = {name: [] for name in contenders}
     order = list(contenders)
     for number in range(args.rounds):
         random.Random(number).shuffle(order)
         for name in order:
             with neighbours(args.neighbours):
-                rates[name].append(1 / contenders[name].seconds(args.batch, alone=args.alone))
-        print(json.dumps({name: round(found[-1], 1) for name, found in rates.items()}), file=sys.stderr, flush=True)
-    return rates
+                bursts[name].append(contenders[name].burst(args.batch, alone=args.alone))
+        print(
+            json.dumps({name: round(1 / found[-1].seconds, 1) for name, found in bursts.items()}),
+            file=sys.stderr,
+            flush=True,
+        )
+    return bursts
 
 
 if __name__ == "__main__":
