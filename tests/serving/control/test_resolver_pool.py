@@ -48,7 +48,7 @@ class Lookups:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
         self.entered.release()
-        assert self.go.acquire(timeout=60)
+        assert self.go.acquire(timeout=240)
         with self._lock:
             self.at_once -= 1
         if uris[0] == "missing":
@@ -97,7 +97,7 @@ def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:
     first, answers = ask(workers[0], "a", "b", "c")
     second, more = ask(workers[1], "d", "e", "f")
     for _ in range(6):
-        assert lookups.entered.acquire(timeout=60)
+        assert lookups.entered.acquire(timeout=240)
         lookups.go.release()
     join(first + second)
     assert sorted(answers + more, key=lambda found: found[0].uri) == [model(name) for name in "abcdef"]
@@ -110,7 +110,7 @@ def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:
     bounded = ResolverPool(tmp_path, limit=2, timeout=60, find=lookups)
     for uri, answer in (("a", model("a")), ("missing", None)):
         first, answers = ask(bounded, uri)
-        assert lookups.entered.acquire(timeout=60)
+        assert lookups.entered.acquire(timeout=240)
         others, more = ask(bounded, uri, uri)
         lookup = bounded._lookups[((uri,), ())]
         until(lambda lookup=lookup: len(lookup.over._cond._waiters) == 2)  # type: ignore[misc]
@@ -165,9 +165,9 @@ def test_one_lookup_answers_all_processes(tmp_path: Path) -> None:
     first, second = (ResolverPool(tmp_path, limit=2, timeout=60, find=lookups, sleep=wait) for _ in range(2))
     for uri, answer in (("a", model("a")), ("missing", None)):
         asking, answers = ask(first, uri)
-        assert lookups.entered.acquire(timeout=60)
+        assert lookups.entered.acquire(timeout=240)
         others, more = ask(second, uri, uri)
-        assert polls.acquire(timeout=60)  # it is there to wait
+        assert polls.acquire(timeout=240)  # it is there to wait
         lookups.go.release()
         join(asking + others)
         assert lookups.asked.count(uri) == 1
@@ -196,7 +196,7 @@ def test_a_lookup_whose_process_was_killed_is_done_by_another(tmp_path: Path) ->
     killed = resolvers._Answers(tmp_path, (("a",), ())).begin()
     assert killed is not None
     waiting, answers = ask(bounded, "a")
-    assert polls.acquire(timeout=60)
+    assert polls.acquire(timeout=240)
     assert lookups.asked == ["a"]
     killed.release()
     lookups.go.release()

@@ -76,7 +76,7 @@ def test_the_recipe(ports: dict[str, str], tmp_path: Path) -> None:
             text=True,
             cwd=tmp_path,
             env=os.environ | ENVIRONMENT,
-            timeout=120,
+            timeout=600,
         )
     assert done.returncode == 0, done.stderr[-2000:]
     made, *answers = done.stdout.split("\n----\n")

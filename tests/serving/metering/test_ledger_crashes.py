@@ -254,7 +254,7 @@ assert os.waitpid(child, 0)[1] == 0
 os._exit(0)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=240)
     assert rows_of(store)["child"].completion_tokens == 1
     assert ledger.recover() == 1  # "before", of the parent that has ended
     assert rows_of(store)["parent"].status == "open"
@@ -290,7 +290,7 @@ def test_processes_killed_at_random_leave_exact_sums(store_url, store, tmp_path,
         for worker in workers[:4]:
             worker.send_signal(signal.SIGKILL)
         for worker in workers:
-            worker.wait(timeout=120)
+            worker.wait(timeout=240)
     finally:
         for worker in workers:
             worker.kill()

@@ -240,6 +240,6 @@ def test_an_exporter_without_a_store_says_so(tmp_path: Path) -> None:
     """Where the store cannot be had the exporter says so in one line and waits for its server's end."""
     command = [sys.executable, "-m", "mlflow_llm.serving.observability.trace_exporter", str(tmp_path), "served"]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": "nonsense://nowhere"}
-    done = subprocess.run(command, input=b"", capture_output=True, env=environment, timeout=200)
+    done = subprocess.run(command, input=b"", capture_output=True, env=environment, timeout=600)
     assert done.returncode == 1
     assert b"traces cannot be exported" in done.stderr

@@ -67,7 +67,7 @@ def client(authority: Authority, cert: str | None = None) -> ssl.SSLContext:
 def asking(
     context: ssl.SSLContext, port: int, body: dict | None, path: str = "/v1/chat/completions"
 ) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPSConnection("localhost", port, timeout=60, context=context)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=240, context=context)
     with contextlib.closing(connection):
         connection.request("GET" if body is None else "POST", path, body and json.dumps(body), JSON)
         yield connection.getresponse()
@@ -202,7 +202,7 @@ def serving_at(bundle: Bundle, path: str) -> Iterator[str]:
 
 class Local(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("anything", timeout=60)
+        super().__init__("anything", timeout=240)
         self.path = path
 
     def connect(self) -> None:

@@ -22,7 +22,7 @@ from gevent import monkey; monkey.patch_all()
 import gevent, os, sys
 from mlflow_llm.serving.transport.client.gevent_client import attach
 address = engine._io.finder.state.path
-green = attach(address, timeout=60)
+green = attach(address, timeout=240)
 def read(i):
     stream = green.submit(request(50, f"r{i}"))
     return len(list(stream))
