@@ -93,16 +93,17 @@ def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]
     return EngineSpec(bundle=spec.bundle, settings=spec.engine)
 
 
-def say(stage: str, **told: Any) -> None:
+def say(stage: str, **facts: Any) -> None:
     """What happens to the engine, for people, on standard error."""
     text = {
         "loading": "loading",
         "ready": (
-            f"first token ({told.get('seconds')} s); listening on {told.get('address')}; kernels: {told.get('kernels')}"
+            f"first token ({facts.get('seconds')} s); listening on {facts.get('address')}; "
+            f"kernels: {facts.get('kernels')}"
         ),
         "restarting": "the engine has ended or hangs; it is started again",
-        "failed": f"the engine does not start: {told.get('message')}; it is tried again",
-        "draining": f"ending; what runs has {told.get('seconds')} s",
+        "failed": f"the engine does not start: {facts.get('message')}; it is tried again",
+        "draining": f"ending; what runs has {facts.get('seconds')} s",
         "ended": "ended",
     }[stage]
     click.echo(f"{time.strftime('%H:%M:%S')} {visible(text)}", err=True)

@@ -74,8 +74,9 @@ def _throttled(group: Path) -> float:
 
 
 class Contention:
-    """Tells of the waiting of the thread that made it; others' looks are nothing. ``changed`` is called where an
-    episode begins or ends."""
+    """How long the thread that made it waited for a processor; looks of other threads count for nothing.
+
+    ``changed`` is called where an episode begins or ends."""
 
     def __init__(
         self,

@@ -194,14 +194,14 @@ def test_a_copy_where_the_files_are_not(store: Any, llama_dir: Path, tmp_path: P
     known = session.Session(bundle, EngineSettings(), uri=info.model_uri)
     unknown = session.Session(bundle, EngineSettings())
     other = session.Session(msgspec.structs.replace(bundle, content_hash="x" * 64), EngineSettings(), uri=known.uri)
-    told = [pickle.dumps(one) for one in (known, unknown, other)]
+    reported = [pickle.dumps(one) for one in (known, unknown, other)]
     shutil.rmtree(root)
-    again = pickle.loads(told[0])
+    again = pickle.loads(reported[0])
     assert (Path(again.bundle.model_dir).is_dir(), again.bundle.content_hash) == (True, bundle.content_hash)
     with pytest.raises(MlflowException, match=f"there is no {root}"):
-        pickle.loads(told[1])
+        pickle.loads(reported[1])
     with pytest.raises(MlflowException, match="no longer the model"):
-        pickle.loads(told[2])
+        pickle.loads(reported[2])
 
 
 def test_errors_cross_processes() -> None:
@@ -209,5 +209,5 @@ def test_errors_cross_processes() -> None:
     for error in (InvalidField("n", -1, "1 or more"), Overloaded("busy", retry_after=2.0), NotFound("no", param="x")):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
-        told = pickle.loads(pickle.dumps(mlflow_error(error)))
-        assert (told.message, told.get_http_status_code()) == (error.message, error.status)
+        reported = pickle.loads(pickle.dumps(mlflow_error(error)))
+        assert (reported.message, reported.get_http_status_code()) == (error.message, error.status)

@@ -23,26 +23,26 @@ def an(cls: type[serving.ServingError]) -> serving.ServingError:
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_every_class_has_its_public_one(cls):
     """Of the same name, kind and place in the tree; status and message are MLflow's too, and nobody can lengthen it."""
-    told = errors.mlflow_error(an(cls))
-    assert type(told) is getattr(errors, cls.__name__)
-    assert isinstance(told, cls)
-    assert isinstance(told, MlflowException)
-    assert [c.__name__ for c in type(told).__mro__ if c.__module__ == errors.__name__] == [
+    reported = errors.mlflow_error(an(cls))
+    assert type(reported) is getattr(errors, cls.__name__)
+    assert isinstance(reported, cls)
+    assert isinstance(reported, MlflowException)
+    assert [c.__name__ for c in type(reported).__mro__ if c.__module__ == errors.__name__] == [
         c.__name__ for c in cls.__mro__ if c.__module__ == serving.__name__
     ]
-    told.message = "Failed to predict data 'the whole prompt'"
-    assert (told.kind, told.get_http_status_code()) == (cls.kind, cls.status)
-    assert (str(told), told.param, told.retry_after) == ("short", "stop", 3.0)
-    assert json.loads(told.serialize_as_json())["message"] == "short"
+    reported.message = "Failed to predict data 'the whole prompt'"
+    assert (reported.kind, reported.get_http_status_code()) == (cls.kind, cls.status)
+    assert (str(reported), reported.param, reported.retry_after) == ("short", "stop", 3.0)
+    assert json.loads(reported.serialize_as_json())["message"] == "short"
 
 
 @pytest.mark.parametrize("cls", serving.walk(), ids=lambda cls: cls.__name__)
 def test_errors_cross_processes(cls):
     """Pickled and copied they are what they were."""
-    told = errors.mlflow_error(an(cls))
-    for again in (pickle.loads(pickle.dumps(told)), copy.deepcopy(told)):
-        assert type(again) is type(told)
-        assert (again.message, again.error_code, again.param) == (told.message, told.error_code, told.param)
+    reported = errors.mlflow_error(an(cls))
+    for again in (pickle.loads(pickle.dumps(reported)), copy.deepcopy(reported)):
+        assert type(again) is type(reported)
+        assert (again.message, again.error_code, again.param) == (reported.message, reported.error_code, reported.param)
         assert str(again) == "short"
 
 

@@ -79,7 +79,7 @@ def test_a_file_that_is_none(tmp_path, text):
 
 
 def test_packaged_and_shown(tmp_path, qwen_dir, caplog):
-    """The defaults are in model_config and in the flavor; a setting without effect is told and kept in the file."""
+    """The defaults are in model_config and in the flavor; a setting without effect is reported and kept in the file."""
     with caplog.at_level(logging.WARNING):
         llm.save_model(tmp_path / "m", qwen_dir, defaults={"max_tokens": 9, "top_k": None})
     assert "without effect here: num_beams=4" in caplog.text
@@ -108,7 +108,7 @@ def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"num_beams": 4}, "generation_config: num_beams: 4 has no effect here; known are temperature"),
         ({"temprature": 1}, "did you mean 'temperature'"),
@@ -116,9 +116,9 @@ def test_another_at_log_time(tmp_path, qwen_dir, given, expected):
         ([1], r"generation_config: \[1\]"),
     ],
 )
-def test_what_cannot_be_a_default_is_refused(given, told):
+def test_what_cannot_be_a_default_is_refused(given, reported):
     """What a caller asks for himself is not left without effect."""
-    with pytest.raises(PackagingError, match=told):
+    with pytest.raises(PackagingError, match=reported):
         model_config.parse({"generation_config": given})
 
 
@@ -140,7 +140,7 @@ def test_overrides_at_load(tmp_path, qwen_dir):
 
 
 def test_options_are_the_settings(tmp_path):
-    """The typed keyword arguments are the engine settings, name by name and type by type; a typo is told with the
+    """The typed keyword arguments are the engine settings, name by name and type by type; a typo is reported with the
     nearest name."""
     import typing
 

@@ -100,6 +100,6 @@ def test_a_model_from_the_hub(hub, llama_dir, tmp_path):
     assert stored.read_bytes() == (llama_dir / "model.safetensors").read_bytes()
     assert f"/{REPO}/resolve/{COMMIT}/model.safetensors" in hub.asked
     assert not [path for path in hub.asked if path.endswith(".bin")]
-    told = done.stdout.strip().splitlines()[-1]
-    assert told.startswith("model: 'someone/nothing' is no local path and was not fetched from the hub: 404")
-    assert len(told) < 300
+    reported = done.stdout.strip().splitlines()[-1]
+    assert reported.startswith("model: 'someone/nothing' is no local path and was not fetched from the hub: 404")
+    assert len(reported) < 300

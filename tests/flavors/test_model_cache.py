@@ -37,17 +37,17 @@ def test_an_adapter_says_what_it_needs(adapter_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "told"),
+    ("uri", "reported"),
     [
         ("no/such-thing", "there is no directory 'no/such-thing' here; should it be a hub id: log it first"),
         ("./nowhere", "there is no directory './nowhere'; expected one, models:/<name>/<version>, or a hub id"),
     ],
 )
-def test_what_is_nowhere(uri: str, told: str) -> None:
+def test_what_is_nowhere(uri: str, reported: str) -> None:
     """A path that does not exist is not found; where it could be a hub id, that is said."""
     with pytest.raises(MlflowException) as caught:
         llm.load_model(uri)
-    assert caught.value.message.startswith(told)
+    assert caught.value.message.startswith(reported)
     assert caught.value.error_code == "RESOURCE_DOES_NOT_EXIST"
 
 
@@ -100,7 +100,7 @@ def test_a_logged_model_is_no_source(llama_dir: Path, tmp_path: Path) -> None:
     unlogged_source.check_logged(str(tmp_path / "saved"))
 
 
-def test_a_cache_that_cannot_be_written_is_told(
+def test_a_cache_that_cannot_be_written_is_reported(
     llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file where the folder should be is an error in one line."""

@@ -39,7 +39,7 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("uri", "told"),
+    ("uri", "reported"),
     [
         ("models:/asistant/3", "no model 'asistant' is registered in {store}; did you mean assistant?"),
         ("models:/zebra@x", "no model 'zebra' is registered in {store}; there are assistant, empty"),
@@ -54,11 +54,11 @@ def test_a_uri_is_fixed_to_a_version(store: str, uri: str, version: str) -> None
         ("models:/assistant", "'assistant' in {store} has versions, and none is named; it has versions 7, 6"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_is(store: str, uri: str, told: str) -> None:
+def test_what_is_not_there_is_reported_with_what_is(store: str, uri: str, reported: str) -> None:
     """The store that was asked, and the nearest names, versions and aliases; as MLflow's error with status 404."""
     with pytest.raises(ModelNotFound) as caught:
         model_registry.pinned(uri)
-    assert str(caught.value).startswith(f"{uri}: {told.format(store=store)}")
+    assert str(caught.value).startswith(f"{uri}: {reported.format(store=store)}")
     with pytest.raises(MlflowException) as public:
         llm.load_model(uri)
     assert public.value.error_code == "RESOURCE_DOES_NOT_EXIST"
@@ -77,7 +77,7 @@ def test_reading_makes_no_store(uri: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_unknown_run_names_the_store(store: str) -> None:
-    """What MLflow refuses to download is told with the store that was asked."""
+    """What MLflow refuses to download is reported with the store that was asked."""
     with pytest.raises(
         MlflowException, match=r"runs:/abc/model cannot be fetched: .*looked for in sqlite:///"
     ) as caught:

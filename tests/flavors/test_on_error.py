@@ -35,10 +35,10 @@ def test_null_and_return(model, caplog):
         nulls = model.predict(ROWS, params={"on_error": "null"})
     assert "2 of 4 requests failed; row 1: max_token" in caplog.text
     assert "secret" not in caplog.text
-    told = model.predict(ROWS, params={"on_error": "return"})
+    reported = model.predict(ROWS, params={"on_error": "return"})
     assert [row and row["usage"]["completion_tokens"] for row in nulls] == [2, None, None, 3]
-    assert [row.get("error", {}).get("param") for row in told] == [None, "max_token", "prompt", None]
-    assert "did you mean 'max_tokens'" in told[1]["error"]["message"]
+    assert [row.get("error", {}).get("param") for row in reported] == [None, "max_token", "prompt", None]
+    assert "did you mean 'max_tokens'" in reported[1]["error"]["message"]
     assert model.predict([], params={"on_error": "null"}) == []
     assert model.predict(ROWS[1], params={"on_error": "null"}) is None
 

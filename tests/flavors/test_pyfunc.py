@@ -91,7 +91,7 @@ def test_arrays_of_a_parquet_row_are_lists():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         (5, "body: 5 is not allowed; expected an object with messages, prompt or input; a text"),
         (None, "body: None"),
@@ -106,14 +106,14 @@ def test_arrays_of_a_parquet_row_are_lists():
     ],
     ids=range(10),
 )
-def test_what_is_no_request_is_refused(given, told):
+def test_what_is_no_request_is_refused(given, reported):
     """By its place, or the column's name with the nearest one that is known."""
-    with pytest.raises(InvalidField, match=told):
+    with pytest.raises(InvalidField, match=reported):
         requests_of(given, "chat")
 
 
 @pytest.mark.parametrize(
-    ("params", "told"),
+    ("params", "reported"),
     [
         ({"foo": 1}, "params.foo: 1 is not allowed; expected no such field"),
         ({"max_token": 5}, "params.max_token: .*did you mean 'max_tokens'"),
@@ -121,9 +121,9 @@ def test_what_is_no_request_is_refused(given, told):
         ([1], r"params: \[1\]"),
     ],
 )
-def test_params_that_are_no_fields_are_refused(params, told):
+def test_params_that_are_no_fields_are_refused(params, reported):
     """Also where no row is there to be answered."""
-    with pytest.raises(InvalidField, match=told):
+    with pytest.raises(InvalidField, match=reported):
         _check_params(params)
 
 

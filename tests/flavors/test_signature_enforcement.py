@@ -118,7 +118,7 @@ def test_tables_of_the_scoring_server():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "reported"),
     [
         (b'{"inputs": [', "body: it is no JSON at character"),
         (b'{"prompt": "\xff"}', "body: it is no JSON: no UTF-8"),
@@ -132,9 +132,9 @@ def test_tables_of_the_scoring_server():
         ({"dataframe_split": {"columns": ["a"], "data": [[1, 2]]}}, "dataframe_split: "),
     ],
 )
-def test_bodies_that_are_refused(ours, body, told):
+def test_bodies_that_are_refused(ours, body, reported):
     """What is no body, and what stands beside its rows without a meaning, is named, and the body is not repeated."""
-    with pytest.raises(errors.RequestError, match=told) as caught:
+    with pytest.raises(errors.RequestError, match=reported) as caught:
         served(ours, body)
     assert caught.value.get_http_status_code() == 400
     assert len(caught.value.message) < 300

@@ -63,10 +63,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(root)
         left = [p for p in psutil.process_iter() if belongs(p, root)]
         alive = alive_after(left)
-        told = [" ".join(p.cmdline()) for p in alive]
+        reported = [" ".join(p.cmdline()) for p in alive]
         for process in alive:
             process.kill()
-        assert not told
+        assert not reported
 
 
 def belongs(process: psutil.Process, root: str) -> bool:

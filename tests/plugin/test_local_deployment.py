@@ -131,8 +131,8 @@ def test_a_model_that_does_not_load(place: Path) -> None:
 def test_run_local_and_help(place: Path, saved_model: Path) -> None:
     """``mlflow deployments run-local`` serves until interrupted; ``help`` prints what the target takes."""
     command = [sys.executable, "-m", "mlflow", "deployments"]
-    told = subprocess.run([*command, "help", "-t", "llm"], capture_output=True, text=True, timeout=240, check=True)
-    assert "llm://host:port" in told.stdout
+    reported = subprocess.run([*command, "help", "-t", "llm"], capture_output=True, text=True, timeout=240, check=True)
+    assert "llm://host:port" in reported.stdout
     port = processes.free_port()
     options = [f"port={port}", "workers=1", "max_model_len=128", "idle_timeout=0.5"]
     words = ["run-local", "-t", "llm", "--name", "local", "-m", str(saved_model)]

@@ -126,8 +126,8 @@ def test_threads_that_still_run() -> None:
     lines += "threading.Thread(target=time.sleep, args=(600,)).start(); print(s.getsockname()[1], flush=True); "
     process = subprocess.Popen([sys.executable, "-c", lines + "ctypes.CDLL(None).pthread_exit(None)"], stdout=PIPE)
     assert process.stdout
-    with process.stdout as told:
-        port = int(told.readline())
+    with process.stdout as reported:
+        port = int(reported.readline())
     birth = processes.keep(process)
     processes._children.pop(process.pid)  # nobody collects it
     found = psutil.Process(process.pid)

@@ -154,9 +154,9 @@ def test_relative_paths(client: Any, models: Path, monkeypatch: pytest.MonkeyPat
         made = client.create_deployment("a", "./one", config={"database": "sqlite:///x.db"})
     assert made["model_uri"] == str(models / "one")
     assert made["config"] == {"database": f"sqlite:///{models}/x.db"}
-    told = started(made)
-    assert told["MLFLOW_LLM_DATABASE"] == f"sqlite:///{models}/x.db"
-    assert told["MLFLOW_TRACKING_URI"] == made["tracking_uri"] == f"sqlite:///{models}/tracking.db"
+    reported = started(made)
+    assert reported["MLFLOW_LLM_DATABASE"] == f"sqlite:///{models}/x.db"
+    assert reported["MLFLOW_TRACKING_URI"] == made["tracking_uri"] == f"sqlite:///{models}/tracking.db"
 
 
 def test_a_password_is_not_shown(client: Any, models: Path) -> None:

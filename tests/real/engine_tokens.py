@@ -19,7 +19,7 @@ def greedy(name: str, prompt: tuple[int, ...], max_tokens: int, adapter: str | N
     )
 
 
-def tokens_told(core: EngineCore, *requests: ValidRequest) -> dict[str, list[int]]:
+def tokens_reported(core: EngineCore, *requests: ValidRequest) -> dict[str, list[int]]:
     """Tokens by request, all run in one batch; ``core`` is closed behind them."""
     for request in requests:
         core.add(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from engine_tokens import greedy, tokens_told
+from engine_tokens import greedy, tokens_reported
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -56,6 +56,6 @@ def test_two_adapters_and_base_in_one_batch_equal_peft(smollm2_dir: Path, tmp_pa
         adapters={name: str(tmp_path / name) for name in CONFIGS},
     )
     core = EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 28, max_num_batched_tokens=8, max_num_seqs=4))
-    found = tokens_told(core, *(greedy(str(name), ids, NUM_TOKENS, adapter=name) for name in expected))
+    found = tokens_reported(core, *(greedy(str(name), ids, NUM_TOKENS, adapter=name) for name in expected))
     assert found == {str(name): tokens for name, tokens in expected.items()}
     assert len({tuple(tokens) for tokens in found.values()}) == len(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from engine_tokens import greedy, tokens_told
+from engine_tokens import greedy, tokens_reported
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mlflow_llm.serving.bundle import Bundle
@@ -24,7 +24,7 @@ def test_greedy_equals_generate(smollm2_dir: str | Path) -> None:
         Bundle(content_hash="smollm2", tasks=("completions",), model_dir=where, tokenizer_dir=where),
         EngineSettings(kv_cache_memory=1 << 28, max_num_batched_tokens=8, max_num_seqs=4),
     )
-    found = tokens_told(core, *(greedy(str(i), ids, 24) for i, ids in enumerate(prompts)))
+    found = tokens_reported(core, *(greedy(str(i), ids, 24) for i, ids in enumerate(prompts)))
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     for i, ids in enumerate(prompts):

@@ -38,10 +38,10 @@ def write_pyenv(file: Path) -> None:
 
 def models_predict(model: Path, body: Any, folder: Path, env_manager: str = "local", **environment: str) -> Any:
     """What ``mlflow models predict`` writes for ``body``; a failure as its exit status and what it said."""
-    asked, told = folder / "asked.json", folder / "told.json"
+    asked, reported = folder / "asked.json", folder / "reported.json"
     asked.write_text(json.dumps(body))
     command = [sys.executable, "-W", "ignore", "-m", "mlflow", "models", "predict", "-m", str(model), "-t", "json"]
-    command += ["-i", str(asked), "-o", str(told), "--env-manager", env_manager]
+    command += ["-i", str(asked), "-o", str(reported), "--env-manager", env_manager]
     path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     # MLflow puts the experiment that a process chose into its environment, for the processes it starts
     ours = {"PYTHONPATH", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}
@@ -49,7 +49,7 @@ def models_predict(model: Path, body: Any, folder: Path, env_manager: str = "loc
     done = subprocess.run(
         command, env=given | {"PATH": path} | environment, cwd=folder, capture_output=True, text=True, check=False
     )
-    return json.loads(told.read_text()) if done.returncode == 0 else (done.returncode, done.stderr)
+    return json.loads(reported.read_text()) if done.returncode == 0 else (done.returncode, done.stderr)
 
 
 def test_one_request(assistant, tmp_path):
@@ -62,8 +62,8 @@ def test_one_request(assistant, tmp_path):
 def test_rows_and_params(assistant, tmp_path):
     """Rows in MLflow's form get ``predictions`` in order; ``params`` hold for the rows that say nothing."""
     rows = [{"prompt": "a b c", "max_tokens": 1}, {"prompt": "a b c"}]
-    told = models_predict(assistant, {"dataframe_records": rows, "params": {"max_tokens": 2}}, tmp_path)
-    assert [reply["usage"]["completion_tokens"] for reply in told["predictions"]] == [1, 2]
+    reported = models_predict(assistant, {"dataframe_records": rows, "params": {"max_tokens": 2}}, tmp_path)
+    assert [reply["usage"]["completion_tokens"] for reply in reported["predictions"]] == [1, 2]
 
 
 def test_an_unknown_field_fails_the_command(tiny, tmp_path):
@@ -95,8 +95,8 @@ def tiny(tmp_path_factory) -> Path:
 def test_local_environment_from_python(tiny, tmp_path, monkeypatch):
     """``mlflow.models.predict`` in this environment answers too."""
     monkeypatch.chdir(tmp_path)
-    mlflow.models.predict(str(tiny), TINY, output_path=str(tmp_path / "told.json"), env_manager="local")
-    assert json.loads((tmp_path / "told.json").read_text())["usage"]["completion_tokens"] == 3
+    mlflow.models.predict(str(tiny), TINY, output_path=str(tmp_path / "reported.json"), env_manager="local")
+    assert json.loads((tmp_path / "reported.json").read_text())["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.timeout(1200)
@@ -113,6 +113,6 @@ def test_environment_of_the_model(tiny, tmp_path, env_manager):
     (tmp_path / "bin").mkdir()
     write_pyenv(tmp_path / "bin" / "pyenv")
     found = {"UV_FIND_LINKS": links} if links else {}
-    told = models_predict(tiny, TINY, tmp_path, env_manager, **found)
-    assert isinstance(told, dict), told[1][-3000:]
-    assert told["usage"]["completion_tokens"] == 3
+    reported = models_predict(tiny, TINY, tmp_path, env_manager, **found)
+    assert isinstance(reported, dict), reported[1][-3000:]
+    assert reported["usage"]["completion_tokens"] == 3

@@ -113,8 +113,8 @@ def test_params_are_for_all_rows(model):
     frame = pd.DataFrame({"prompt": ["One, two,", "A, B,", "x y"], "max_tokens": [None, None, 2]})
     replies = model.predict(frame, params={"max_tokens": 3, "temperature": 0, "adapter": "pirate"})
     assert [reply["usage"]["completion_tokens"] for reply in replies] == [3, 3, 2]
-    told = {"prompt": "One, two,", "max_tokens": 3, "temperature": 0, "adapter": "pirate"}
-    assert replies[0]["choices"] == model.predict(told)["choices"]
+    reported = {"prompt": "One, two,", "max_tokens": 3, "temperature": 0, "adapter": "pirate"}
+    assert replies[0]["choices"] == model.predict(reported)["choices"]
     chunks = list(model.predict_stream({"prompt": "One, two,"}, params={"max_tokens": 3, "temperature": 0}))
     assert chunks[-1]["usage"]["completion_tokens"] == 3
     with pytest.raises(MlflowException, match="nobody"):

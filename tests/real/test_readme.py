@@ -116,9 +116,9 @@ def transcript(
                 finally:
                     end_session(shell.pid)
                     shell.wait()
-        said, told = (folder / "out").read_text(), (folder / "err").read_text()
+        said, reported = (folder / "out").read_text(), (folder / "err").read_text()
         sections = {name: text for name, _, text in (part.partition("\n") for part in said.split(MARK)[1:])}
-        yield sections, told, folder
+        yield sections, reported, folder
 
 
 def test_python_blocks(transcript: tuple[dict[str, str], str, Path]) -> None:

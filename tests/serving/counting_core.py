@@ -47,14 +47,14 @@ class CountingCore(InstantCore):
         super().add(request, client, continues=continues)
 
     def step(self) -> list[Any]:
-        told = super().step()
+        reported = super().step()
         counts: Counter[str] = Counter()
-        for _, request_id, event in told:
+        for _, request_id, event in reported:
             if isinstance(event, Tokens):
                 counts[request_id] += len(event.token_ids)
         if counts:
             self._write("=", *(f"{request_id}:{count}" for request_id, count in counts.items()))
-        return told
+        return reported
 
     def _write(self, *words: str) -> None:
         os.write(self._out, (" ".join(words) + "\n").encode())

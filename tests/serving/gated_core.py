@@ -31,8 +31,8 @@ class GatedCore(InstantCore):
         if self._steps < last:
             return super().step()
         time.sleep(0.01)
-        told, self._outbox = self._outbox, []
-        return told
+        reported, self._outbox = self._outbox, []
+        return reported
 
 
 @contextlib.contextmanager

@@ -174,5 +174,5 @@ def _see(record: Record, found: dict[str, Any]) -> None:
         record.ids.add(found["id"].partition("-")[2])
     record.usage = found.get("usage") or record.usage
     for choice in found.get("choices", ()):
-        told = choice.get("logprobs") or {}
-        record.received += len(told.get("content") or told.get("tokens") or ())
+        reported = choice.get("logprobs") or {}
+        record.received += len(reported.get("content") or reported.get("tokens") or ())

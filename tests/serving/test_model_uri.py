@@ -43,7 +43,7 @@ def test_a_served_entity_names_a_version_or_an_alias(version: str, uri: str) -> 
     assert by_version("a", version).uri == uri
 
 
-def test_paths_and_stores_are_told_apart() -> None:
+def test_paths_and_stores_are_reported_apart() -> None:
     """A URI of a store, a path of this machine, and a URI that is neither."""
     asked = ["models:/a/1", "runs:/1/a", "./a", "/srv/a:b", "s3://bucket/a"]
     assert [in_store(uri) for uri in asked] == [True, True, False, False, False]

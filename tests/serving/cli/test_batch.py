@@ -74,7 +74,7 @@ def answer(prompt: str) -> dict[str, Any]:
 
 
 def refusal(status: int) -> dict[str, Any]:
-    return {"error": {"message": f"told {status}", "type": "x", "param": None, "code": f"code_{status}"}}
+    return {"error": {"message": f"reported {status}", "type": "x", "param": None, "code": f"code_{status}"}}
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_rows_that_fail(server: FakeServer, files: tuple[Path, Path]) -> None:
     server.statuses["bad"] = [400]
     done = run(server, files)
     assert done.exit_code == 1
-    told = [(line["response"]["status_code"], (line["error"] or {}).get("code")) for line in lines(files[1])]
-    assert told == [(200, None), (400, "code_400"), (400, "invalid_value"), (400, "invalid_value")]
+    reported = [(line["response"]["status_code"], (line["error"] or {}).get("code")) for line in lines(files[1])]
+    assert reported == [(200, None), (400, "code_400"), (400, "invalid_value"), (400, "invalid_value")]
     assert "1 of 4 rows answered, 3 failed" in done.stderr
     assert run(server, files).exit_code == 1
     assert server.asked == {"a": 1, "bad": 1}
@@ -153,7 +153,7 @@ def test_a_busy_server_is_asked_again(server: FakeServer, files: tuple[Path, Pat
     server.statuses["1"] = [503, 503]
     stopped = run(server, files, "--retries", "1", "--concurrency", "1")
     assert stopped.exit_code == 2
-    assert "line 2 was not answered: 503: told 503; the same command goes on" in stopped.stderr
+    assert "line 2 was not answered: 503: reported 503; the same command goes on" in stopped.stderr
     assert (texts(files[1]), "2 left" in stopped.stderr) == (["0"], True)
     assert run(server, files).exit_code == 0
     assert texts(files[1]) == ["0", "1", "2"]
@@ -165,7 +165,7 @@ def test_a_refused_key_stops(server: FakeServer, files: tuple[Path, Path]) -> No
     write(files[0], *prompts(2))
     server.statuses["0"] = [401]
     stopped = run(server, files, "--concurrency", "1")
-    assert (stopped.exit_code, "401: told 401" in stopped.stderr, files[1].read_text()) == (2, True, "")
+    assert (stopped.exit_code, "401: reported 401" in stopped.stderr, files[1].read_text()) == (2, True, "")
 
 
 def test_after_kill_9(server: FakeServer, files: tuple[Path, Path]) -> None:
@@ -206,7 +206,7 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ('{"prompt": "a"}\n{"prompt"', "line 2: it is no JSON"),
         ("[1]", r"line 1: [1] is no JSON object"),
@@ -222,11 +222,11 @@ def test_an_output_of_another_input(server: FakeServer, files: tuple[Path, Path]
         ('{"body": {}, "custom": "a"}', "did you mean 'custom_id'"),
     ],
 )
-def test_input_that_is_none(server: FakeServer, files: tuple[Path, Path], text: str, told: str) -> None:
+def test_input_that_is_none(server: FakeServer, files: tuple[Path, Path], text: str, reported: str) -> None:
     """Is refused by its line before anything is asked or written."""
     files[0].write_text("\n".join(text.split("\n")))
     done = run(server, files)
-    assert (done.exit_code, told in done.stderr) == (2, True), done.stderr
+    assert (done.exit_code, reported in done.stderr) == (2, True), done.stderr
     assert not files[1].exists()
 
 

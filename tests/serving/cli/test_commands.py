@@ -30,7 +30,7 @@ from mlflow_llm.serving.settings import EngineSettings
 IN_USE = "Address already in use; --port, --probe-port and --socket name another place"
 
 Command = Callable[..., Result]
-PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is told at the start and end of a prompt
+PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"  # what a terminal is reported at the start and end of a prompt
 
 
 @pytest.fixture
@@ -421,7 +421,7 @@ def test_where_fold_finds_its_store(place: str, tmp_path: Path) -> None:
 
 
 def test_the_commands_of_a_conversation(command: Command, observed: Running) -> None:
-    """/set and /model change what is asked from then on, // sends a slash, an unknown word is told, /bye ends."""
+    """/set and /model change what is asked from then on, // sends a slash, an unknown word is reported, /bye ends."""
     lines = [
         "/model",
         "/set max_tokens 3",
@@ -437,14 +437,14 @@ def test_the_commands_of_a_conversation(command: Command, observed: Running) -> 
     done = command("chat", "--temperature", "0", input="\n".join(lines) + "\n")
     first = spoken(observed, "Hello", max_tokens=3)
     assert done.stdout == f"{first}\n{spoken(observed, 'Hello', first, '/x', max_tokens=5)}\n"
-    told = done.stderr.splitlines()
-    assert told[0] == "* assistant"
-    assert {"temperature 0.0", 'model "assistant"', "max_tokens 3"} <= set(told)
-    assert "Error: /what is no command; /help lists them, //… sends a message with a slash" in told
+    reported = done.stderr.splitlines()
+    assert reported[0] == "* assistant"
+    assert {"temperature 0.0", 'model "assistant"', "max_tokens 3"} <= set(reported)
+    assert "Error: /what is no command; /help lists them, //… sends a message with a slash" in reported
     assert done.exit_code == 1
 
 
-def test_what_the_server_refuses_of_a_set_field_is_told(command: Command) -> None:
+def test_what_the_server_refuses_of_a_set_field_is_reported(command: Command) -> None:
     """A field that is wrong is named by the server, and /set without a value takes it back."""
     done = command("chat", "--max-tokens", "2", input="/set temperature hot\nHello\n/set temperature\nHello\n")
     assert "temperature" in done.stderr

@@ -36,7 +36,7 @@ def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("--key", "@/no/such/file"), "/no/such/file: No such file"),
         (("--key-file", "/no/such/file"), "/no/such/file: No such file"),
@@ -45,10 +45,10 @@ def test_a_key_comes_from_many_places(tmp_path: Path) -> None:
         (("--key", "sk-x", "--key-file", "/dev/null"), "holds no key"),
     ],
 )
-def test_what_is_no_key(words: tuple[str, ...], told: str) -> None:
+def test_what_is_no_key(words: tuple[str, ...], reported: str) -> None:
     """Said without showing it."""
     done = run(*words, input="")
-    assert (done.exit_code, told in done.stderr, "two words" in done.stderr) == (2, True, False), done.stderr
+    assert (done.exit_code, reported in done.stderr, "two words" in done.stderr) == (2, True, False), done.stderr
 
 
 def test_one_key_is_enough(tmp_path: Path) -> None:

@@ -214,9 +214,9 @@ def test_every_error_is_rendered(dialect, error_class):
     jsonschema.validate(body, DIALECTS[dialect].error_schema)
     wire = DIALECTS[dialect].stream(_request()).error(error).decode()
     event, done = wire.strip().split("\n\n")
-    told = json.loads(event.removeprefix("data: "))
-    assert body.items() <= told.items()
-    assert told["error"] == json.loads(DIALECTS["openai"].error(error).body)["error"]
+    reported = json.loads(event.removeprefix("data: "))
+    assert body.items() <= reported.items()
+    assert reported["error"] == json.loads(DIALECTS["openai"].error(error).body)["error"]
     assert done == "data: [DONE]"
 
 

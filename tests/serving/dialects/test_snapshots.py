@@ -109,16 +109,16 @@ def test_completions_stream_with_usage() -> None:
     assert found[3:] == [f'{PART}],"usage":{DETAILS}}}', "data: [DONE]", ""]
 
 
-TOLD = "temperature: -1 is not allowed; expected a number in [0, 2]"
+REPORTED = "temperature: -1 is not allowed; expected a number in [0, 2]"
 
 
 @pytest.mark.parametrize(
     ("dialect", "error", "expected"),
     [
-        ("mlflow", InvalidField("temperature", -1, "a number in [0, 2]"), ("INVALID_PARAMETER_VALUE", TOLD)),
+        ("mlflow", InvalidField("temperature", -1, "a number in [0, 2]"), ("INVALID_PARAMETER_VALUE", REPORTED)),
         ("mlflow", NotFound("nobody", param="model"), ("RESOURCE_DOES_NOT_EXIST", "nobody")),
         ("mlflow", DeadlineExceeded("late"), ("DEADLINE_EXCEEDED", "late")),
-        ("databricks", InvalidField("temperature", -1, "a number in [0, 2]"), ("INVALID_PARAMETER_VALUE", TOLD)),
+        ("databricks", InvalidField("temperature", -1, "a number in [0, 2]"), ("INVALID_PARAMETER_VALUE", REPORTED)),
         ("databricks", DeadlineExceeded("late"), ("INTERNAL_ERROR", "late")),
     ],
 )

@@ -52,7 +52,7 @@ def test_an_episode_of_contention_logs_two_lines(machine: Machine, caplog: pytes
 
 
 def test_a_little_waiting_is_no_episode(machine: Machine) -> None:
-    """Less than a fifth, or a thread that hardly wanted to run, is shown and not told."""
+    """Less than a fifth, or a thread that hardly wanted to run, is shown and not reported."""
     assert machine.passes(20, ran=0.85, waited=0.15) == pytest.approx(0.15)
     assert machine.passes(20, ran=0.01, waited=0.02) == 0.0
     assert machine.changes == []

@@ -327,8 +327,8 @@ def test_shutdown_ends_every_request(tiny_bundle: Bundle) -> None:
     for name in "abc":
         core.add(request_of(name, prompt_of(5, 0), max_tokens=100))
     core.step()
-    told = [(request_id, event.kind) for _, request_id, event in core.close() if not isinstance(event, Tokens)]
-    assert sorted(told) == [(name, "shutting_down") for name in "abc"]
+    reported = [(request_id, event.kind) for _, request_id, event in core.close() if not isinstance(event, Tokens)]
+    assert sorted(reported) == [(name, "shutting_down") for name in "abc"]
     core.add(request_of("late", (1, 2)))
     assert [event.kind for _, _, event in core.step()] == ["shutting_down"]
 

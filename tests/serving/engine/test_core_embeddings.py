@@ -78,11 +78,11 @@ def ask(request_id: str, *texts: tuple[int, ...], **more: Any) -> ValidRequest:
 
 
 def take(core: EngineCore) -> dict[str, dict[int, Any]]:
-    """Vectors by request and index, a ``Failed`` under index -1; nothing may be told twice or after an end."""
-    told: dict[str, dict[int, Any]] = {}
+    """Vectors by request and index, a ``Failed`` under index -1; nothing may be reported twice or after an end."""
+    reported: dict[str, dict[int, Any]] = {}
     while core.has_work():
         for _, request_id, event in core.step():
-            found = told.setdefault(request_id, {})
+            found = reported.setdefault(request_id, {})
             assert -1 not in found
             if isinstance(event, Failed):
                 found[-1] = event
@@ -90,7 +90,7 @@ def take(core: EngineCore) -> dict[str, dict[int, Any]]:
             assert isinstance(event, Embedded)
             assert event.index not in found
             found[event.index] = np.frombuffer(event.vector, dtype="<f4")
-    return told
+    return reported
 
 
 def test_requests_batched_together_equal_each_text_alone(core: EngineCore, served: Served) -> None:
@@ -98,11 +98,11 @@ def test_requests_batched_together_equal_each_text_alone(core: EngineCore, serve
     core.add(ask("a", *TEXTS))
     core.add(ask("b", *reversed(TEXTS)))
     core.add(ask("c", TEXTS[3]))
-    told = take(core)
+    reported = take(core)
     for name, texts in (("a", TEXTS), ("b", TEXTS[::-1]), ("c", (TEXTS[3],))):
-        assert sorted(told[name]) == list(range(len(texts)))
+        assert sorted(reported[name]) == list(range(len(texts)))
         for index, text in enumerate(texts):
-            assert np.allclose(told[name][index], served.expected(text), atol=1e-5)
+            assert np.allclose(reported[name][index], served.expected(text), atol=1e-5)
 
 
 def test_a_short_request_does_not_wait_behind_a_bulk(core: EngineCore) -> None:
@@ -110,9 +110,9 @@ def test_a_short_request_does_not_wait_behind_a_bulk(core: EngineCore) -> None:
     core.add(ask("bulk", *[(3, 4, 5, 6, 7, 8)] * 20))
     core.step()
     core.add(ask("short", (9,)))
-    told = core.step()
-    assert "short" in {request_id for _, request_id, _ in told}
-    assert len(take(core)["bulk"]) == 20 - 2 - sum(request_id == "bulk" for _, request_id, _ in told)
+    reported = core.step()
+    assert "short" in {request_id for _, request_id, _ in reported}
+    assert len(take(core)["bulk"]) == 20 - 2 - sum(request_id == "bulk" for _, request_id, _ in reported)
 
 
 def test_vectors_are_whole_whatever_dimensions(core: EngineCore, served: Served) -> None:
@@ -129,15 +129,15 @@ def test_abort_ends_what_waits_and_nothing_else(core: EngineCore, served: Served
     core.abort("gone")
     first = core.step()
     core.abort("half")
-    told = take(core)
+    reported = take(core)
     early = {event.index: np.frombuffer(event.vector, dtype="<f4") for _, name, event in first if name == "kept"}
-    kept = early | told["kept"]
+    kept = early | reported["kept"]
     assert [event.kind for _, name, event in first if name == "gone" and isinstance(event, Failed)] == [
         Aborted("").kind
     ]
-    assert "gone" not in told
-    assert list(told["half"]) == [-1]
-    assert told["half"][-1].kind == Aborted("").kind
+    assert "gone" not in reported
+    assert list(reported["half"]) == [-1]
+    assert reported["half"][-1].kind == Aborted("").kind
     assert len(kept) == len(TEXTS)
     assert np.allclose(kept[0], served.expected(TEXTS[0]), atol=1e-5)
 
@@ -146,10 +146,10 @@ def test_a_deadline_fails_its_request_alone(core: EngineCore) -> None:
     """A request past its deadline fails as such; one with time left is answered."""
     core.add(ask("late", *TEXTS, deadline=time.monotonic() - 1))
     core.add(ask("early", *TEXTS, deadline=time.monotonic() + 600))
-    told = take(core)
-    assert list(told["late"]) == [-1]
-    assert told["late"][-1].kind == DeadlineExceeded("").kind
-    assert sorted(told["early"]) == list(range(len(TEXTS)))
+    reported = take(core)
+    assert list(reported["late"]) == [-1]
+    assert reported["late"][-1].kind == DeadlineExceeded("").kind
+    assert sorted(reported["early"]) == list(range(len(TEXTS)))
 
 
 @pytest.mark.parametrize(
@@ -160,21 +160,21 @@ def test_bad_inputs_are_refused_and_named(core: EngineCore, texts: Any, said: st
     """Over-long, empty and unknown tokens fail the whole request once; 40 tokens, the model's limit, are taken."""
     core.add(ask("bad", *texts))
     core.add(ask("good", (7,) * 40))
-    told = take(core)
-    assert list(told["bad"]) == [-1]
-    assert said in told["bad"][-1].message
+    reported = take(core)
+    assert list(reported["bad"]) == [-1]
+    assert said in reported["bad"][-1].message
     if len(texts[-1]) > 40:
-        assert told["bad"][-1].kind == ContextTooLong("").kind
-    assert list(told["good"]) == [0]
+        assert reported["bad"][-1].kind == ContextTooLong("").kind
+    assert list(reported["good"]) == [0]
 
 
 def test_an_embedding_model_refuses_to_generate(core: EngineCore) -> None:
     """A completions request to it fails by name, and an embeddings request beside it is answered."""
     core.add(request_of("text", (5, 6)))
     core.add(ask("vector", TEXTS[0]))
-    told = take(core)
-    assert (told["text"][-1].param, "embeddings" in told["text"][-1].message) == ("task", True)
-    assert list(told["vector"]) == [0]
+    reported = take(core)
+    assert (reported["text"][-1].param, "embeddings" in reported["text"][-1].message) == ("task", True)
+    assert list(reported["vector"]) == [0]
 
 
 def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +190,9 @@ def test_an_error_is_its_own_requests_alone(core: EngineCore, monkeypatch: pytes
     monkeypatch.setattr(embedder, "embed", failing)
     core.add(ask("bad", (5,), (9,), (6,)))
     core.add(ask("good", (5,), (6,)))
-    told = take(core)
-    assert told["bad"][-1].kind == InternalError("").kind
-    assert sorted(told["good"]) == [0, 1]
+    reported = take(core)
+    assert reported["bad"][-1].kind == InternalError("").kind
+    assert sorted(reported["good"]) == [0, 1]
 
 
 def test_closing_fails_what_waits(served: Served) -> None:
@@ -200,9 +200,9 @@ def test_closing_fails_what_waits(served: Served) -> None:
     core = EngineCore(served.bundle, EngineSettings())
     core.add(ask("a", *TEXTS))
     core.add(ask("b", *TEXTS))
-    told = core.close()
-    assert sorted(name for _, name, _ in told) == ["a", "b"]
-    assert all(isinstance(event, Failed) and event.kind == ShuttingDown("").kind for _, _, event in told)
+    reported = core.close()
+    assert sorted(name for _, name, _ in reported) == ["a", "b"]
+    assert all(isinstance(event, Failed) and event.kind == ShuttingDown("").kind for _, _, event in reported)
     assert not core.has_work()
 
 
@@ -211,7 +211,7 @@ def test_int8_and_bfloat16_stay_near(served: Served, change: dict[str, Any], cos
     """Reduced precision keeps the direction of every vector."""
     core = EngineCore(served.bundle, EngineSettings(**change))
     core.add(ask("a", *TEXTS))
-    told = take(core)["a"]
+    reported = take(core)["a"]
     for index, text in enumerate(TEXTS):
-        assert told[index] @ served.expected(text) > cosine
+        assert reported[index] @ served.expected(text) > cosine
     core.close()

@@ -34,7 +34,7 @@ def test_float32_logits_are_those_of_the_model(make):
 
 
 def test_every_linear_is_found_and_siblings_share_one_gemm():
-    """q, k, v and gate, up share a group; names, shapes and the head are told."""
+    """q, k, v and gate, up share a group; names, shapes and the head are reported."""
     model = tiny_llama()
     found = linear.install(model, ContextHolder(), EngineSettings())
     assert found.head == "lm_head"

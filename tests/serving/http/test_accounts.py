@@ -61,7 +61,7 @@ def client(server: Server, operator: str) -> FlaskClient:
 
 
 def test_a_keys_life(client: FlaskClient) -> None:
-    """Created with its limits, listed, changed, rotated, revoked; the secret is told where it is made and nowhere
+    """Created with its limits, listed, changed, rotated, revoked; the secret is reported where it is made and nowhere
     else, and no cache keeps it."""
     made = client.post(KEYS, json={"tenant": "acme", "expires": "90d", "limits": {"qph": 5, "budget": "2.50"}})
     assert (made.status_code, made.headers["Cache-Control"]) == (200, "no-store")
@@ -86,9 +86,9 @@ def test_limits_and_prices(client: FlaskClient, store: Store) -> None:
     """Set, listed and taken away; money is decimal text in the store's currency."""
     assert client.get(CURRENCY).json == {"currency": ""}
     assert client.put(CURRENCY, json={"currency": "EUR"}).json == {"currency": "EUR"}
-    told = client.put(LIMITS, json={"scope": "tenant", "subject": "a/b c", "limits": {"budget_month": "25"}}).json
-    assert (told["currency"], told["limits"][0]["value"]) == ("EUR", "25.00")
-    assert told["notes"] == ["no key is of tenant 'a/b c'; the limit holds once one is, or a token"]
+    reported = client.put(LIMITS, json={"scope": "tenant", "subject": "a/b c", "limits": {"budget_month": "25"}}).json
+    assert (reported["currency"], reported["limits"][0]["value"]) == ("EUR", "25.00")
+    assert reported["notes"] == ["no key is of tenant 'a/b c'; the limit holds once one is, or a token"]
     assert client.put(LIMITS, json={"scope": "tenant", "subject": "ops", "limits": {"qpm": 100}}).json["notes"] == []
     assert client.delete(LIMITS, query_string={"scope": "tenant", "subject": "ops", "kind": "qpm"}).status_code == 200
     noted = client.put(LIMITS, json={"scope": "endpoint", "subject": "chat", "limits": {"qpm": 1}}).json["notes"]
@@ -218,8 +218,8 @@ def test_commands_over_http(url: str, operator: str, store: Store, tmp_path: Pat
     newer = run("keys", "rotate", key_id, env=environment).strip()
     assert Keys(store).verify(newer).key_id == key_id
     assert run("prices", "currency", "EUR", "--key", "-", input=operator + "\n") == "EUR\n"
-    told = run("limits", "set", "key", key_id, "budget=2.5", env=environment)
-    assert told == f"key {key_id}: 2.50 EUR in all\n"
+    reported = run("limits", "set", "key", key_id, "budget=2.5", env=environment)
+    assert reported == f"key {key_id}: 2.50 EUR in all\n"
     assert run("prices", "set", "*", "--input", "3", env=environment).startswith("*: 3.00 EUR in, 3.00 EUR cached")
     assert run("keys", "revoke", key_id, env=environment) == f"revoked {key_id}\n"
     assert "key.revoke" in run("audit", "--action", "key.revoke", env=environment)
@@ -272,8 +272,8 @@ def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: St
     for place in (["--url", url, "--key", operator], ["--database", database]):
         made = CliRunner().invoke(cli, ["keys", "create", *place, "--endpoint", "typo:pirate", "--endpoint", "typo"])
         assert (made.exit_code, made.stderr.count("note: ")) == (0, 1), made.output
-        told = "note: there is no endpoint 'typo' yet; the key may use it once there is; served is nothing\n"
-        assert told in made.stderr
+        reported = "note: there is no endpoint 'typo' yet; the key may use it once there is; served is nothing\n"
+        assert reported in made.stderr
         key_id = made.stderr.split()[1]
         changed = CliRunner().invoke(cli, ["keys", "update", *place, key_id, "--endpoint", "other"])
         assert (changed.exit_code, "no endpoint 'other'" in changed.stderr) == (0, True)
@@ -283,9 +283,9 @@ def test_an_allow_list_with_unknown_endpoints(url: str, operator: str, store: St
 
 def test_commands_on_a_server_or_a_database(tmp_path: Path) -> None:
     """A database and a server are one too many, and none too few."""
-    for words, told in (
+    for words, reported in (
         (["--url", "http://x", "--database", "sqlite:///x.db"], "give one of them"),
         ([], "name a store with --database, or a server with --url"),
     ):
         done = CliRunner().invoke(cli, ["keys", "list", *words], env={"MLFLOW_LLM_DATABASE": "", "MLFLOW_LLM_URL": ""})
-        assert (done.exit_code, told in done.stderr) == (2, True), done.output
+        assert (done.exit_code, reported in done.stderr) == (2, True), done.output

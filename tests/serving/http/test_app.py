@@ -199,7 +199,7 @@ def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -
 def test_the_callers_own_user_is_in_the_log(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """``user`` is kept in the request's line, at most 256 characters of it."""
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(access_record.logs, "event", lambda event, **told: lines.append({"event": event, **told}))
+    monkeypatch.setattr(access_record.logs, "event", lambda event, **facts: lines.append({"event": event, **facts}))
     client.post("/v1/chat/completions", json=CHAT | {"user": "alice" * 100})
     assert [line["user"] for line in lines if line["event"] == "request"] == [("alice" * 100)[:256]]
 
@@ -217,7 +217,7 @@ def test_unknown_routes(client: FlaskClient, path: str, key: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1//chat/completions", "/v1/chat///completions", "/serving-endpoints//invocations"])
 def test_repeated_slashes(client: FlaskClient, path: str) -> None:
-    """Repeated slashes are one: no redirect, and an unknown route is told in its dialect."""
+    """Repeated slashes are one: no redirect, and an unknown route is reported in its dialect."""
     answer = client.post(path, json=CHAT | {"model": "assistant"}, headers={"X-Request-Id": "mine"})
     assert answer.headers["X-Request-Id"] == "mine"
     assert "Location" not in answer.headers
@@ -328,14 +328,14 @@ def test_docs_page(client: FlaskClient) -> None:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             begin = page.text.index(f"<b>{method.upper()}</b><code>{path}</code>")
-            told = page.text[begin : page.text.index("</details>", begin)]
+            reported = page.text[begin : page.text.index("</details>", begin)]
             for parameter in operation["parameters"]:
-                assert f"<code>{parameter['in']}: {parameter['name']}</code>" in told
+                assert f"<code>{parameter['in']}: {parameter['name']}</code>" in reported
             bodies = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             for schema in bodies.get("oneOf", [bodies]):
                 name = schema.get("$ref", "").rpartition("/")[2]
                 found = document["components"]["schemas"][name] if name else schema
-                assert all(f"<code>{field}</code>" in told for field in found.get("properties", {}))
+                assert all(f"<code>{field}</code>" in reported for field in found.get("properties", {}))
     assert "<td><code>n</code></td><td>integer in [1, 128] | null</td>" in page.text
     assert "<code>config.served_entities[].entity_name</code>" in page.text
 

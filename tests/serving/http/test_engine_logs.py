@@ -33,9 +33,9 @@ def test_logs_by_databricks_sdk(server: Running) -> None:
     load = endpoints.build_logs(endpoint.name, entity.name).logs
     assert load.splitlines()[0].rpartition(" INFO ")[2].startswith("mlflow_llm.engine: loading ")
     assert "ready, pid " in load.splitlines()[-1]
-    told = endpoints.logs(endpoint.name, entity.name).logs
-    assert load in told
-    assert "nobody else may read" not in told
+    reported = endpoints.logs(endpoint.name, entity.name).logs
+    assert load in reported
+    assert "nobody else may read" not in reported
     with pytest.raises(NotFound, match="no served model 'other'"):
         endpoints.logs(endpoint.name, "other")
     with pytest.raises(NotFound, match="no endpoint 'other'"):

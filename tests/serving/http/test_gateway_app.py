@@ -49,11 +49,11 @@ def test_chat(gateway: object, observed: Running) -> None:
     """A chat through the gateway is the chat our server gives, with its usage."""
     answer = gateway.post("/gateway/chat/invocations", json=CHAT)
     assert answer.status_code == 200, answer.text
-    told, expected = answer.json(), direct(observed, "/v1/chat/completions", CHAT)
-    assert told["choices"][0]["message"]["content"] == expected["choices"][0]["message"]["content"]
-    assert told["choices"][0]["finish_reason"] == expected["choices"][0]["finish_reason"]
+    reported, expected = answer.json(), direct(observed, "/v1/chat/completions", CHAT)
+    assert reported["choices"][0]["message"]["content"] == expected["choices"][0]["message"]["content"]
+    assert reported["choices"][0]["finish_reason"] == expected["choices"][0]["finish_reason"]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert told["usage"][name] == expected["usage"][name]
+        assert reported["usage"][name] == expected["usage"][name]
 
 
 def test_chat_in_openais_form(gateway: object, observed: Running) -> None:
@@ -91,10 +91,10 @@ def test_completions(gateway: object, observed: Running) -> None:
 def test_embeddings(gateway: object, observed: Running) -> None:
     """Embeddings through the gateway, one text and several, with usage."""
     for given in ("a", ["a", "bc"]):
-        told = gateway.post("/gateway/embeddings/invocations", json={"input": given}).json()
+        reported = gateway.post("/gateway/embeddings/invocations", json={"input": given}).json()
         expected = direct(observed, "/v1/embeddings", {"input": given})
-        assert [entry["embedding"] for entry in told["data"]] == [entry["embedding"] for entry in expected["data"]]
-        assert told["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+        assert [entry["embedding"] for entry in reported["data"]] == [entry["embedding"] for entry in expected["data"]]
+        assert reported["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
 
 
 def test_a_refusal_keeps_status_and_words(gateway: object) -> None:

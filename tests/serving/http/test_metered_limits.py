@@ -99,8 +99,8 @@ def test_retry_after_says_when_a_limit_admits_again(place: Place, kind: str, sco
     wait = int(message.rpartition("try again in ")[2].removesuffix(" s"))
     assert refused.headers["Retry-After"] == str(min(60, wait))
     assert message.startswith(f"{kind}: the {scope}'s limit is {limit} ")
-    told = "" if scope == "endpoint" else f"{left} are left and "
-    assert f"; {told}this request needs {asked}; try again in {wait} s" in message
+    reported = "" if scope == "endpoint" else f"{left} are left and "
+    assert f"; {reported}this request needs {asked}; try again in {wait} s" in message
     noun = {"itpm": "input-tokens", "otpm": "output-tokens", "qpm": "requests", "qph": "requests"}.get(kind, "budget")
     if scope == "endpoint":
         assert not [name for name in dict(refused.headers) if name.startswith("x-ratelimit")]
@@ -119,12 +119,12 @@ def test_the_strictest_limit_wins(place: Place) -> None:
     place.limits.set("key", place.key.key_id, "otpm", 1000)
     place.limits.set("tenant", "acme", "otpm", 10)
     place.limits.set("endpoint", "assistant", "qph", 3)
-    told = [place.ask() for _ in range(3)]
-    assert [answer.status_code for answer in told] == [200, 200, 429]
-    assert told[0].headers["x-ratelimit-remaining-output-tokens"] == "6"
-    assert told[0].headers["x-ratelimit-limit-tokens"] == "10"
-    assert "x-ratelimit-remaining-requests" not in told[0].headers  # it would tell of others' requests
-    assert told[2].json["error"]["message"].startswith("otpm: the tenant's")
+    reported = [place.ask() for _ in range(3)]
+    assert [answer.status_code for answer in reported] == [200, 200, 429]
+    assert reported[0].headers["x-ratelimit-remaining-output-tokens"] == "6"
+    assert reported[0].headers["x-ratelimit-limit-tokens"] == "10"
+    assert "x-ratelimit-remaining-requests" not in reported[0].headers  # it would tell of others' requests
+    assert reported[2].json["error"]["message"].startswith("otpm: the tenant's")
     assert place.ask(max_tokens=1).status_code == 200
     assert place.ask(max_tokens=3).json["error"]["message"].startswith("qph: the endpoint's")
     other, _ = place.keys.create("zeta")

@@ -96,9 +96,9 @@ def test_defaults_of_an_endpoint(monkeypatch: pytest.MonkeyPatch, instant_bundle
     entity = msgspec.structs.replace(config.served_entities[0], source=source)
     (shown,) = config_to_wire(msgspec.structs.replace(config, served_entities=(entity,)))["served_entities"]
     assert (shown["defaults"], shown["request_defaults"]) == (given, expected)
-    for wrong, told in (({"temprature": 1}, "did you mean 'temperature'"), ({"top_p": 7}, "7 is not allowed")):
+    for wrong, reported in (({"temprature": 1}, "did you mean 'temperature'"), ({"top_p": 7}, "7 is not allowed")):
         body["served_entities"][0]["defaults"] = wrong
-        with pytest.raises(InvalidField, match=rf"^served_entities\[0\]\.defaults\.\w+: .*{told}"):
+        with pytest.raises(InvalidField, match=rf"^served_entities\[0\]\.defaults\.\w+: .*{reported}"):
             registry.locate(config_body(body, "").served_entities, {})
 
 

@@ -124,9 +124,9 @@ def test_usage_in_sums(ask: Callable[..., object]) -> None:
 
 def test_usage_as_csv_and_parquet(ask: Callable[..., object], tmp_path: Path) -> None:
     """CSV and Parquet have every row that the key may see, and the same columns; money is exact."""
-    told = ask("acme", format="csv")
-    rows = list(csv.DictReader(io.StringIO(told.text)))
-    assert told.content_type.startswith("text/csv")
+    reported = ask("acme", format="csv")
+    rows = list(csv.DictReader(io.StringIO(reported.text)))
+    assert reported.content_type.startswith("text/csv")
     assert [row["request_id"] for row in rows] == [f"r{n}" for n in range(6)]
     table = pq.read_table(io.BytesIO(ask("acme", format="parquet").data))
     assert table["completion_tokens"].to_pylist() == list(range(6))
@@ -163,10 +163,10 @@ def test_usage_as_csv_and_parquet(ask: Callable[..., object], tmp_path: Path) ->
 )
 def test_mistakes_are_named(ask: Callable[..., object], parameters: dict[str, object], field: str) -> None:
     """Field, value and what is allowed."""
-    told = ask("operator", **parameters)
-    assert told.status_code == 400
-    assert told.json["error_code"] == "INVALID_PARAMETER_VALUE"
-    assert told.json["message"].startswith(f"{field}: ")
+    reported = ask("operator", **parameters)
+    assert reported.status_code == 400
+    assert reported.json["error_code"] == "INVALID_PARAMETER_VALUE"
+    assert reported.json["message"].startswith(f"{field}: ")
 
 
 def test_without_a_ledger_there_is_no_usage(client: FlaskClient) -> None:
@@ -187,6 +187,6 @@ def test_a_store_that_is_away_is_a_503(
 
     guarded.get(PATH, headers={"Authorization": f"Bearer {books[1]['operator']}"})  # the key is known from here on
     monkeypatch.setattr(books[0].store, "read", away)
-    told = guarded.get(PATH, headers={"Authorization": f"Bearer {books[1]['operator']}"})
-    assert (told.status_code, told.headers["Retry-After"]) == (503, "1")
-    assert msgspec.json.decode(told.data)["error_code"]
+    reported = guarded.get(PATH, headers={"Authorization": f"Bearer {books[1]['operator']}"})
+    assert (reported.status_code, reported.headers["Retry-After"]) == (503, "1")
+    assert msgspec.json.decode(reported.data)["error_code"]

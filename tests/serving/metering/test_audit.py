@@ -34,7 +34,7 @@ ANN = Actor(name="key_ann", via="http", tenant="acme", request_id="r1")
 ALL = AuditFilter()
 
 
-def test_every_change_is_told_once(store):
+def test_every_change_is_reported_once(store):
     """Who, when, what, before and after, newest first; a change that was none, or failed, leaves nothing."""
     keys, limits, prices = Keys(store), Limits(store), Prices(store)
     secret, key = keys.create("acme", limits=[("qph", 5)], by=ANN)
@@ -110,13 +110,18 @@ def aged(store: Store, *days: float) -> None:
 
 
 def test_old_entries_are_pruned(store, monkeypatch):
-    """By age, in batches; what was removed is told by an entry, and removing nothing leaves none."""
+    """By age, in batches; what was removed is reported by an entry, and removing nothing leaves none."""
     monkeypatch.setattr(audit, "BATCH", 2)
     aged(store, 500, 101, 100.1, 99.9, 1, 200, 300)
     assert prune(store, 100, by=ANN) == 5
-    told, *kept = Audit(store).page(ALL)[0]
-    assert [entry.target for entry in kept] == ["tenant t4", "tenant t3"]
-    assert (told.action, told.actor, told.target, told.after["entries"]) == ("audit.prune", "key_ann", "100", 5)
+    entry, *kept = Audit(store).page(ALL)[0]
+    assert [one.target for one in kept] == ["tenant t4", "tenant t3"]
+    assert (entry.action, entry.actor, entry.target, entry.after["entries"]) == (
+        "audit.prune",
+        "key_ann",
+        "100",
+        5,
+    )
     assert prune(store, 100) == 0
     assert len(Audit(store).page(ALL)[0]) == 3
     for days in (89, 0, -1, True, "100", 10**6):

@@ -125,7 +125,7 @@ def test_a_request_that_can_never_fit_says_so(store, ledger, reserve_of):
 
 
 def test_the_strictest_level_wins(store, ledger, reserve_of):
-    """Key, tenant and endpoint are all checked, and the longest wait is the one that is told."""
+    """Key, tenant and endpoint are all checked, and the longest wait is the one that is reported."""
     limits = Limits(store)
     limits.set("key", "key_1", "qph", 10)
     limits.set("tenant", "acme", "qph", 2)

@@ -123,7 +123,7 @@ def test_with_the_store_away_nothing_is_admitted_and_nothing_lost(store, ledger,
 
 @pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
 def test_a_ledger_says_how_it_stands(store, ledger, reserve_of, locked):
-    """Open rows, what waits in the spool, whether the store answers; an outage is told once."""
+    """Open rows, what waits in the spool, whether the store answers; an outage is reported once."""
     outages = []
     ledger.on_outage = lambda: outages.append(1)
     leases = [ledger.reserve(reserve_of(f"r{number}")) for number in range(3)]

@@ -83,10 +83,10 @@ def test_health_names_the_engines_kernels() -> None:
     """Each engine's kernels, with the reason where they are torch's: of the endpoint, or of each of its entities."""
     slow = engine("ready")
     slow.info = msgspec.structs.replace(NATIVE, kernels="torch", kernels_reason="they are not compiled")
-    told_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
+    reported_of = {"kernels": "torch", "kernels_reason": "they are not compiled"}
     found = health_of(one={"v1": slow}, two={"v1": engine("ready"), "v2": slow})[1]
-    assert found["one"].items() >= told_of.items()
-    assert found["two"]["entities"]["v2"].items() >= told_of.items()
+    assert found["one"].items() >= reported_of.items()
+    assert found["two"]["entities"]["v2"].items() >= reported_of.items()
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
 
 

@@ -88,7 +88,7 @@ def stolen(server: Running, key: str, model: str) -> str:
     return known.removeprefix(SECRET)
 
 
-def test_another_tenant_s_prompt_is_not_told(banks: Running, keys: dict[str, str], store: Store) -> None:
+def test_another_tenant_s_prompt_is_not_reported(banks: Running, keys: dict[str, str], store: Store) -> None:
     """A PIN in a tenant's system prompt is not found by 10 guesses a digit, by answers or by the ledger; where an
     endpoint shares among all callers, which is the attack's proof, it is found to the last digit."""
     for model in ("assistant", "shared", "off"):

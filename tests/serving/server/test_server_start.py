@@ -38,7 +38,7 @@ def is_ready(server: Running) -> bool:
     return False
 
 
-def test_the_start_is_told(started: Running) -> None:
+def test_the_start_is_reported(started: Running) -> None:
     """Loading, first token, listening, in this order and each once."""
     said = started.log()
     steps = ("loading assistant", "first token of assistant", f"listening on {started.url}")

@@ -204,15 +204,15 @@ def test_closing_aborts(text, ask):
     assert unstarted.stream.closed
 
 
-def test_tokens_are_counted_before_they_are_told(text, ask):
+def test_tokens_are_counted_before_they_are_reported(text, ask):
     """on_tokens has seen every token that a piece carries, and in the end as many as usage says."""
     seen = []
     ids = text.encode("the quick brown STOP", False)
     run = generate.run(ScriptedEngine(spoken(0, ids)), ask(stop="STOP"), text, lambda i, count: seen.append(count))
-    told = 0
+    reported = 0
     for piece in run:
-        told += piece.num_tokens if isinstance(piece, Delta) else 0
-        assert sum(seen) == told
+        reported += piece.num_tokens if isinstance(piece, Delta) else 0
+        assert sum(seen) == reported
         if isinstance(piece, Done):
             assert sum(seen) == piece.usage.completion_tokens
 

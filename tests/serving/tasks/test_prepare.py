@@ -176,7 +176,7 @@ def test_wrong_task(endpoint_of):
 
 
 def test_template_that_refuses(endpoint):
-    """A template's raise_exception is told as a bad messages field with the template's words and no stack."""
+    """A template's raise_exception is reported as a bad messages field with the template's words and no stack."""
     with pytest.raises(InvalidField, match="role tool is unknown") as caught:
         _valid(endpoint, messages=[*HI, {"role": "tool", "content": "x", "tool_call_id": "1"}])
     assert caught.value.param == "messages"

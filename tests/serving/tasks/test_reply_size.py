@@ -31,8 +31,8 @@ def test_a_suffix_times_its_choices(endpoint_of):
     """A suffix is counted in each choice of each prompt, in bytes; at the bound it passes, one byte more names it."""
     small = endpoint_of(max_reply_bytes=64 * KIB)
     assert fixed_size(_valid(small, prompt=["a", "b"], n=4, suffix="é" * (4 * KIB)), 0) == 64 * KIB
-    told = re.escape("suffix: '8193 bytes in 8 choices' is not allowed; expected at most 65536 bytes in a reply")
-    _refused(small, "suffix", told, prompt=["a", "b"], n=4, suffix="x" * (8 * KIB + 1))
+    reported = re.escape("suffix: '8193 bytes in 8 choices' is not allowed; expected at most 65536 bytes in a reply")
+    _refused(small, "suffix", reported, prompt=["a", "b"], n=4, suffix="x" * (8 * KIB + 1))
 
 
 def test_an_echo_times_its_choices(endpoint_of):

@@ -65,7 +65,7 @@ def test_an_address_at_its_limit_of_busy_connections_is_refused() -> None:
 
 
 def test_a_connection_is_released_once() -> None:
-    """Leaving frees the place and is told once, also after an eviction."""
+    """Leaving frees the place and is reported once, also after an eviction."""
     left: list[int] = []
     limits = ConnectionLimits(1, 1, on_release=lambda: left.append(1))
     first, second = connections(1.0, 2.0)

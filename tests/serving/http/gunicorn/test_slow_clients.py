@@ -55,7 +55,7 @@ def drip(callers: list[socket.socket], byte: bytes) -> list[bytes]:
                     answers[caller] += part
             waiting.discard(caller)
         for caller in waiting:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # told by the next recv
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported by the next recv
                 caller.sendall(byte)
     return list(answers.values())
 
@@ -198,9 +198,9 @@ def test_a_body_that_drips(conversations: dict[str, Any], framing: str) -> None:
     head, _, body = conversations[framing].partition(b"\r\n\r\n")
     assert statuses(head) == [408]
     assert b"\r\nConnection: close\r\n" in head
-    told = json.loads(body)["error"]
-    assert told["message"] == "the body arrives too slowly: more than 8 seconds behind 1024 bytes a second"
-    assert (told["type"], told["param"]) == ("invalid_request_error", None)
+    reported = json.loads(body)["error"]
+    assert reported["message"] == "the body arrives too slowly: more than 8 seconds behind 1024 bytes a second"
+    assert (reported["type"], reported["param"]) == ("invalid_request_error", None)
 
 
 class Scripted:

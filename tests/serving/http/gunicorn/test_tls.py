@@ -38,7 +38,7 @@ def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path) -> None
     make_context(both, None, None)
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("nonsense")
-    for files, told in (
+    for files, reported in (
         ((str(tmp_path / "none"), key, None), "certificate .*none: No such file"),
         ((cert, str(tmp_path / "none"), None), "key .*none: No such file"),
         ((cert, key, str(tmp_path / "none")), "client CA .*none: No such file"),
@@ -47,7 +47,7 @@ def test_files_that_cannot_be_read(authority: Authority, tmp_path: Path) -> None
         ((cert, key, str(nonsense)), "client CA .*nonsense.pem"),
         ((cert, None, None), "server.crt"),
     ):
-        with pytest.raises(PackagingError, match=told):
+        with pytest.raises(PackagingError, match=reported):
             make_context(*files)
 
 
