@@ -12,7 +12,8 @@ import mlflow_llm
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(mlflow_llm.__file__).parent
 DOCUMENTS = ("docs/structures.md", "docs/glossary.md", "CONTRIBUTING.md", "SECURITY.md")
-NAMED = re.compile(r"(?<![\w/.])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|h|cpp)|(?:[a-z_]+/)+)(?=[`\s,;:)])")
+# The sources of the kernels are not looked for: an installed package has none.
+NAMED = re.compile(r"(?<![\w/.])((?:[a-z_]+/)*[a-z_0-9]+\.py|(?:[a-z_]+/)+)(?=[`\s,;:)])")
 
 
 def sources() -> set[str]:

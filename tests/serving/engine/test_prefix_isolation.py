@@ -89,13 +89,13 @@ class Sink:
 def test_a_continuation_carries_the_salt(core: EngineCore) -> None:
     """What goes on in another engine, after a crash, a move or a pause, is looked up under the same salt there."""
     request = request_of("r", PROMPT, cache_salt="b", max_tokens=8)
-    running = InflightRequest(request, "wire", Sink())
+    running = InflightRequest(request, 1, Sink())
     running.deliver(Tokens(0, (5, 6), (), 0))
     continuation = running.continuation(256)
     assert continuation is not None
     assert (continuation.cache_salt, continuation.sequences[0].resumed_token_ids) == ("b", (5, 6))
     run(core, request_of("a", (*PROMPT, 5, 6), cache_salt="a"))
-    assert run(core, continuation)["wire"].finished[0].num_cached_tokens == 0
+    assert run(core, continuation)["r"].finished[0].num_cached_tokens == 0
 
 
 def test_no_match_ever_crosses_a_key() -> None:
