@@ -3,7 +3,8 @@
 Contenders are processes that hold the model all the time and run one after the other, a short burst each, in an order
 that changes from round to round; what is reported are medians of the ratios within a round, because such a machine's
 speed changes from minute to minute. Where a process's memory happens to lie makes it some percent faster or slower for
-all its life: `--launches` starts them anew. `passive` has OMP_WAIT_POLICY=passive. With `--against DIR` (the root of
+all its life, above all which one is started first: `--launches` (an even number) starts them anew, in both orders.
+`passive` has OMP_WAIT_POLICY=passive. With `--against DIR` (the root of
 another checkout, kernels built) that code runs too, as it is and passive. `--quota` needs root and a cpu controller.
 `--alone` needs root: a burst runs before everything else on the machine (SCHED_FIFO).
 
@@ -198,8 +199,8 @@ def main() -> None:
         hold(args)
         return
     bursts: dict[str, list[Burst]] = {}
-    for _ in range(args.launches):
-        for name, found in launch(args).items():
+    for number in range(args.launches):
+        for name, found in launch(args, number).items():
             bursts.setdefault(name, []).extend(found)
     reference = "one core" if args.quota else "before" if args.against else "ours, passive"
     rows = []
@@ -219,8 +220,9 @@ def main() -> None:
     publish(args.name, rows, load=f"{args.batch} × ({args.prompt} prompt + {args.new} new tokens), {times}")
 
 
-def launch(args: argparse.Namespace) -> dict[str, list[Burst]]:
-    """Bursts of contenders that are started for it."""
+def launch(args: argparse.Namespace, number: int) -> dict[str, list[Burst]]:
+    """Bursts of contenders that are started for it, every other time in reverse: the one that starts first is some
+    percent slower for all its life, the same code beside itself too."""
     kinds: dict[str, tuple[str, dict[str, str]]] = {"ours": (str(ROOT), {})}
     kinds |= {f"ours, {n} spins": (str(ROOT), {"GOMP_SPINCOUNT": str(n)}) for n in args.spins}
     if args.against:
@@ -228,6 +230,7 @@ def launch(args: argparse.Namespace) -> dict[str, list[Burst]]:
     if args.passive:
         passive = {"OMP_WAIT_POLICY": "passive"}
         kinds |= {f"{name}, passive": (code, passive) for name, (code, _) in kinds.items() if "spins" not in name}
+    kinds = dict(reversed(kinds.items())) if number % 2 else kinds
     threads = args.threads
     with quota(args.quota) as group, contextlib.ExitStack() as stack:
         contenders = {}
@@ -243,15 +246,20 @@ def launch(args: argparse.Namespace) -> dict[str, list[Burst]]:
             contenders["one core"] = Contender(args, str(ROOT), {})
             stack.callback(contenders["one core"].close)
             args.threads = threads
-        return measure(args, contenders)
+        return measure(args, contenders, random.Random(number))
 
 
-def measure(args: argparse.Namespace, contenders: dict[str, Contender]) -> dict[str, list[Burst]]:
-    """Of each contender, round by round."""
+def measure(
+    args: argparse.Namespace, contenders: dict[str, Contender], chance: random.Random
+) -> dict[str, list[Burst]]:
+    """Of each contender, round by round: pairs of rounds, the second in the reverse order of the first."""
     bursts: dict[str, list[Burst]] = {name: [] for name in contenders}
     order = list(contenders)
     for number in range(args.rounds):
-        random.Random(number).shuffle(order)
+        if number % 2:
+            order.reverse()
+        else:
+            chance.shuffle(order)
         for name in order:
             with neighbours(args.neighbours):
                 bursts[name].append(contenders[name].burst(args.batch, alone=args.alone))
