@@ -13,11 +13,15 @@ ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Exact token counts: prompt as fed to the model, completion as sampled up to the token that ended the text."""
+    """Exact token counts: prompt as fed to the model, completion as sampled up to the token that ended the text.
+
+    ``reasoning_tokens`` are those of the completion that are reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -38,11 +42,28 @@ class TextLogprob(Struct, frozen=True, kw_only=True):
     top: tuple[TextLogprob, ...] = ()
 
 
+class CallDelta(Struct, frozen=True, kw_only=True):
+    """A piece of tool call number ``index`` of its choice (from 0). The first one of a call has ``id`` and ``name`` and
+    no ``arguments``; later ones have only these: JSON, or the text of a custom tool. Calls do not interleave."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+    custom: bool = False
+
+
 class Delta(Struct, frozen=True, kw_only=True):
-    """New text of choice ``index``; may be empty where only tokens were counted."""
+    """New text of choice ``index``; may be empty where only tokens were counted.
+
+    ``reasoning`` is what the model thought between its markers, before or between texts; ``calls`` are pieces of tool
+    calls. A delta has at most one of text, reasoning and calls.
+    """
 
     index: int
     text: str
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] = ()
@@ -72,11 +93,22 @@ class Done(Struct, frozen=True, kw_only=True):
 Piece: TypeAlias = Delta | Ended | Vector | Done
 
 
+class ReplyCall(Struct, frozen=True, kw_only=True):
+    """A whole tool call; ``arguments`` is JSON, or the text of a custom tool."""
+
+    id: str
+    name: str
+    arguments: str
+    custom: bool = False
+
+
 class Choice(Struct, frozen=True, kw_only=True):
     """One finished choice, gathered for a response that is not streamed."""
 
     index: int
     text: str
+    reasoning: str = ""
+    calls: tuple[ReplyCall, ...] = ()
     finish_reason: ReplyFinish
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] = ()
@@ -93,8 +125,12 @@ class Reply(Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         """About the bytes that it takes to say: what decides whether encoding it holds others up."""
-        texts = sum(len(choice.text) + 64 * _num_logprobs(choice) for choice in self.choices)
+        texts = sum(_length(choice) + 64 * _num_logprobs(choice) for choice in self.choices)
         return texts + 4 * sum(map(len, self.vectors))
+
+
+def _length(choice: Choice) -> int:
+    return len(choice.text) + len(choice.reasoning) + sum(len(call.arguments) for call in choice.calls)
 
 
 def _num_logprobs(choice: Choice) -> int:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Struct
 
+from .constraint import Constraint, Grammar
+
 Task: TypeAlias = Literal["chat", "completions", "embeddings"]
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
@@ -45,6 +47,7 @@ class RawSampling(Struct, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     error_behavior: ErrorBehavior | None = None
     timeout: float | None = None
+    constraint: Constraint | None = None
 
 
 class Raw(Struct, frozen=True, kw_only=True):
@@ -88,15 +91,39 @@ class Message(Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
+class Tool(Struct, frozen=True, kw_only=True):
+    """A function that the model may call.
+
+    ``parameters`` is the JSON schema of the object of its arguments; None: it takes none. ``strict``: the arguments are
+    held to it. A "custom" tool takes a text instead of an object, of the form ``syntax`` if there is one.
+    """
+
+    name: str
+    kind: Literal["function", "custom"] = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    syntax: Constraint | None = None
+
+
+class ToolChoice(Struct, frozen=True, kw_only=True):
+    """``names``: the tools that may be called, () for all. ``named``: the caller named the one to be called, as opposed
+    to a subset that happens to have one; its reply then ends with "stop" (OpenAI's contract)."""
+
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] = ()
+    named: bool = False
+
+
 class RawChat(Raw, frozen=True, kw_only=True):
     """``messages`` are checked for shape by the dialect."""
 
     task: ClassVar[Task] = "chat"
 
     messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: tuple[Tool, ...] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     sampling: RawSampling = RawSampling()
@@ -136,7 +163,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
     0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
-    unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation.
+    unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation. ``grammar`` is
+    what each text is held to, None for nothing.
     """
 
     max_tokens: int
@@ -153,6 +181,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 class Sequence(Struct, frozen=True, kw_only=True):
@@ -169,6 +198,16 @@ class Sequence(Struct, frozen=True, kw_only=True):
     resumed_token_ids: tuple[int, ...] = ()
 
 
+class ToolUse(Struct, frozen=True, kw_only=True):
+    """How calls in a reply are read: the tools that may be called, by name (``custom`` are those that take a text),
+    what the caller chose, and whether there may be several calls."""
+
+    names: tuple[str, ...]
+    custom: tuple[str, ...] = ()
+    choice: ToolChoice = ToolChoice(mode="auto")
+    parallel: bool = True
+
+
 class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
@@ -177,7 +216,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
     cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
-    for embeddings. ``index_by_prompt`` is the endpoint's profile's.
+    for embeddings. ``tools`` is None where none may be called. ``index_by_prompt`` is the endpoint's profile's.
     ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
     """
 
@@ -192,6 +231,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    tools: ToolUse | None = None
     stream: bool = False
     include_usage: bool = False
     echo: tuple[str, ...] = ()

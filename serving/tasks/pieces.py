@@ -8,7 +8,7 @@ from typing import Protocol
 from ..engine.interface import EventStream
 from ..errors import ServingError, from_kind
 from ..events import Event, Failed
-from ..reply import Choice, Delta, Ended, Piece, Reply, Usage, Vector
+from ..reply import CallDelta, Choice, Delta, Ended, Piece, Reply, ReplyCall, Usage, Vector
 
 
 class Pieces:
@@ -118,8 +118,25 @@ class _Gathered:
         return Choice(
             index=index,
             text="".join(delta.text for delta in self.deltas),
+            reasoning="".join(delta.reasoning for delta in self.deltas),
+            calls=self._calls(),
             finish_reason=ended.finish_reason,
             stop_reason=ended.stop_reason,
             token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
             logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
+        )
+
+    def _calls(self) -> tuple[ReplyCall, ...]:
+        found: dict[int, list[CallDelta]] = {}
+        for delta in self.deltas:
+            for call in delta.calls:
+                found.setdefault(call.index, []).append(call)
+        return tuple(
+            ReplyCall(
+                id=parts[0].id or "",
+                name=parts[0].name or "",
+                arguments="".join(part.arguments for part in parts),
+                custom=parts[0].custom,
+            )
+            for _, parts in sorted(found.items())
         )

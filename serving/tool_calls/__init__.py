@@ -1,0 +1,1 @@
+"""How models call tools: formats as data, calls read from a text, calls forced by a grammar."""
