@@ -41,9 +41,8 @@ class Call:
 
 def encode(path: str, body: dict[str, Any]) -> bytes:
     payload = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
+    lines = (f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(payload)}")
+    head = "\r\n".join((*lines, "Content-Type: application/json", "", ""))
     return head.encode() + payload
 
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from ...serving.events import Embedded, Event, Failed, Finished
-from ...serving.reply import Delta, Done, Ended, Piece, Reply, Usage, Vector
+from ...serving.events import Event, is_terminal
+from ...serving.reply import Piece, Reply, Vector
 from ...serving.request import ValidRequest
 from ...serving.tasks import embed, generate
 from ...serving.tasks.pieces import Run
-from .answers import Answer, Messages, Vectors, check_streamable, turns_of, vector_of
+from .answers import Answer, Messages, StreamedText, Vectors, check_streamable, turns_of, vector_of
 from .errors import as_mlflow
 from .session import Session
 
@@ -112,7 +112,7 @@ class AsyncPieces:
         if self._ended:  # closed meanwhile
             raise StopAsyncIteration
         event = next(self._stream)
-        if isinstance(event, Failed | Finished | Embedded):
+        if is_terminal(event):
             self._left -= 1
         self._ready.extend(self._run.feed(event))
 
@@ -127,7 +127,7 @@ class AsyncPieces:
             self.close()
 
 
-class AsyncTextStream:
+class AsyncTextStream(StreamedText):
     """A reply as it is generated: ``async for`` yields pieces of its text (one choice).
 
     ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
@@ -136,24 +136,16 @@ class AsyncTextStream:
     """
 
     def __init__(self, pieces: AsyncPieces) -> None:
+        super().__init__()
         self._pieces = pieces
-        self.text = ""
-        self.usage: Usage | None = None
-        self.finish_reason: str | None = None
 
     def __aiter__(self) -> AsyncTextStream:
         return self
 
     async def __anext__(self) -> str:
         while True:
-            piece = await self._pieces.__anext__()
-            if isinstance(piece, Done):
-                self.usage = piece.usage
-            elif isinstance(piece, Ended):
-                self.finish_reason = piece.finish_reason
-            elif isinstance(piece, Delta) and piece.text:
-                self.text += piece.text
-                return piece.text
+            if new := self.take(await self._pieces.__anext__()):
+                return new
 
     def close(self) -> None:
         self._pieces.close()
@@ -163,9 +155,6 @@ class AsyncTextStream:
 
     async def __aexit__(self, *exc: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"AsyncTextStream({self.text!r}, {self.finish_reason or 'running'})"
 
 
 class AsyncLanguageModel:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...serving.errors import InvalidField
-from ...serving.reply import Choice, Usage
+from ...serving.reply import Choice, Delta, Done, Ended, Piece, Usage
 from ...serving.request import ValidRequest
 
 Messages = str | Sequence[Mapping[str, Any]]
@@ -51,6 +51,29 @@ class Answer:
         more = f", {len(self.choices)} choices" if len(self.choices) > 1 else ""
         tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens} tokens"
         return f"Answer({self.text!r}, {self.finish_reason}, {tokens}{more})"
+
+
+class StreamedText:
+    """What the text streams of threads and of coroutines have in common: what has been said so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.usage: Usage | None = None
+        self.finish_reason: str | None = None
+
+    def take(self, piece: Piece) -> str:
+        """The new text that ``piece`` has; what else it says is kept."""
+        if isinstance(piece, Done):
+            self.usage = piece.usage
+        elif isinstance(piece, Ended):
+            self.finish_reason = piece.finish_reason
+        elif isinstance(piece, Delta):
+            self.text += piece.text
+            return piece.text
+        return ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.text!r}, {self.finish_reason or 'running'})"
 
 
 def turns_of(messages: Messages) -> Any:

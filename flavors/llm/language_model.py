@@ -9,16 +9,16 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from ...serving.bundle import Bundle
-from ...serving.reply import Delta, Done, Ended, Reply, Usage
+from ...serving.reply import Done, Reply
 from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
 from .aio import AsyncLanguageModel
-from .answers import Answer, Messages, Vectors, check_streamable, turns_of, vector_of
+from .answers import Answer, Messages, StreamedText, Vectors, check_streamable, turns_of, vector_of
 from .errors import as_mlflow, raises_mlflow
 from .session import Session
 
 
-class TextStream:
+class TextStream(StreamedText):
     """A reply as it is generated: iterating yields pieces of its text (one choice).
 
     ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
@@ -27,21 +27,14 @@ class TextStream:
     """
 
     def __init__(self, session: Session, request: ValidRequest) -> None:
+        super().__init__()
         self._pieces = session.pieces(request)
-        self.text = ""
-        self.usage: Usage | None = None
-        self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
         with as_mlflow():
             for piece in self._pieces:
-                if isinstance(piece, Done):
-                    self.usage = piece.usage
-                elif isinstance(piece, Ended):
-                    self.finish_reason = piece.finish_reason
-                elif isinstance(piece, Delta) and piece.text:
-                    self.text += piece.text
-                    yield piece.text
+                if new := self.take(piece):
+                    yield new
 
     def close(self) -> None:
         self._pieces.close()
@@ -51,9 +44,6 @@ class TextStream:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"TextStream({self.text!r}, {self.finish_reason or 'running'})"
 
 
 class LanguageModel:
