@@ -51,6 +51,12 @@ class ServeSpec(Struct, frozen=True, kw_only=True):
     engine: dict[str, Any] = {}
     profile: ProfileName = "open"
 
+    @property
+    def trusts_remote_code(self) -> bool:
+        """Whether code that comes with a model may run in this server."""
+        own = any(endpoint.engine.trust_remote_code for endpoint in self.endpoints)
+        return own or bool(self.engine.get("trust_remote_code"))
+
 
 def store_url(spec: ServeSpec, directory: Path) -> str:
     """The store of endpoints: the server's database, else one in its ``directory`` that lives as long as it does."""

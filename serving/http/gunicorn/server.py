@@ -24,6 +24,7 @@ from ...observability.exporter_process import exporting
 from ...tasks.cache_salt import SECRET_BYTES
 from .accept_balancing import AcceptBalancer
 from .listen_addresses import addresses, bind, umask
+from .torch_free import hide_torch
 
 Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -157,6 +158,7 @@ class Application(BaseApplication):
             "forwarder_headers": "",
             "secure_scheme_headers": {},
             "pre_fork": self._assign_slot,
+            "post_fork": self._forked,
             "child_exit": self._forget_worker,
             "when_ready": self._listening,
         }
@@ -194,6 +196,11 @@ class Application(BaseApplication):
 
     def _assign_slot(self, arbiter: Any, worker: Any) -> None:
         worker.slot = self.balancer.assign()
+
+    def _forked(self, arbiter: Any, worker: Any) -> None:
+        """In a worker, before it imports anything of its own."""
+        if not self.spec.trusts_remote_code:
+            hide_torch()
 
     def _forget_worker(self, arbiter: Any, worker: Any) -> None:
         from ...observability.worker_counters import (

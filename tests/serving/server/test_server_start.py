@@ -80,6 +80,17 @@ def answers(server: Running, host: str) -> bool:
     return True
 
 
+def test_workers_have_no_torch(started: Running) -> None:
+    """Workers and their arbiter have transformers' tokenizers without torch, which takes 280 MB and two seconds."""
+    one = psutil.Process(started.process.pid)
+    workers = [process for process in one.children() if "serve" in process.cmdline()]
+    assert workers
+    for process in (one, *workers):
+        assert not [m.path for m in process.memory_maps() if "torch" in Path(m.path).name], process.cmdline()
+    maps = [m.path for process in workers for m in process.memory_maps()]
+    assert any("tokenizers" in path for path in maps)
+
+
 def test_it_listens_on_loopback_alone(started: Running) -> None:
     """Without a setting no process of a server takes connections but at 127.0.0.1 and its port."""
     assert listening(started) == {("127.0.0.1", started.port)}
