@@ -200,10 +200,12 @@ class Sequence(Struct, frozen=True, kw_only=True):
 
 class ToolUse(Struct, frozen=True, kw_only=True):
     """How calls in a reply are read: the tools that may be called, by name (``custom`` are those that take a text),
-    what the caller chose, and whether there may be several calls."""
+    what the caller chose, and whether there may be several calls. ``types``: the JSON types of each tool's arguments,
+    for formats that do not write them (``tool_calls.argument_types``)."""
 
     names: tuple[str, ...]
     custom: tuple[str, ...] = ()
+    types: dict[str, dict[str, tuple[str, ...]]] = {}
     choice: ToolChoice = ToolChoice(mode="auto")
     parallel: bool = True
 
@@ -216,8 +218,9 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
     cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
-    for embeddings. ``tools`` is None where none may be called. ``index_by_prompt`` is the endpoint's profile's.
-    ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
+    for embeddings. ``tools`` is None where none may be called. ``begins_in_reasoning``: the prompt's template has
+    opened the reasoning that the reply goes on with. ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is
+    for ``tasks.embed``: engines give whole vectors.
     """
 
     request_id: str
@@ -232,6 +235,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     tools: ToolUse | None = None
+    begins_in_reasoning: bool = False
     stream: bool = False
     include_usage: bool = False
     echo: tuple[str, ...] = ()

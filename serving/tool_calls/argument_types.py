@@ -1,0 +1,65 @@
+"""Which JSON types the arguments of tools have: formats with parameters write a text and a number alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..request import Tool
+
+MAX_DEPTH = 8  # of unions and references in each other
+
+
+def argument_types(tools: Iterable[Tool]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """The JSON types that each argument of each tool may have, by the tool's name and the argument's; no entry for an
+    argument whose schema leaves them open."""
+    return {tool.name: _of_tool(tool) for tool in tools}
+
+
+def _of_tool(tool: Tool) -> dict[str, tuple[str, ...]]:
+    root = tool.parameters or {}
+    properties = root.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    found = {name: tuple(dict.fromkeys(_types(schema, root, MAX_DEPTH))) for name, schema in properties.items()}
+    return {name: types for name, types in found.items() if types}
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> list[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return []
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return [declared] + (["null"] if schema.get("nullable") is True else [])
+    if isinstance(declared, list):
+        return [each for each in declared if isinstance(each, str)]
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_at(reference, root), root, depth - 1)
+    if "const" in schema:
+        return [_type_of(schema["const"])]
+    if isinstance(values := schema.get("enum"), list):
+        return [_type_of(value) for value in values]
+    for union in ("anyOf", "oneOf", "allOf"):
+        if isinstance(branches := schema.get(union), list):
+            parts = [_types(branch, root, depth - 1) for branch in branches]
+            if union == "allOf":
+                return next((part for part in parts if part), [])
+            return [each for part in parts for each in part] if all(parts) else []
+    return []
+
+
+def _at(reference: str, root: Mapping[str, Any]) -> Any:
+    """What a JSON pointer within the same schema points at; None for any other."""
+    found: Any = root
+    if not reference.startswith("#"):
+        return None
+    for step in reference[1:].split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
+    return kinds.get(type(value), "string")
