@@ -17,6 +17,7 @@ from .constraint import Constraint, Grammar
 Task: TypeAlias = Literal["chat", "completions", "embeddings"]
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
+ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # or inputs of one request
 MAX_MESSAGES = 4096
@@ -116,7 +117,11 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
 
 
 class RawChat(Raw, frozen=True, kw_only=True):
-    """``messages`` are checked for shape by the dialect."""
+    """``messages`` are checked for shape by the dialect.
+
+    ``end``: what the prompt ends in, the beginning of the reply (transformers' ``add_generation_prompt``), the last
+    message left open for the model to go on with (``continue_final_message``), or the last message closed.
+    """
 
     task: ClassVar[Task] = "chat"
 
@@ -126,6 +131,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    end: ChatEnd = "generation_prompt"
     sampling: RawSampling = RawSampling()
 
 

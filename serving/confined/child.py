@@ -38,11 +38,20 @@ class TooLong(Exception):
 
 
 def render(
-    key: str, messages: list[dict[str, Any]], variables: dict[str, Any], output: int, source: str | None = None
+    key: str,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    output: int,
+    source: str | None = None,
+    end: str = "generation_prompt",
 ) -> str:
-    """Render a chat as transformers' ``apply_chat_template(tokenize=False, add_generation_prompt=True)`` does."""
+    """Render a chat as transformers' ``apply_chat_template(tokenize=False)`` does; ``end`` as ``RawChat`` has it."""
     texts, _ = _transformers().render_jinja_template(
-        conversations=[messages], chat_template=_source(key, source), add_generation_prompt=True, **variables
+        conversations=[messages],
+        chat_template=_source(key, source),
+        add_generation_prompt=end == "generation_prompt",
+        continue_final_message=end == "open",
+        **variables,
     )
     text: str = texts[0]
     if len(text) > output:

@@ -28,7 +28,7 @@ class OpenAIDialect(ObjectDialect):
         InferenceRoute("/v1/completions", "completions", "Text completion"),
         InferenceRoute("/v1/embeddings", "embeddings", "Embeddings"),
     )
-    prefixes = ("/v1",)
+    prefixes = ("/v1", "/tokenize", "/detokenize")
     error_schema = OPENAI_ERROR_SCHEMA
 
     def error_body(self, error: ServingError) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
 from .. import logs
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..errors import Aborted, InternalError, InvalidField, ServingError
@@ -18,11 +16,12 @@ from ..modes import Target
 from ..observability.access_record import AccessRecord
 from ..reply import Done, Piece, Reply
 from ..request import RawRequest, ValidRequest
-from ..routing.served_endpoints import ServedEndpoints, ServedEntity
+from ..routing.served_endpoints import ServedEntity
 from ..tasks import embed, generate
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
+from .addressing import address, check_limits, meant
 from .answer import Answer
 from .in_flight import (
     ClientGone,
@@ -35,8 +34,6 @@ from .server import Server
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
-STICKY_HEADER = "X-Sticky-Key"
-STICKY_MAX = 1000  # characters
 SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -44,8 +41,8 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 def invoke(server: Server, request: Request) -> Answer:
     """Run a task. Raises ``ServingError`` and ``ClientGone``, with everything given back."""
     server.load_shedder.check_open()
-    known = _meant(server.endpoints.seen_by(request.caller), request)
-    _check_limits(server, request, known)
+    known = meant(server.endpoints.seen_by(request.caller), request)
+    check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
             entity, valid = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
@@ -65,7 +62,7 @@ def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
         raw = server.offload(len(body), _decode, request, body)
-        entity, raw = _address(server.endpoints.seen_by(request.caller), request, raw)
+        entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = entity.endpoint, raw.stream
         adapter = entity.view.find_adapter(None, raw.adapter)
         server.endpoints.check_use(request.caller, entity, adapter)
@@ -74,7 +71,7 @@ def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool
         record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
         limits = _limits(server, entity, request)
         if not is_known:
-            _check_limits(server, request, [entity])
+            check_limits(server, request, [entity], _inference(request).task)
         reserves = entity.mode is not None and entity.mode.profile.reserves
         sharer = request.caller if server.requires_key else None
         server.load_shedder.enter(entity.endpoint, entity.engine, reserves=reserves, caller=sharer)
@@ -82,29 +79,6 @@ def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
     return entity, valid
-
-
-def _meant(endpoints: ServedEndpoints, request: Request) -> list[ServedEntity]:
-    """The served entities that a request may be for, as far as that is known before its body is read."""
-    served = list(endpoints.entities())
-    return [one for one in served if one.endpoint == request.name] or served
-
-
-def _check_limits(server: Server, request: Request, meant: list[ServedEntity]) -> None:
-    """Refuse a large request for limits that are used up, before it is received, and again before it is tokenised."""
-    if server.ledger is None or not request.is_large or not meant or any(one.mode is None for one in meant):
-        return
-    names = {one.endpoint for one in meant}
-    paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
-    task = _inference(request).task
-    embeds = task == "embeddings" or any("embeddings" in one.tasks for one in meant)
-    server.ledger.check(
-        key_id=request.caller.key_id,
-        tenant=request.caller.tenant,
-        endpoint=names.pop() if len(names) == 1 else None,
-        entities=[one.entity for one in meant] if paid else None,
-        generates=task in ("chat", "completions") or not embeds,
-    )
 
 
 def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
@@ -130,28 +104,6 @@ def _decode(request: Request, body: bytes) -> RawRequest:
 def _inference(request: Request) -> InferenceRoute:
     assert request.route.inference is not None
     return request.route.inference
-
-
-def _address(endpoints: ServedEndpoints, request: Request, raw: RawRequest) -> tuple[ServedEntity, RawRequest]:
-    """The endpoint meant, and ``raw`` with its name and adapter filled in."""
-    entity, adapter = endpoints.route(
-        request.name or raw.model,
-        raw.model if request.name else None,
-        sticky_key=_sticky_key(request.headers.get(STICKY_HEADER)),
-        caller=request.caller.key_id,
-    )
-    if raw.adapter is not None and adapter is not None and raw.adapter != adapter:
-        raise InvalidField("adapter", raw.adapter, f"the adapter that model names: {adapter}")
-    adapter = adapter or raw.adapter
-    if adapter is not None:  # before anything says which adapters there are
-        endpoints.check_use(request.caller, entity, adapter)
-    return entity, msgspec.structs.replace(raw, model=entity.endpoint, adapter=adapter)
-
-
-def _sticky_key(header: str | None) -> str | None:
-    if header is not None and len(header) > STICKY_MAX:
-        raise InvalidField(STICKY_HEADER, f"{len(header)} characters", f"at most {STICKY_MAX}")
-    return header
 
 
 def _seconds(header: str) -> float:

@@ -25,9 +25,10 @@ from ..errors import (
     UnsupportedMediaType,
 )
 from ..request import Task
+from .addressing import STICKY_HEADER, STICKY_MAX
 from .answer import Answer, json_answer
 from .docs_page import POLICY, page
-from .invoke import STICKY_HEADER, STICKY_MAX, TIMEOUT_HEADER
+from .invoke import TIMEOUT_HEADER
 from .management import ONE
 from .route import Auth, Request, Route, with_body
 from .server import Server

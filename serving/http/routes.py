@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, engine_logs, management, pages, usage
+from . import accounts, engine_logs, management, pages, tokenize, usage
 from .invoke import invoke
 from .openapi import documented
 from .route import Auth, Route
@@ -30,6 +30,7 @@ def inference_routes(dialect: Dialect) -> tuple[Route, ...]:
 ROUTES = documented(
     (
         *(route for dialect in DIALECTS.values() for route in inference_routes(dialect)),
+        *tokenize.ROUTES,
         *pages.ROUTES,
         *management.ROUTES,
         *engine_logs.ROUTES,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import Message, ToolCall
+from ..request import ChatEnd, Message, ToolCall
 from .rendering import TemplateReads
 
 
@@ -45,11 +45,15 @@ def with_system(messages: tuple[Message, ...], prompt: str | None) -> tuple[Mess
     return (Message(role="system", content=prompt), *messages)
 
 
-def check_turns(messages: tuple[Message, ...]) -> None:
-    """One system message at most and first; then user and assistant in turn, ending in user.
+def check_turns(messages: tuple[Message, ...], end: ChatEnd = "generation_prompt") -> None:
+    """One system message at most and first; then user and assistant in turn, ending in user where a reply follows.
 
     An assistant message with tool calls is followed by the tool messages that answer them, and by the assistant again.
     """
+    if end != "generation_prompt" and messages[-1].role == "assistant":
+        messages = messages[:-1]
+        if not messages:
+            raise InvalidField("messages[0].role", "assistant", "user at this place")
     turns = messages[1:] if messages[0].role == "system" else messages
     start = len(messages) - len(turns)
     expected: tuple[str, ...] = ("user",)

@@ -74,6 +74,11 @@ class EndpointView:
         return tuple(sorted(self.adapters() if callable(self.adapters) else self.adapters))
 
     @property
+    def generates(self) -> bool:
+        """Whether the model writes text."""
+        return "completions" in self.info.tasks
+
+    @property
     def context(self) -> int:
         """Tokens that one sequence may have, prompt and completion together."""
         return min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)

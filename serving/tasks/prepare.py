@@ -79,10 +79,10 @@ def prepare(
     """
     adapter = endpoint.find_adapter(raw.model, raw.adapter)
     task = raw.task
-    _check_task(task, endpoint)
+    check_task(task, endpoint)
     own = endpoint.defaults(task)
     if own is not None:
-        raw = _with_defaults(raw, own)
+        raw = with_defaults(raw, own)
     _check_rules(raw, endpoint)
     timeout = raw.timeout if isinstance(raw, RawEmbedding) else raw.sampling.timeout
     head = _Head(
@@ -102,13 +102,14 @@ def prepare(
     return valid
 
 
-def _check_task(task: Task, endpoint: EndpointView) -> None:
+def check_task(task: Task, endpoint: EndpointView) -> None:
+    """Raises ``RequestError`` for what the endpoint's model does not do."""
     if task not in endpoint.info.tasks:
         field = CONTENT[task]
         raise RequestError(f"{field}: this model does {', '.join(endpoint.info.tasks)}, not {task}", param=field)
 
 
-def _with_defaults(raw: RawRequest, own: RawRequest) -> RawRequest:
+def with_defaults(raw: RawRequest, own: RawRequest) -> RawRequest:
     """``raw`` with the model's own fields where it says nothing."""
     if isinstance(raw, RawEmbedding) or isinstance(own, RawEmbedding):
         return _filled(raw, own)

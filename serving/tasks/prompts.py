@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import ContextTooLong, InvalidField
-from ..request import Message, RawChat, RawCompletion, RawEmbedding, RawSampling
+from ..request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
 from .conversation import check_tool_calls, check_turns, template_messages, template_variables, with_system
 from .endpoint import EndpointView
 
@@ -40,13 +40,16 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
     profile = endpoint.profile
     if len(raw.messages) > profile.max_messages:
         raise InvalidField("messages", f"{len(raw.messages)} messages", f"at most {profile.max_messages}")
+    if raw.end == "open" and raw.messages[-1].role != "assistant":
+        last = f"messages[{len(raw.messages) - 1}].role"
+        raise InvalidField(last, raw.messages[-1].role, "assistant: it is the message that the model is to go on with")
     if profile.strict_turns:
-        check_turns(raw.messages)
+        check_turns(raw.messages, raw.end)
     reads = endpoint.text.reads(raw.chat_template)
     check_tool_calls(raw.messages, reads)
     messages = with_system(raw.messages, profile.default_system_prompt)
     variables = template_variables(raw.chat_template_kwargs, reads)
-    return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables)
+    return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables, end=raw.end)
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
@@ -65,7 +68,7 @@ def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
     if len(raw.inputs) > endpoint.profile.max_prompts:
         raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
     found = _embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
-    limit = _embedding_limit(endpoint)
+    limit = embedding_limit(endpoint)
     prompts = []
     for i, (ids, cut) in enumerate(found):
         path = f"input[{i}]" if len(raw.inputs) > 1 else "input"
@@ -77,9 +80,21 @@ def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
     return prompts
 
 
+def instructed(raw: RawEmbedding, endpoint: EndpointView) -> list[str]:
+    """Each text of ``raw`` after its instruction, as it is tokenised."""
+    prefix = _instruction(raw, endpoint)
+    return [prefix + str(entry) for entry in raw.inputs]
+
+
+def embedding_limit(endpoint: EndpointView) -> int:
+    """The most tokens that an input may have."""
+    spec = endpoint.text.embedding
+    return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
+
+
 def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoint: EndpointView, path: str) -> Prompt:
     if not isinstance(entry, str):
-        _check_token_ids(entry, endpoint, path)
+        check_token_ids(entry, endpoint, path)
         cut, truncated = _fit(entry, endpoint, raw.sampling, path)
         return Prompt(cut, endpoint.text.decode(entry, skip_special_tokens=False) if raw.echo else "", truncated)
     if not is_raw(raw, endpoint):
@@ -104,12 +119,13 @@ def _templated(
     template: str | None,
     variables: dict[str, Any],
     path: str = "messages",
+    end: ChatEnd = "generation_prompt",
 ) -> Prompt:
     truncate = sampling.error_behavior == "truncate"
     context = endpoint.context
     given = template_messages(messages)
     ids = endpoint.text.chat(
-        given, template=template, variables=variables, limit=None if truncate else context, context=context
+        given, template=template, variables=variables, limit=None if truncate else context, context=context, end=end
     )
     if isinstance(ids, int):
         raise too_long(path, f"more than {context}", endpoint)
@@ -146,7 +162,8 @@ def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
     return ContextTooLong(f"{path}: {count} tokens; {context}", param=path)
 
 
-def _check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str) -> None:
+def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str) -> None:
+    """Raises ``InvalidField`` naming ``path[i]`` for an id that the model does not have."""
     size = endpoint.info.vocab_size
     for i, token_id in enumerate(ids):
         if token_id >= size:
@@ -165,15 +182,10 @@ def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
     return raw.instruction if not raw.instruction or raw.instruction[-1].isspace() else raw.instruction + " "
 
 
-def _embedding_limit(endpoint: EndpointView) -> int:
-    spec = endpoint.text.embedding
-    return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
-
-
 def _embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
     """``(ids, cut)`` of each text. The beginning decides, however long the rest: only a beginning of very few tokens
     needs the whole text."""
-    limit, prefix, text = _embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text
+    limit, prefix, text = embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text
     size = BEGINNING * limit
     beginnings = [prefix + str(entry[:size]) for entry in raw.inputs]
     for entry, (ids, cut) in zip(raw.inputs, text.encode_embeddings(beginnings, limit), strict=True):
@@ -182,10 +194,10 @@ def _embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple
 
 
 def _embedded_tokens(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
-    limit = _embedding_limit(endpoint)
+    limit = embedding_limit(endpoint)
     for i, entry in enumerate(raw.inputs):
         assert not isinstance(entry, str), "a dialect reads texts or token ids, never both"
-        _check_token_ids(entry, endpoint, f"input[{i}]" if len(raw.inputs) > 1 else "input")
+        check_token_ids(entry, endpoint, f"input[{i}]" if len(raw.inputs) > 1 else "input")
         if raw.instruction is not None:
             raise InvalidField("instruction", raw.instruction, "null where input is token ids")
         yield entry[:limit], len(entry) > limit

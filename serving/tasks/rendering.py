@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..confined import MAX_TEMPLATE, POOL, Ended, Exceeded, NoProcess, Share, render_limits
 from ..errors import Overloaded, PackagingError, RequestError
+from ..request import ChatEnd
 
 
 class Renderer:
@@ -24,11 +25,16 @@ class Renderer:
         self._share = Share()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], source: str, variables: Mapping[str, Any], context: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        source: str,
+        variables: Mapping[str, Any],
+        context: int | None,
+        end: ChatEnd = "generation_prompt",
     ) -> str:
         """Raises ``confined.Refused`` where the template does, ``RequestError`` where it takes too much."""
         try:
-            return self.text(messages, source, variables, context)
+            return self.text(messages, source, variables, context, end)
         except Exceeded as error:
             raise RequestError(
                 f"messages: the model's chat template was stopped: it took {error}", param="messages"
@@ -42,11 +48,17 @@ class Renderer:
         source: str,
         variables: Mapping[str, Any],
         context: int | None = None,
+        end: ChatEnd = "generation_prompt",
     ) -> str:
         """Raises what ``confined.Pool.run`` does."""
         if self._own:
             found: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=source, add_generation_prompt=True, tokenize=False, **variables
+                messages,
+                chat_template=source,
+                add_generation_prompt=end == "generation_prompt",
+                continue_final_message=end == "open",
+                tokenize=False,
+                **variables,
             )
             return found
         # as transformers has it: null says nothing, and a variable replaces a token of the same name
@@ -54,7 +66,14 @@ class Renderer:
         named = {**self._tokenizer.special_tokens_map, **variables}
         limits = render_limits(_size(given) + _size(variables), context)
         text: str = POOL.run(
-            "render", limits, source=source, share=self._share, messages=given, variables=named, output=limits.output
+            "render",
+            limits,
+            source=source,
+            share=self._share,
+            messages=given,
+            variables=named,
+            output=limits.output,
+            end=end,
         )
         return text
 

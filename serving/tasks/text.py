@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from ..bundle import Bundle, EmbeddingSpec
 from ..confined import Refused
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
+from ..request import ChatEnd
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
@@ -72,6 +73,10 @@ class TextModel:
                 ids = tuple(encoding.ids)
                 yield ids, len(ids) == limit and bool(encoding.overflowing)
 
+    def encode_input(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text to be embedded, with the model's special tokens and nothing cut."""
+        return tuple(_encoding(self._backend, text, True).ids)
+
     def _embedder(self, limit: int) -> Tokenizer:
         found = self._embedders.get(limit)
         if found is None:
@@ -117,6 +122,7 @@ class TextModel:
         variables: Mapping[str, Any] | None = None,
         limit: int | None = None,
         context: int | None = None,
+        end: ChatEnd = "generation_prompt",
     ) -> tuple[int, ...] | int:
         """Token ids of a conversation, or only a count above ``limit`` where it surely does not fit.
 
@@ -132,10 +138,10 @@ class TextModel:
         kwargs = dict(variables or {})
         guard = self._guards[source]
         if not guard.found_in([given, kwargs]):
-            rendered = self._render(given, source, kwargs, context)
+            rendered = self._render(given, source, kwargs, context, end)
             over = None if limit is None else self.surely_over(rendered, limit)
             return tuple(_encoding(self._backend, rendered, False).ids) if over is None else over
-        rendered = self._render(guard.mark(given), source, guard.mark(kwargs), context)
+        rendered = self._render(guard.mark(given), source, guard.mark(kwargs), context, end)
         over = None if limit is None else self.surely_over(unmarked(rendered), limit)
         return guard.encode(rendered) if over is None else over
 
@@ -153,10 +159,15 @@ class TextModel:
         return self._reads[self.template(template)]
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], source: str, kwargs: dict[str, Any], context: int | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        source: str,
+        kwargs: dict[str, Any],
+        context: int | None,
+        end: ChatEnd,
     ) -> str:
         try:
-            return self._renderer.render(messages, source, kwargs, context)
+            return self._renderer.render(messages, source, kwargs, context, end)
         except (RequestError, Unavailable):
             raise
         except Exception as error:  # a template may raise anything of Jinja's or Python's on messages it dislikes
@@ -189,6 +200,10 @@ class TextModel:
             return texts[0]
         text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the tokenizer's own vocabulary has it (``Ġworld``); "" for an id without a token."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token by itself (special tokens: their name); b"" for an id without a token."""

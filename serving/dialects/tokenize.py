@@ -1,0 +1,98 @@
+"""The objects of ``/tokenize`` and ``/detokenize``, in vLLM's form (its ``entrypoints/serve/tokenize/protocol.py``).
+
+Where a template's source may stand there, ``chat_template`` names one of the model's here, as in a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InvalidField
+from ..readers import Entry, Reader, any_of, boolean, list_of, one_of, record, string
+from ..request import ChatEnd, Raw, RawChat
+from .messages import read_messages
+from .text_readers import TOKEN, template_variables
+
+MAX_TOKENS = 2**20  # of one detokenize request
+
+
+class RawTokenize(Raw, frozen=True, kw_only=True):
+    """A text or a chat, ``chat`` None, whose tokens are asked for. ``add_special_tokens`` None: as a request's."""
+
+    prompt: str = ""
+    chat: RawChat | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class RawDetokenize(Raw, frozen=True, kw_only=True):
+    tokens: tuple[int, ...]
+
+
+_COMMON = {
+    "model": Entry(string, "endpoint, served entity, or endpoint:adapter"),
+    "return_token_strs": Entry(boolean, "the tokens' strings too, as the vocabulary has them"),
+}
+_PROMPT = record(
+    **_COMMON,
+    prompt=Entry(string, "a text", required="a string, or messages"),
+    add_special_tokens=Entry(boolean, "true, false: of the text as it stands; default: as a request with this prompt"),
+)
+_CHAT = record(
+    **_COMMON,
+    messages=Entry(read_messages, "the messages of a chat", required="a non-empty list of messages"),
+    add_generation_prompt=Entry(boolean, "the beginning of the reply is part of the prompt; default true"),
+    continue_final_message=Entry(boolean, "the last message is left open, for the model to go on with"),
+    add_special_tokens=Entry(one_of(False, why="the template writes the special tokens")),
+    chat_template=Entry(string, "name of one of the model's templates"),
+    chat_template_kwargs=Entry(template_variables, "variables of the template"),
+)
+
+
+def _tokenize(value: Any, path: str) -> RawTokenize:
+    if isinstance(value, dict) and value.get("messages") is not None:
+        if value.get("prompt") is not None:
+            raise InvalidField("prompt", value["prompt"], "null beside messages")
+        return _of_chat(_CHAT({name: entry for name, entry in value.items() if name != "prompt"}, path))
+    return RawTokenize(**_PROMPT(value, path))
+
+
+def _of_chat(found: dict[str, Any]) -> RawTokenize:
+    common = {name: found.pop(name) for name in ("model", "return_token_strs") if name in found}
+    found.pop("add_special_tokens", None)
+    end = _end(found)
+    return RawTokenize(**common, chat=RawChat(**found, end=end))
+
+
+def _end(found: dict[str, Any]) -> ChatEnd:
+    """Takes both fields of ``found``."""
+    begins, goes_on = found.pop("add_generation_prompt", None), found.pop("continue_final_message", False)
+    if goes_on and begins:
+        raise InvalidField("add_generation_prompt", True, "false or null with continue_final_message")
+    if goes_on:
+        return "open"
+    return "closed" if begins is False else "generation_prompt"
+
+
+read_tokenize = Reader(_tokenize, any_of(_PROMPT.schema, _CHAT.schema))
+
+_DETOKENIZE = record(
+    model=_COMMON["model"],
+    tokens=Entry(
+        list_of(TOKEN, f"a list of at most {MAX_TOKENS} token ids", most=MAX_TOKENS),
+        "token ids",
+        required="a list of token ids",
+    ),
+)
+read_detokenize = Reader(lambda value, path: RawDetokenize(**_DETOKENIZE(value, path)), _DETOKENIZE.schema)
+
+
+def tokenized(tokens: Sequence[int], max_model_len: int, names: list[str] | None) -> dict[str, Any]:
+    """The reply of ``/tokenize``; ``names`` are the tokens' strings where they were asked for."""
+    return {"count": len(tokens), "max_model_len": max_model_len, "tokens": list(tokens), "token_strs": names}
+
+
+def detokenized(text: str) -> dict[str, Any]:
+    """The reply of ``/detokenize``."""
+    return {"prompt": text}

@@ -1,0 +1,58 @@
+"""Handlers that prepare and do not run: what a prompt is in tokens, how many they are.
+
+Such a request takes the way of ``invoke`` as far as the prompt: its caller, its body within the memory budget, the
+endpoint that would answer, the adapter. No engine sees it, nothing is admitted, and so nothing is billed.
+
+A route of them, whatever the dialect::
+
+    Route(
+        method="POST",
+        path="/v1/…/count_tokens",
+        handler=counting(read, answer),
+        summary="…",
+        dialect=DIALECTS["…"],
+        auth=Auth.INVOKE,
+        body=Reader(read, schema),
+    )
+
+``read(body)`` makes a ``Raw`` of the JSON object, ``answer(raw, view)`` the object of the reply, of
+``tasks.count.prompt_tokens(raw, view)`` for instance; either may raise ``RequestError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from ..dialects.json_body import json_bytes, read_object
+from ..request import Raw
+from ..tasks.endpoint import EndpointView
+from .addressing import address, check_limits, meant
+from .answer import Answer
+from .invoke import SERVED_HEADER
+from .route import Handler, Request
+from .server import Server
+
+R = TypeVar("R", bound=Raw)
+
+
+def counting(read: Callable[[dict[str, Any]], R], answer: Callable[[R, EndpointView], Any]) -> Handler:
+    """A handler that answers with ``answer(raw, view)`` as JSON. Raises ``ServingError``."""
+
+    def handle(server: Server, request: Request) -> Answer:
+        server.load_shedder.check_open()
+        endpoints, record = server.endpoints.seen_by(request.caller), request.record
+        check_limits(server, request, meant(endpoints, request), None)
+        with server.memory.allocate(request.payer(server)) as allocation:
+            body = request.receive(allocation)
+            raw = server.offload(len(body), read_object, body, read)
+            entity, raw = address(endpoints, request, raw)
+            record.endpoint = entity.endpoint
+            endpoints.check_use(request.caller, entity, entity.view.find_adapter(None, raw.adapter))
+            record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
+            encoded = server.offload(len(body), lambda: json_bytes(answer(raw, entity.view)))
+            allocation.grow(len(encoded))
+        return Answer(body=encoded, headers=dict(record.headers))
+
+    return handle
