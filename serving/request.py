@@ -167,7 +167,8 @@ RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding
 class Sampling(Struct, frozen=True, kw_only=True):
     """Resolved sampling parameters of a request; every field has its final value.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
+    ``max_tokens`` 0 generates nothing: the prompt is scored, where ``prompt_logprobs`` asks for it. ``temperature`` 0
+    is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
     0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
     unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation. ``grammar`` is
     what each text is held to, None for nothing.

@@ -164,6 +164,13 @@ MAX_COMPLETION_TOKENS = (
 )
 
 COMPLETIONS = (
+    _field(
+        "max_tokens",
+        integer(0, MAX_TOKENS),
+        "sampling.max_tokens",
+        "tokens to generate at most; 0 with echo: none, logprobs are then the prompt's",
+        or_own="what the context leaves",
+    ),
     _field("prompt", texts_or_tokens, "prompts", "a string, token ids, or a list of either"),
     _field("suffix", string, "suffix", "appended to the end of each completion"),
     _field("echo", boolean, "echo", "return the prompt together with the completion", default=False),

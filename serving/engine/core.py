@@ -6,6 +6,7 @@ Every request ends in exactly one way: each of its sequences is ``Finished`` (or
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -84,7 +85,8 @@ class EngineCore:
             self._scheduler.add(sequence)
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
-            if reason is not None:  # resumed at its very end
+            # resumed at its very end, or nothing was to be generated: but a prompt may be there to be scored
+            if reason is not None and (sequence.num_generated or sequence.prompt_scores is None):
                 self._finish(sequence, reason)
 
     def _groups(self, request: ValidRequest, adapter: str) -> list[SequenceGroup]:
@@ -195,21 +197,23 @@ class EngineCore:
             return
         del scores[run.start :]  # of a step that failed and is run again
         scores.extend(score_prompt(logits, run.start, sequence))
-        if sequence.num_computed >= sequence.num_prompt:
-            sequence.prompt_scores = None
-            self._inflight.emit(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
+        if sequence.num_computed < sequence.num_prompt:
+            return
+        sequence.prompt_scores = None
+        if any(math.isnan(score.logprob) for score in scores):
+            self._fail_not_finite(sequence)
+            return
+        self._inflight.emit(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
+        if not sequence.generates:
+            self._finish(sequence, "length")
 
     def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled]) -> None:
         """Give a sequence the tokens of one step."""
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
-        for one in sampled:
-            if one.token_id < 0:
-                self._parts.cache.wipe(sequence.id)
-                logger.error("request %s: logits are not finite", sequence.request.request_id)
-                error = InternalError("the model produced numbers that are not finite")
-                self._fail(self._inflight.of(sequence), error)
-                return
+        if any(one.token_id < 0 for one in sampled):
+            self._fail_not_finite(sequence)
+            return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
         generated = sequence.num_tokens - before
@@ -219,6 +223,12 @@ class EngineCore:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
             self._inflight.flush(sequence)
+
+    def _fail_not_finite(self, sequence: SequenceState) -> None:
+        self._parts.cache.wipe(sequence.id)
+        logger.error("request %s: logits are not finite", sequence.request.request_id)
+        error = InternalError("the model produced numbers that are not finite")
+        self._fail(self._inflight.of(sequence), error)
 
     def _expire(self) -> None:
         now = time.monotonic()

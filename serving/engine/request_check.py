@@ -21,16 +21,18 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         if not 0 <= token_id < info.vocab_size:
             raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
     room = info.max_model_len if embeds else info.max_kv_tokens
+    most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:
-        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, embeds)
+        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, most)
 
 
-def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, embeds: bool) -> None:
+def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, most: int) -> None:
+    """``most``: tokens of the prompt; ``room``: what is resumed included."""
     if not prompt:
         raise InvalidField("prompt", "", "at least one token")
     ids = prompt + resumed
     if max(ids) >= vocab_size or min(ids) < 0:
         raise InvalidField("prompt", max(ids), f"token ids from 0 to {vocab_size - 1}")
-    if len(prompt) > room - (not embeds) or len(ids) > room:
+    if len(prompt) > most or len(ids) > room:
         message = f"the prompt has {len(ids)} tokens; this model takes at most {room} in all"
         raise ContextTooLong(message, param="prompt")

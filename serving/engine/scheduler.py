@@ -43,7 +43,7 @@ class Run:
     @property
     def places(self) -> tuple[Place, ...]:
         """Where tokens are drawn after this run, in order: they are the last of the run's tokens."""
-        return (self.sequence,) if self.samples else ()
+        return (self.sequence,) if self.samples and self.sequence.generates else ()
 
     @property
     def num_logits(self) -> int:

@@ -144,6 +144,11 @@ class SequenceState:
         return self.num_tokens - self.num_prompt
 
     @property
+    def generates(self) -> bool:
+        """Whether it goes on after its prompt; one of ``max_tokens`` 0 is scored alone."""
+        return self.stop_rule.max_tokens > 0
+
+    @property
     def may_hold(self) -> bool:
         """Whether tokens may be sent a few at a time: they are not streamed, and no stop string may end the text."""
         return not self.request.stream and not self.request.stop and len(self.unsent) < MAX_UNSENT

@@ -176,6 +176,8 @@ def _generation(
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
     raw_prompt = isinstance(raw, RawCompletion) and is_raw(raw, endpoint)
     echo = isinstance(raw, RawCompletion) and bool(raw.echo)
+    if asked.max_tokens == 0 and not echo:
+        raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
     longest = max(len(prompt.token_ids) for prompt in prompts)
     sampling = resolve(asked, endpoint, longest, lengths, score_prompt=echo)
     if sampling.prompt_logprobs is not None and not raw_prompt:

@@ -138,13 +138,15 @@ def _templated(
 def _fit(
     ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
 ) -> tuple[tuple[int, ...], bool]:
-    """``(ids, truncated)``: ids with room for at least one token after them."""
+    """``(ids, truncated)``: ids with room for at least one token after them, unless none is to follow."""
     context = endpoint.context
+    least = 0 if sampling.max_tokens == 0 else 1
     if sampling.error_behavior != "truncate":
-        if len(ids) >= context:
+        if len(ids) + least > context:
             raise too_long(path, str(len(ids)), endpoint)
         return ids, False
-    room = max(1, min(sampling.max_tokens or context // 4, context // 2))
+    asked = context // 4 if sampling.max_tokens is None else sampling.max_tokens
+    room = max(least, min(asked, context // 2))
     if len(ids) + room <= context:
         return ids, False
     if sampling.max_tokens is None and len(ids) < context:

@@ -160,11 +160,12 @@ class InflightRequest:
         sampling, delivered = self.request.sampling, self.delivered[index]
         if index in self.ending:
             return "abort"
-        if sampling is None or not delivered:
+        if sampling is None or not (delivered or index in self.scored):
             return None
         source = self.request.sequences[index]
         rule = StopRule(sampling, max_tokens - len(source.prompt_token_ids))
-        return rule.reason(delivered[-1], len(source.resumed_token_ids) + len(delivered))
+        last = delivered[-1] if delivered else None
+        return rule.reason(last, len(source.resumed_token_ids) + len(delivered))
 
     @property
     def was_delivered(self) -> bool:

@@ -219,6 +219,19 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
         assert torch.equal(logits_of(loaded, tokens, cuts, beside, threads), whole)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_prompt_scores_bitwise_the_same_alone_and_in_a_batch(quantization: str, tmp_path: Path) -> None:
+    """Log probabilities of prompts that are scored alone, beside others, and after their KV is in the cache."""
+    core = core_of(tmp_path, "llama", quantization=quantization, max_num_batched_tokens=64)
+    assert core.info.kernels == "native"
+    more = {"max_tokens": 0, "logprobs": 2, "prompt_logprobs": 2}
+    requests = [request_of(str(n), prompt_of(n, n), **more) for n in (5, 37, 1, 130)]
+    together = run(core, request_of("busy", prompt_of(30, 9)), *requests)
+    for request in requests:
+        assert run(core, request)[request.request_id].scored == together[request.request_id].scored
+    core.close()
+
+
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
 def test_heads_of_every_width(head_dim: int, tmp_path: Path) -> None:
     """Attention takes few queries one by one and many together: the same bits for heads of every width, and the logits

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.events import Event, Finished, Tokens
+from mlflow_llm.serving.events import Event, Finished, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.request import ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
@@ -47,6 +47,21 @@ def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, .
     assert inflight.continuation(MAX_TOKENS) is None
     assert inflight.done
     assert sink[-1] == Finished(0, reason, num_cached_tokens=2, num_generated_tokens=4)  # type: ignore[arg-type]
+
+
+def test_a_scored_prompt_is_not_scored_again() -> None:
+    """Of a request that generates nothing only ``Finished`` was lost; one that was not scored is run again, and gets
+    its scores once."""
+    request = completion(n=2, max_tokens=0)
+    scored = PromptScored(0, (TokenLogprob(5, -1.0),))
+    inflight, sink = running(request, scored)
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert [sequence.seed for sequence in again.sequences] == [8]
+    assert sink == [scored, Finished(0, "length", num_cached_tokens=0, num_generated_tokens=0)]
+    for _ in range(2):
+        inflight.deliver(PromptScored(0, ()))
+    assert sink[2:] == [PromptScored(1, ())]
 
 
 def test_the_second_attempt_numbers_only_what_is_left() -> None:
