@@ -52,7 +52,10 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 
 
 class Raw(Struct, frozen=True, kw_only=True):
-    """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share."""
+    """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share.
+
+    ``echoed`` is what the dialect's reply repeats of the request, in a form of its own; nothing else reads it.
+    """
 
     task: ClassVar[Task]
 
@@ -62,6 +65,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     user: str | None = None
     cache_salt: str | None = None
+    echoed: bytes = b""
 
 
 class TextPart(Struct, frozen=True):

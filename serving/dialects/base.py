@@ -97,11 +97,11 @@ class Dialect(Protocol):
         ``RequestError`` for a body that cannot be read. Nothing is resolved here: that is ``tasks.prepare``."""
         ...
 
-    def encode(self, request: ValidRequest, reply: Reply) -> Encoded:
-        """A reply that is not streamed."""
+    def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
+        """A reply that is not streamed. ``echoed`` is what ``decode`` kept of the request (``Raw.echoed``)."""
         ...
 
-    def stream(self, request: ValidRequest) -> StreamEncoder:
+    def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
         """A new encoder for a reply that is streamed."""
         ...
 

@@ -41,14 +41,14 @@ class ObjectDialect:
         """``task`` None: it follows from the body. Raises ``InvalidField``."""
         return decode(self.tables, body, task)
 
-    def encode(self, request: ValidRequest, reply: Reply) -> Encoded:
+    def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         return Encoded(body=json_bytes(self.written(request, reply)))
 
     def written(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
         """The object that ``encode`` puts into JSON."""
         return replies.reply(request, reply, self.style)
 
-    def stream(self, request: ValidRequest) -> StreamEncoder:
+    def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
         return replies.Stream(request, self.style, self.streamed_error)
 
     def error(self, error: ServingError) -> Encoded:

@@ -45,19 +45,21 @@ def invoke(server: Server, request: Request) -> Answer:
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            entity, valid = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
+            entity, valid, echoed = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
             if not valid.stream:
                 allocation.grow(fixed_size(valid, entity.engine.info.embedding_dim))
             pieces = _start(server, entity, valid, request, held)
             if valid.stream:
-                return _streamed(request, valid, pieces, held.pop_all())
+                return _streamed(request, valid, echoed, pieces, held.pop_all())
             reply = generate.gather(pieces)
-        return server.offload(reply.size, _whole, request, valid, reply)
+        return server.offload(reply.size + len(echoed), _whole, request, valid, echoed, reply)
 
 
-def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool) -> tuple[ServedEntity, ValidRequest]:
-    """Receive, decode, address and prepare; nothing of the body is kept. ``is_known``: the endpoint's limits have been
-    looked at before."""
+def _accept(
+    server: Server, request: Request, held: ExitStack, *, is_known: bool
+) -> tuple[ServedEntity, ValidRequest, bytes]:
+    """Receive, decode, address and prepare; nothing of the body is kept but what the reply repeats, the last of the
+    three. ``is_known``: the endpoint's limits have been looked at before."""
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
@@ -78,7 +80,9 @@ def _accept(server: Server, request: Request, held: ExitStack, *, is_known: bool
         held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
-    return entity, valid
+    if raw.echoed:
+        held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
+    return entity, valid, raw.echoed
 
 
 def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
@@ -91,8 +95,8 @@ def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
     )
 
 
-def _whole(request: Request, valid: ValidRequest, reply: Reply) -> Answer:
-    encoded = request.route.dialect.encode(valid, reply)
+def _whole(request: Request, valid: ValidRequest, echoed: bytes, reply: Reply) -> Answer:
+    encoded = request.route.dialect.encode(valid, reply, echoed)
     headers = {**encoded.headers, **request.record.headers}
     return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
 
@@ -152,10 +156,10 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
         yield piece
 
 
-def _streamed(request: Request, valid: ValidRequest, pieces: Iterator[Piece], held: ExitStack) -> Answer:
+def _streamed(request: Request, valid: ValidRequest, echoed: bytes, pieces: Iterator[Piece], held: ExitStack) -> Answer:
     """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
     record = request.record
-    encoder = request.route.dialect.stream(valid)
+    encoder = request.route.dialect.stream(valid, echoed)
     stream = Stream(encoder, pieces, record, held)
     try:
         stream.prime()

@@ -36,14 +36,18 @@ class Framed:
             raise InvalidField("X-Ids-Length", size, f"{len(body)}")
         sampling = RawSampling(max_tokens=int(head.path["version"]), ignore_eos=True)
         stream = head.route is self.routes[1]
-        return RawCompletion(prompts=(struct.unpack(f"<{size // 4}I", body),), sampling=sampling, stream=stream)
+        echoed = (head.headers.get("x-label") or "").encode()
+        return RawCompletion(
+            prompts=(struct.unpack(f"<{size // 4}I", body),), sampling=sampling, stream=stream, echoed=echoed
+        )
 
-    def encode(self, request: ValidRequest, reply: Reply) -> Encoded:
+    def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         body = ids_bytes(reply.choices[0].token_ids)
-        return Encoded(body=body, content_type="application/octet-stream", headers={"X-Ids-Length": str(len(body))})
+        headers = {"X-Ids-Length": str(len(body)), "X-Label": echoed.decode()}
+        return Encoded(body=body, content_type="application/octet-stream", headers=headers)
 
-    def stream(self, request: ValidRequest) -> FramedStream:
-        return FramedStream()
+    def stream(self, request: ValidRequest, echoed: bytes = b"") -> FramedStream:
+        return FramedStream(echoed)
 
     def error(self, error: ServingError) -> Encoded:
         return Encoded(status=error.status, body=f"!{error.message}".encode(), content_type="text/x-framed")
@@ -51,7 +55,9 @@ class Framed:
 
 class FramedStream:
     content_type = "application/x-framed"
-    headers: Mapping[str, str] = {"X-Framed": "1"}
+
+    def __init__(self, echoed: bytes) -> None:
+        self.headers: Mapping[str, str] = {"X-Framed": "1", "X-Label": echoed.decode()}
 
     def encode(self, piece: Piece) -> bytes:
         return ids_bytes(piece.token_ids) if isinstance(piece, Delta) else b""
@@ -84,6 +90,15 @@ def test_bytes_and_headers_both_ways(client: Any) -> None:
     streamed = client.post("/framed/assistant/v5/stream", data=IDS, headers=HEADERS)
     assert (streamed.content_type, streamed.headers["X-Framed"]) == ("application/x-framed", "1")
     assert len(streamed.data) == 4 * 5
+
+
+def test_what_a_reply_repeats(client: Any) -> None:
+    """What decoding kept of a request comes back to its dialect with the reply, streamed or not, and no one else's."""
+    for path in ("/framed/assistant/v5", "/framed/assistant/v5/stream"):
+        for label in ("one", ""):
+            answer = client.post(path, data=IDS, headers=HEADERS | {"X-Label": label})
+            assert (answer.status_code, answer.headers["X-Label"]) == (200, label)
+            assert answer.data
 
 
 @pytest.mark.parametrize(
