@@ -125,6 +125,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
 
     ``end``: what the prompt ends in, the beginning of the reply (transformers' ``add_generation_prompt``), the last
     message left open for the model to go on with (``continue_final_message``), or the last message closed.
+    ``thinking``: whether the model is to reason before it answers; None for its template's own way.
     """
 
     task: ClassVar[Task] = "chat"
@@ -136,6 +137,7 @@ class RawChat(Raw, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     end: ChatEnd = "generation_prompt"
+    thinking: bool | None = None
     sampling: RawSampling = RawSampling()
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import re
 
+from .anthropic import AnthropicDialect
 from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
 from .tables import FIELDS, REFUSED_FIELDS
 
-DIALECTS: dict[str, Dialect] = {d.name: d for d in (OpenAIDialect(), DatabricksDialect(), MlflowDialect())}
+DIALECTS: dict[str, Dialect] = {
+    d.name: d for d in (OpenAIDialect(), AnthropicDialect(), DatabricksDialect(), MlflowDialect())
+}
 FALLBACK = DIALECTS["mlflow"]
 
 

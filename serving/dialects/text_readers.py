@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidField
@@ -10,9 +10,10 @@ from ..readers import INT32_MAX, any_of, integer, list_of, number, obj, reader, 
 from ..request import MAX_PROMPTS
 
 _STOP = {"type": "string", "minLength": 1}
+STOPS: Mapping[str, Any] = {"type": "array", "items": _STOP}
 
 
-@reader(**any_of(_STOP, {"type": "array", "items": _STOP}))
+@reader(**any_of(_STOP, STOPS))
 def stop_strings(value: Any, path: str) -> tuple[str, ...]:
     """One stop string or a list of them; how many is for the endpoint's profile to say."""
     allowed = "a non-empty string or a list of them"

@@ -9,6 +9,8 @@ from ..observability.access_record import AccessRecord
 from .route import Auth
 from .server import Server
 
+KEY_HEADER = "x-api-key"  # where Anthropic's clients send an API key
+
 
 def authenticate(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
     """The caller; ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` where the server requires none.
@@ -20,7 +22,7 @@ def authenticate(server: Server, auth: Auth, headers: Headers, address: str, rec
         return _checked(server, auth, headers, address, record)
     if not server.requires_key:
         return ANONYMOUS
-    if auth is Auth.OPEN or headers.get("Authorization") is None:
+    if auth is Auth.OPEN or (headers.get("Authorization") is None and headers.get(KEY_HEADER) is None):
         return UNKNOWN
     try:
         return _checked(server, auth, headers, address, record)
@@ -40,7 +42,7 @@ def charge(server: Server, error: ServingError, record: AccessRecord, address: s
 
 
 def _checked(server: Server, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
-    credential = (headers.get("Authorization") or "") if server.requires_key else ""
+    credential = _credential(headers) if server.requires_key else ""
     server.refusals.check_stranger(address, credential)
     if not server.requires_key:
         return ANONYMOUS
@@ -52,12 +54,24 @@ def _checked(server: Server, auth: Auth, headers: Headers, address: str, record:
     return caller
 
 
+def _credential(headers: Headers) -> str:
+    """As ``Authorization`` has it. Raises ``Unauthenticated`` for two keys that differ: which one is meant, and whose
+    limits count, is not for us to choose."""
+    given, key = headers.get("Authorization"), headers.get(KEY_HEADER)
+    if key is None:
+        return given or ""
+    named = f"Bearer {key.strip()}"
+    if given is not None and given.partition(" ")[2].strip() != key.strip():
+        raise Unauthenticated(f"Authorization and {KEY_HEADER} have different keys; send one of them")
+    return named
+
+
 def _verified(server: Server, credential: str) -> Caller:
     """Raises ``Unauthenticated``."""
     scheme, _, secret = credential.partition(" ")
     secret = secret.strip()
     if scheme.lower() != "bearer" or not secret:
-        raise Unauthenticated("send an API key: Authorization: Bearer sk-…")
+        raise Unauthenticated(f"send an API key: Authorization: Bearer sk-… (or {KEY_HEADER}: sk-…)")
     if server.tokens is not None and not secret.startswith("sk-"):
         return server.tokens.verify(secret)
     if server.keys is not None:

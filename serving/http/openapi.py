@@ -27,6 +27,7 @@ from ..errors import (
 from ..request import Task
 from .addressing import STICKY_HEADER, STICKY_MAX
 from .answer import Answer, json_answer
+from .authentication import KEY_HEADER
 from .docs_page import POLICY, page
 from .invoke import TIMEOUT_HEADER
 from .management import ONE
@@ -44,6 +45,10 @@ ERRORS: dict[type[ServingError], str] = {
     LimitExceeded: "A limit is used up; Retry-After says when to come back",
     Unavailable: "Busy or shutting down; Retry-After says when to come back",
     DeadlineExceeded: "The request's own time limit passed",
+}
+SECURITY: dict[str, dict[str, str]] = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "key_header": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
 }
 
 
@@ -113,8 +118,8 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "mlflow-llm", "version": __version__},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],
+        "components": {"schemas": schemas, "securitySchemes": SECURITY},
+        "security": [{}, *({name: []} for name in SECURITY)],
     }
 
 

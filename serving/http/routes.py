@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, engine_logs, management, pages, tokenize, usage
+from . import accounts, count_tokens, engine_logs, management, pages, tokenize, usage
 from .invoke import invoke
 from .openapi import documented
 from .route import Auth, Route
@@ -31,6 +31,7 @@ ROUTES = documented(
     (
         *(route for dialect in DIALECTS.values() for route in inference_routes(dialect)),
         *tokenize.ROUTES,
+        *count_tokens.ROUTES,
         *pages.ROUTES,
         *management.ROUTES,
         *engine_logs.ROUTES,

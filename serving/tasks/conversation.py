@@ -121,3 +121,21 @@ def template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> di
                 f"chat_template_kwargs.{name[:64]}", value, f"variables that this template reads: {names}"
             )
     return given or {}
+
+
+THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and most; DeepSeek V3.1, Granite 3
+
+
+def thinking_variables(asked: bool | None, reads: TemplateReads) -> dict[str, Any]:
+    """The template's own variable for whether the model reasons. Raises ``InvalidField`` where that is asked of one
+    that does not."""
+    if asked is None:
+        return {}
+    for name in THINKING:
+        if name in (reads.variables or ()):
+            return {name: asked}
+    if asked:
+        raise InvalidField(
+            "thinking", "enabled", "disabled: the chat template of this model has no reasoning to switch"
+        )
+    return {}

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from ..errors import ContextTooLong, InvalidField
 from ..request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
-from .conversation import check_tool_calls, check_turns, template_messages, template_variables, with_system
+from .conversation import (
+    check_tool_calls,
+    check_turns,
+    template_messages,
+    template_variables,
+    thinking_variables,
+    with_system,
+)
 from .endpoint import EndpointView
 
 BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
@@ -48,7 +55,7 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
     reads = endpoint.text.reads(raw.chat_template)
     check_tool_calls(raw.messages, reads)
     messages = with_system(raw.messages, profile.default_system_prompt)
-    variables = template_variables(raw.chat_template_kwargs, reads)
+    variables = template_variables(raw.chat_template_kwargs, reads) | thinking_variables(raw.thinking, reads)
     return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables, end=raw.end)
 
 

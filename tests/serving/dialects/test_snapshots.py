@@ -139,7 +139,7 @@ def test_streamed_error(dialect: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+@pytest.mark.parametrize("dialect", ["databricks", "mlflow", "openai"])
 def test_model_names_the_adapter(dialect: str) -> None:
     """A reply's model is ``endpoint:adapter`` where an adapter answers, once, whichever way it was asked for."""
     codec = DIALECTS[dialect]

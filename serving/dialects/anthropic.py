@@ -1,0 +1,101 @@
+"""Anthropic's Messages API.
+
+Source of the format: the API reference of ``/v1/messages``. Bodies are read by ``anthropic_requests``, replies written
+by ``anthropic_replies``. An error is ``{"type": "error", "error": {"type", "message"}}``. Tokens are counted without an
+answer at ``/v1/messages/count_tokens``, which is a route of ``http.count_tokens``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ServingError
+from ..reply import Reply
+from ..request import RawRequest, Task, ValidRequest
+from .anthropic_replies import Stream, message
+from .anthropic_requests import BODY, check_built, check_headers, read_message_request
+from .base import Encoded, Head, InferenceRoute, StreamEncoder
+from .errors import retry_headers
+from .json_body import json_bytes, read_object
+
+# kind -> type; clients pick their exception by status
+ERROR_TYPES: Mapping[str, str] = {
+    "internal": "api_error",
+    "bad_request": "invalid_request_error",
+    "invalid_field": "invalid_request_error",
+    "context_too_long": "invalid_request_error",
+    "unauthenticated": "authentication_error",
+    "permission_denied": "permission_error",
+    "not_found": "not_found_error",
+    "method_not_allowed": "invalid_request_error",
+    "already_exists": "conflict_error",
+    "conflict": "conflict_error",
+    "payload_too_large": "request_too_large",
+    "ends_engines": "invalid_request_error",
+    "limit_exceeded": "rate_limit_error",
+    "unavailable": "overloaded_error",
+    "overloaded": "overloaded_error",
+    "shutting_down": "overloaded_error",
+    "engine_died": "overloaded_error",
+    "deadline_exceeded": "timeout_error",
+    "aborted": "invalid_request_error",
+}
+# Fields that everything below the dialects knows by another name
+_NAMES = (
+    (re.compile(r"stop(?=\[|$)"), "stop_sequences"),
+    (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
+    (re.compile(r"(tools\[\d+\])\.function\."), r"\1."),
+)
+
+
+class AnthropicDialect:
+    """A pure codec; one object serves every request."""
+
+    name = "anthropic"
+    routes = (InferenceRoute("/v1/messages", "chat", "Message"),)
+    prefixes = ("/v1/messages",)
+    request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": BODY.schema}
+    error_schema: Mapping[str, Any] = {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+        },
+    }
+
+    def decode(self, head: Head, body: bytes) -> RawRequest:
+        check_headers(head.headers)
+        return check_built(read_object(body, read_message_request))
+
+    def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
+        return Encoded(body=json_bytes(message(request, reply)))
+
+    def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
+        return Stream(request, error_body)
+
+    def error(self, error: ServingError) -> Encoded:
+        body = json.dumps(error_body(error), ensure_ascii=True).encode()
+        return Encoded(status=error.status, body=body, headers=retry_headers(error))
+
+
+def error_body(error: ServingError) -> dict[str, Any]:
+    """The object of an error, by ``error_schema``."""
+    return {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": _message(error)}}
+
+
+def _message(error: ServingError) -> str:
+    """With the field that the caller sent where the message begins with another name of it."""
+    if error.param is None or not error.message.startswith(error.param):
+        return error.message
+    for pattern, name in _NAMES:
+        if pattern.match(error.param):
+            return pattern.sub(name, error.param, count=1) + error.message[len(error.param) :]
+    return error.message

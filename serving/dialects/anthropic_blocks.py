@@ -1,0 +1,136 @@
+"""Content blocks of the Messages API: their shape on the wire and its JSON schema, read into records by type.
+
+Source of the format: the API reference of ``/v1/messages``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidField
+from ..readers import Entry, Reader, any_of, boolean, list_of, obj, one_of, reader, record, short_text, string
+
+MAX_NAME = 128  # characters of a tool's name
+MAX_ID = 512
+NO_MEDIA = "this model reads text only"
+NO_SERVER_TOOLS = "this server runs no tools of its own"
+
+NAME = short_text(MAX_NAME)
+ID = short_text(MAX_ID)
+
+
+def refused(why: str) -> Reader[Any]:
+    """Takes nothing: the field may be null."""
+
+    @reader(type="null")
+    def read(value: Any, path: str) -> Any:
+        raise InvalidField(path, value, f"null: {why}")
+
+    return read
+
+
+def type_of(name: str) -> Entry:
+    """The field that says what an object is."""
+    return Entry(one_of(name), required=f'"{name}"')
+
+
+# What a breakpoint asks for happens without it: every prefix of a prompt is kept and found again.
+CACHE_CONTROL = record(
+    type=type_of("ephemeral"),
+    ttl=Entry(one_of("5m", "1h"), "prefixes stay as long as there is room"),
+)
+_HINT = {"cache_control": Entry(CACHE_CONTROL, "a hint; the prefix cache needs none")}
+
+TEXT = record(
+    type=type_of("text"),
+    text=Entry(string, required="a string"),
+    citations=Entry(one_of([], why="citations are not read")),
+    **_HINT,
+)
+
+
+def one_of_types(kinds: Mapping[str, Reader[dict[str, Any]]], refused: Mapping[str, str], what: str) -> Reader[Any]:
+    """An object that is read by its ``type``; ``refused`` are the types that are known and not taken, with why."""
+    listed = ", ".join(f'"{kind}"' for kind in kinds)
+
+    @reader(**any_of(*(kind.schema for kind in kinds.values())))
+    def read(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise InvalidField(path, value, f"{what} with a type: {listed}")
+        kind = value.get("type")
+        found = kinds.get(kind) if isinstance(kind, str) else None
+        if found is None:
+            why = refused.get(kind, "") if isinstance(kind, str) else ""
+            raise InvalidField(f"{path}.type", kind, f"one of {listed}" + (f": {why}" if why else ""))
+        return found(value, path)
+
+    return read
+
+
+MEDIA = dict.fromkeys(
+    ("image", "document", "search_result", "container_upload", "tool_reference", "browser_state"), NO_MEDIA
+)
+SERVER_BLOCKS = dict.fromkeys(
+    (
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+    ),
+    NO_SERVER_TOOLS,
+)
+
+
+def texts_or(block: Reader[Any], *, least: int = 0) -> Reader[str | tuple[dict[str, Any], ...]]:
+    """A string, or a list of blocks."""
+    blocks = list_of(block, "a string or a list of content blocks" + (", not empty" if least else ""), least=least)
+
+    @reader(**any_of(string.schema, blocks.schema))
+    def read(value: Any, path: str) -> str | tuple[dict[str, Any], ...]:
+        return string(value, path) if isinstance(value, str) else blocks(value, path)
+
+    return read
+
+
+TOOL_RESULT = record(
+    type=type_of("tool_result"),
+    tool_use_id=Entry(ID, required="the id of the tool_use block that this answers"),
+    content=Entry(texts_or(one_of_types({"text": TEXT}, MEDIA, "a content block"))),
+    is_error=Entry(boolean, "the model reads the content after the word Error"),
+    toolset_name=Entry(refused(NO_SERVER_TOOLS)),
+    **_HINT,
+)
+TOOL_USE = record(
+    type=type_of("tool_use"),
+    id=Entry(ID, required="the id of this call"),
+    name=Entry(NAME, required="the name of the tool"),
+    input=Entry(obj, required="an object"),
+    caller=Entry(one_of({"type": "direct"}, why=NO_SERVER_TOOLS)),
+    toolset_name=Entry(refused(NO_SERVER_TOOLS)),
+    **_HINT,
+)
+THINKING = record(
+    type=type_of("thinking"),
+    thinking=Entry(string, required="a string"),
+    signature=Entry(string, "taken as it comes"),
+)
+REDACTED_THINKING = record(
+    type=type_of("redacted_thinking"),
+    data=Entry(string, "encrypted, so it says nothing to this model"),
+)
+
+SYSTEM_BLOCK = one_of_types({"text": TEXT}, MEDIA, "a text block")
+USER_BLOCK = one_of_types(
+    {"text": TEXT, "tool_result": TOOL_RESULT}, MEDIA | SERVER_BLOCKS, "a content block of a user's turn"
+)
+ASSISTANT_BLOCK = one_of_types(
+    {"text": TEXT, "tool_use": TOOL_USE, "thinking": THINKING, "redacted_thinking": REDACTED_THINKING},
+    MEDIA | SERVER_BLOCKS,
+    "a content block of an assistant's turn",
+)

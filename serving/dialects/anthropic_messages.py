@@ -1,0 +1,213 @@
+"""The turns of the Messages API, as ``request.Message``: what belongs together is put together here.
+
+Turns of one role in a row are one turn. A user's tool results become messages of role tool, before the turn's text. An
+assistant's texts stand before its calls, as chat templates have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import InvalidField
+from ..readers import Entry, any_of, one_of, reader, record
+from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
+from .anthropic_blocks import ASSISTANT_BLOCK, SYSTEM_BLOCK, USER_BLOCK, texts_or
+
+BETWEEN_TURNS = TextPart("\n\n")  # between the texts of two turns that are taken for one
+ERROR = "Error: "  # before the content of a tool result that ``is_error``
+
+
+class Block(NamedTuple):
+    """A content block and where it stands; ``fields`` as its reader holds them."""
+
+    fields: dict[str, Any]
+    path: str
+    begins: bool = False  # a turn that was joined to the one before it
+
+    @property
+    def type(self) -> str:
+        found: str = self.fields["type"]
+        return found
+
+
+class Turn(NamedTuple):
+    role: Role
+    blocks: list[Block]
+    path: str
+
+
+_TURNS = {
+    role: record(role=Entry(one_of(role), required=f'"{role}"'), content=Entry(content, required="a string or blocks"))
+    for role, content in (
+        ("user", texts_or(USER_BLOCK, least=1)),
+        ("assistant", texts_or(ASSISTANT_BLOCK)),
+        ("system", texts_or(SYSTEM_BLOCK, least=1)),
+    )
+}
+
+
+@reader(
+    type="array",
+    items=any_of(*(turn.schema for turn in _TURNS.values())),
+    minItems=1,
+    maxItems=MAX_MESSAGES,
+)
+def read_turns(value: Any, path: str) -> tuple[Turn, ...]:
+    """A non-empty list of turns, joined where their roles are the same. What the schema cannot say is for
+    ``messages_of``: which calls have results."""
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidField(path, value, "a non-empty list of messages")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
+    turns: list[Turn] = []
+    for i, entry in enumerate(value):
+        turn = _turn(entry, f"{path}[{i}]")
+        if turns and turns[-1].role == turn.role:
+            blocks = turns[-1].blocks
+            begins = bool(blocks)
+            blocks += [block._replace(begins=begins and k == 0) for k, block in enumerate(turn.blocks)]
+        else:
+            turns.append(turn)
+    return tuple(turns)
+
+
+def _turn(value: Any, path: str) -> Turn:
+    if not isinstance(value, dict):
+        raise InvalidField(path, value, "an object with role and content")
+    role = value.get("role")
+    read = _TURNS.get(role) if isinstance(role, str) else None
+    if read is None:
+        allowed = "one of " + ", ".join(f'"{name}"' for name in _TURNS)
+        raise InvalidField(f"{path}.role", role, allowed)
+    found = read(value, path)
+    return Turn(found["role"], _blocks(found["content"], f"{path}.content"), path)
+
+
+def _blocks(content: str | Sequence[dict[str, Any]], path: str) -> list[Block]:
+    if isinstance(content, str):
+        return [Block({"type": "text", "text": content}, path)] if content else []
+    return [Block(fields, f"{path}[{i}]") for i, fields in enumerate(content)]
+
+
+def text_of(content: str | Sequence[dict[str, Any]]) -> str | tuple[Part, ...]:
+    """The texts of a string or of text blocks, apart."""
+    return content if isinstance(content, str) else tuple(TextPart(block["text"]) for block in content)
+
+
+class Chat(NamedTuple):
+    """``prefill``: the last message is the beginning of the reply, to be continued."""
+
+    messages: tuple[Message, ...]
+    prefill: bool
+
+
+def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Chat:
+    """Raises ``InvalidField`` for a call without its result, a result without its call, and a beginning of the reply
+    that cannot be continued exactly."""
+    messages = [] if system is None else [Message(role="system", content=system)]
+    calls: dict[str, str] = {}  # the ids that the next turn answers, and where they stand
+    for turn in turns:
+        if calls and turn.role != "user":
+            raise _unanswered(calls, turn.path)
+        if turn.role == "user":
+            messages += _user(turn, calls)
+            calls = {}
+        elif turn.role == "assistant":
+            calls = _ids(turn)
+            messages.append(_assistant(turn))
+        else:
+            messages.append(Message(role="system", content=_texts(turn.blocks)))
+    if calls:
+        raise _unanswered(calls, "messages")
+    last = turns[-1]
+    if last.role != "assistant":
+        return Chat(tuple(messages), prefill=False)
+    if not last.blocks and len(messages) > 1:  # the one turn that may be empty: the reply begins at its beginning
+        return Chat(tuple(messages[:-1]), prefill=False)
+    _check_prefill(last)
+    return Chat(tuple(messages), prefill=True)
+
+
+def _user(turn: Turn, calls: dict[str, str]) -> list[Message]:
+    """Results first, each as a message of its own; then the text, if there is any."""
+    found: list[Message] = []
+    texts: list[Block] = []
+    open_calls = dict(calls)
+    for block in turn.blocks:
+        if block.type == "text":
+            texts.append(block)
+            continue
+        id_ = block.fields["tool_use_id"]
+        if texts:
+            raise InvalidField(f"{block.path}.type", "tool_result", "a text block: tool_result blocks come first")
+        if open_calls.pop(id_, None) is None:
+            allowed = "the id of a tool_use block of the message before, each answered once"
+            raise InvalidField(f"{block.path}.tool_use_id", id_, allowed)
+        found.append(Message(role="tool", content=_result(block), tool_call_id=id_))
+    if open_calls:
+        raise _unanswered(open_calls, turn.path)
+    if texts or not found:
+        found.append(Message(role="user", content=_texts(texts)))
+    return found
+
+
+def _result(block: Block) -> str | tuple[Part, ...]:
+    content = text_of(block.fields.get("content", ""))
+    if not block.fields.get("is_error"):
+        return content
+    return ERROR + content if isinstance(content, str) else (TextPart(ERROR), *content)
+
+
+def _unanswered(calls: dict[str, str], path: str) -> InvalidField:
+    id_, where = next(iter(calls.items()))
+    return InvalidField(path, id_, f"a tool_result block for each tool_use block, first of all; {where} has none")
+
+
+def _ids(turn: Turn) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for block in turn.blocks:
+        if block.type == "tool_use":
+            if block.fields["id"] in found:
+                raise InvalidField(f"{block.path}.id", block.fields["id"], "an id of its own for each tool_use block")
+            found[block.fields["id"]] = block.path
+    return found
+
+
+def _assistant(turn: Turn) -> Message:
+    thoughts = [block.fields["thinking"] for block in turn.blocks if block.type == "thinking"]
+    return Message(
+        role="assistant",
+        content=_texts(turn.blocks),
+        reasoning_content="".join(thoughts) if thoughts else None,
+        tool_calls=tuple(_call(block.fields) for block in turn.blocks if block.type == "tool_use"),
+    )
+
+
+def _call(fields: dict[str, Any]) -> ToolCall:
+    return ToolCall(id=fields["id"], name=fields["name"], arguments=fields["input"])
+
+
+def _texts(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
+    parts: list[Part] = []
+    begins = False
+    for block in blocks:
+        begins = begins or block.begins
+        if block.type == "text":
+            if begins and parts:
+                parts.append(BETWEEN_TURNS)
+            parts.append(TextPart(block.fields["text"]))
+            begins = False
+    return parts[0].text if len(parts) == 1 else tuple(parts) or ""
+
+
+def _check_prefill(turn: Turn) -> None:
+    """A reply goes on exactly after a text that ends in no blanks: templates cut those off."""
+    last = turn.blocks[-1] if turn.blocks else None
+    if last is None or last.type != "text" or not last.fields["text"]:
+        allowed = "text: the reply continues the last message, which is the assistant's"
+        raise InvalidField(last.path if last else turn.path, last.type if last else "", allowed)
+    if last.fields["text"][-1].isspace():
+        where = last.path if last.path.endswith(".content") else f"{last.path}.text"
+        allowed = "a text without blanks at its end, where the reply goes on"
+        raise InvalidField(where, last.fields["text"][-40:], allowed)
