@@ -14,7 +14,7 @@ import torch
 from ..bundle import Bundle
 from ..errors import PackagingError
 from ..settings import EngineSettings
-from .interface import EngineInfo
+from .interface import Capabilities, EngineInfo
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
 from .lora import LoraPool
@@ -66,6 +66,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         kv_cache_memory=memory,
         threads=torch.get_num_threads(),
         pid=os.getpid(),
+        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir)),
     )
     scheduler = Scheduler(
         cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +20,13 @@ from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Ov
 from ..events import FinishReason, PromptScored
 from ..request import ValidRequest
 from ..settings import EngineSettings
-from . import openmp
+from ..stop_rule import StopReason
+from . import grammar_tokenizer, openmp
 from .adapter_registry import AdapterRegistry
 from .assembly import EngineParts, assemble
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
+from .grammars import Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
@@ -50,6 +53,10 @@ class EngineCore:
         self._embeddings = EmbeddingQueue(self._parts.embedder, settings.max_num_batched_tokens)
         self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
         self._inflight = InflightRequests()
+        self._wake: Callable[[], None] = _ignore
+        vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
+        read = partial(grammar_tokenizer.load, bundle, vocab_size, trust_remote_code=trust)
+        self._grammars = Grammars(read, lambda: self._wake())
         self._next_id = 0
         self._generated = self._generated_provisioned = 0
         self._steps = 0
@@ -73,6 +80,8 @@ class EngineCore:
         try:
             self._check(request, continues)
             adapter = self._adapters.key_of(request.adapter)
+            grammar = request.sampling.grammar if request.sampling is not None else None
+            compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
         except ServingError as error:
             self._inflight.refuse(request, client, error)
             return
@@ -82,12 +91,46 @@ class EngineCore:
             return
         inflight.groups = self._groups(request, adapter)
         for sequence in inflight.unfinished:
+            if compilation is not None:
+                sequence.waits_for = "grammar"
             self._scheduler.add(sequence)
+        if compilation is None or compilation.is_done:
+            self._begin(inflight, compilation)
+
+    def _begin(self, inflight: InflightRequest, compilation: Compilation | None) -> None:
+        """Let the sequences run, each within its grammar if there is one; end those that were resumed at their end."""
         for sequence in inflight.unfinished:
             reason = sequence.stop_reason()
-            # resumed at its very end, or nothing was to be generated: but a prompt may be there to be scored
+            if compilation is not None:
+                self._scheduler.let_go(sequence)
+                sequence.matching = compilation.matching(sequence.sampling)
+                try:
+                    reason = self._follow(sequence, sequence.num_prompt, reason)
+                except InternalError as error:
+                    self._lose(sequence, error)
+                    return
+            # at its very end already, or nothing was to be generated: but a prompt may be there to be scored
             if reason is not None and (sequence.num_generated or sequence.prompt_scores is None):
                 self._finish(sequence, reason)
+
+    def _follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
+        """Within its grammar; see ``SequenceState.follow``."""
+        before = sequence.num_tokens
+        reason = sequence.follow(known, reason)
+        self._count(sequence, sequence.num_tokens - before)
+        return reason
+
+    def _count(self, sequence: SequenceState, generated: int) -> None:
+        self._generated += generated
+        self._generated_provisioned += generated * sequence.provisioned
+
+    def _lose(self, sequence: SequenceState, error: InternalError) -> None:
+        """A sequence whose grammar has no way to go on; another request is to compile it anew."""
+        inflight = self._inflight.of(sequence)
+        logger.error("request %s: %s", inflight.request.request_id, error.message)
+        assert sequence.sampling.grammar is not None
+        self._grammars.spoil(sequence.sampling.grammar)
+        self._fail(inflight, error)
 
     def _groups(self, request: ValidRequest, adapter: str) -> list[SequenceGroup]:
         """One for each prompt, with its ``n`` choices."""
@@ -132,7 +175,17 @@ class EngineCore:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._inflight) or self._inflight.has_outputs
+        if self._inflight.has_outputs or len(self._inflight) > len(self._grammars):
+            return True
+        return bool(self._inflight) and (self._grammars.is_due or self._is_late())
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits for its grammar, although there is no work."""
+        return bool(self._grammars)
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
 
     @torch.inference_mode()
     def step(self) -> list[EngineOutput]:
@@ -140,6 +193,8 @@ class EngineCore:
         # from the end of the step before, if there was more to do: messages taken since then are part of its time
         began = self._last_step if self._goes_on else time.monotonic()
         self._expire()
+        if self._grammars:
+            self._end_waits()
         runs = self._scheduler.schedule() if self._scheduler is not None else []
         if runs:
             self._run(runs)
@@ -216,9 +271,13 @@ class EngineCore:
             return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
-        generated = sequence.num_tokens - before
-        self._generated += generated
-        self._generated_provisioned += generated * sequence.provisioned
+        self._count(sequence, sequence.num_tokens - before)
+        if sequence.matching is not None:
+            try:
+                reason = self._follow(sequence, before, reason)
+            except InternalError as error:
+                self._lose(sequence, error)
+                return
         if reason is not None:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
@@ -229,6 +288,19 @@ class EngineCore:
         logger.error("request %s: logits are not finite", sequence.request.request_id)
         error = InternalError("the model produced numbers that are not finite")
         self._fail(self._inflight.of(sequence), error)
+
+    def _end_waits(self) -> None:
+        """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be."""
+        for request_id, compilation, error in self._grammars.take():
+            inflight = self._inflight.get(request_id)
+            if inflight is not None and error is not None:
+                self._fail(inflight, error)
+            elif inflight is not None:
+                self._begin(inflight, compilation)
+
+    def _is_late(self) -> bool:
+        now = time.monotonic()
+        return any(one.request.deadline is not None and now >= one.request.deadline for one in self._inflight)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -262,11 +334,14 @@ class EngineCore:
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._scheduler.finish(sequence)
         self._inflight.finish(sequence, reason)
+        if self._grammars and sequence.request.request_id not in self._inflight:
+            self._grammars.forget(sequence.request.request_id)
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
         for sequence in inflight.unfinished:
             self._scheduler.finish(sequence, keep=False)
         self._embeddings.drop(inflight.request.request_id)
+        self._grammars.forget(inflight.request.request_id)
         self._inflight.fail(inflight, error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
@@ -315,7 +390,7 @@ class EngineCore:
             cache.check_integrity()
             running = len(self._scheduler.running)
             unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
-            if running + len(self._scheduler.waiting) != unfinished:
+            if running + len(self._scheduler.waiting) + len(self._scheduler.held) != unfinished:
                 raise RuntimeError(f"{unfinished} sequences are unfinished, {running} run")
 
     def close(self) -> list[EngineOutput]:
@@ -324,9 +399,14 @@ class EngineCore:
             self._closed = True
             for inflight in self._inflight:
                 self._fail(inflight, ShuttingDown("the engine is shutting down"))
+            self._grammars.close()
             if self._parts.cache is not None:
                 self._parts.cache.close()
         return self._inflight.drain()
+
+
+def _ignore() -> None:
+    pass
 
 
 def _brief(error: Exception) -> str:

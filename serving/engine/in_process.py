@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeAlias
 
 from ..bundle import Bundle
@@ -20,6 +21,7 @@ from .interface import AdapterInfo, Engine, EngineInfo, EngineOutput, EventQueue
 
 logger = logging.getLogger(__name__)
 
+WAIT = 0.25  # seconds, where a request waits for something beside the steps: it may have a deadline
 Command = Callable[[EngineCore], None]
 Commands: TypeAlias = "queue.SimpleQueue[Command | None]"
 
@@ -152,6 +154,7 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
     except BaseException as error:
         started.set_exception(error)
         return
+    core.on_work(partial(commands.put, _nothing))
     started.set_result(core.info)
     del started
     while _follow(core, commands):
@@ -161,15 +164,15 @@ def _main(bundle: Bundle, settings: EngineSettings, started: Future[EngineInfo],
 
 def _follow(core: EngineCore, commands: Commands) -> bool:
     """Run the next command; False at the end. It is held no longer than it runs, for it may hold the engine."""
-    command = _next_command(commands, wait=not core.has_work())
+    command = _next_command(commands, WAIT if core.waits else None, wait=not core.has_work())
     if command is not None:
         command(core)
     return command is not None
 
 
-def _next_command(commands: Commands, *, wait: bool) -> Command | None:
+def _next_command(commands: Commands, seconds: float | None, *, wait: bool) -> Command | None:
     try:
-        return commands.get(block=wait)
+        return commands.get(wait, seconds)
     except queue.Empty:
         return _nothing
 

@@ -95,6 +95,7 @@ class Health(Struct, frozen=True, kw_only=True):
     idle. What runs, waits and is held in the KV cache is 0 where there is no engine; what has been counted (steps and
     tokens) is the last that was heard, and begins at 0 with each engine process.
 
+    Sequences that wait for their grammars to be compiled are not counted: they want nothing of the model yet.
     ``num_standbys`` are loaded and ready to take the engine's place.
 
     Of the sequences running and waiting ``num_provisioned`` are provisioned, of the tokens generated
@@ -217,6 +218,11 @@ class Core(Protocol):
 
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to return."""
+        ...
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        """``wake`` is to be called, on any thread, when there is work although nothing was added: what a request waits
+        for beside the steps (a grammar that is compiled) has come."""
         ...
 
     def step(self) -> list[EngineOutput]:

@@ -6,6 +6,8 @@ from ..errors import ContextTooLong, InvalidField
 from ..request import ValidRequest
 from .interface import EngineInfo
 
+NO_GRAMMARS = "nothing: this engine has no structured output"
+
 
 def check_request(request: ValidRequest, info: EngineInfo) -> None:
     """Raises ``InvalidField`` or ``ContextTooLong`` for what the model of ``info`` cannot run."""
@@ -20,6 +22,9 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     for token_id, _ in request.sampling.logit_bias if request.sampling is not None else ():
         if not 0 <= token_id < info.vocab_size:
             raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
+    grammar = request.sampling.grammar if request.sampling is not None else None
+    if grammar is not None and not info.capabilities.structured_output:
+        raise InvalidField(grammar.field, grammar.source, NO_GRAMMARS)
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:

@@ -1,7 +1,8 @@
 """Sampling by a Gumbel-max race: from logits to tokens, each sequence by its own parameters and random numbers.
 
-The order is: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, typical_p, then the race: token t
-arrives at a time drawn from the exponential distribution with its probability as the rate, and the first one wins.
+The order is: penalties, logit bias, min_tokens, the grammar's mask, temperature, top_k, top_p, min_p, typical_p, then
+the race: token t arrives at a time drawn from the exponential distribution with its probability as the rate, and the
+first one wins.
 That is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel
 noise: a token wins with its probability. The times come from (seed, position, t). Logits may differ in their last bits
 with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
@@ -20,6 +21,7 @@ import torch
 
 from ..events import TokenLogprob
 from ..request import Sampling
+from .matching import unpacked
 from .native import sampler as native
 from .randomness import exponentials
 from .sequence import Place, Sampled
@@ -57,6 +59,7 @@ def is_plain_greedy(sequence: Place) -> bool:
         and p.presence_penalty == 0.0
         and p.frequency_penalty == 0.0
         and not p.logit_bias
+        and p.grammar is None
         and (not p.min_tokens or sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
 
@@ -84,6 +87,7 @@ def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> li
 
 def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
     adjust(logits, sequences)
+    restrict(logits, sequences)
     tokens: list[int] = [0] * len(sequences)
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
@@ -218,7 +222,21 @@ def adjust(logits: Any, sequences: Sequence[Place]) -> None:
             logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
         if p.stop_token_ids and not sequence.stop_rule.may_stop(sequence.num_generated + 1):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
-            logits[i, _index(np.array(stops), logits)] = float("-inf")
+            if sequence.matching is not None:
+                stops = list(sequence.matching.stops_to_forbid(stops))
+            logits[i, _index(np.array(stops, dtype=np.int64), logits)] = float("-inf")
+
+
+def restrict(logits: Any, sequences: Sequence[Place]) -> None:
+    """The masks of grammars on ``logits`` [B, V], in place: what is not allowed gets no probability."""
+    masked = [(i, s.matching.allowed) for i, s in enumerate(sequences) if s.matching is not None]
+    if masked:
+        rows, masks = zip(*masked, strict=True)
+        allowed = torch.from_numpy(unpacked(np.stack(masks), logits.shape[-1])).to(logits.device)
+        if len(rows) == len(logits):
+            logits.masked_fill_(~allowed, float("-inf"))
+        else:
+            logits[list(rows)] = logits[list(rows)].masked_fill_(~allowed, float("-inf"))
 
 
 def _index(ids: Any, like: Any) -> Any:

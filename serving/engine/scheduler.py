@@ -23,6 +23,7 @@ from .best_effort import BestEffortBudget, StepLoad
 from .kv_cache import KVCache
 from .sequence import SHARED, Place, SequenceState, WaitReason
 
+FORWARD = 32  # tokens that a grammar has decided, computed in a step beside one for every other sequence
 SHARES = 4  # prompts that share the prefill part of a step
 MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bounds the time a queue costs
 
@@ -68,6 +69,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
+        self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
         self.budget = BestEffortBudget()
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self.prefix_hit_tokens = 0
@@ -77,9 +79,19 @@ class Scheduler:
 
     def add(self, sequence: SequenceState) -> None:
         """Take on a sequence as waiting, in its place by ``arrival``."""
+        if sequence.waits_for == "grammar":
+            self.held[sequence.id] = sequence
+            return
         insort(self.waiting, sequence, key=_arrival)
 
+    def let_go(self, sequence: SequenceState) -> None:
+        """Its grammar is there: it waits for its turn, where it has one."""
+        if self.held.pop(sequence.id, None) is not None:
+            sequence.waits_for = "turn"
+            self.add(sequence)
+
     def has_work(self) -> bool:
+        """Whether there is a sequence that may run: those that are held may not."""
         return bool(self.waiting or self.running)
 
     @property
@@ -94,7 +106,7 @@ class Scheduler:
 
     def waiting_for(self) -> Counter[WaitReason]:
         """How many sequences wait, by what each waited for when it was last its turn to be looked at."""
-        return Counter(sequence.waits_for for sequence in self.waiting)
+        return Counter(sequence.waits_for for sequence in [*self.waiting, *self.held.values()])
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
@@ -112,7 +124,7 @@ class Scheduler:
     def _step(self, provisioned: bool) -> list[Run]:
         """A whole step of one class of sequences."""
         runs = self._decodes(provisioned)
-        budget = self.max_num_batched_tokens - len(runs)
+        budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
         # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
         # such, so that neither kind waits for the other to be done.
         turns = [sequence for sequence in self._turns if sequence.provisioned == provisioned]
@@ -128,11 +140,16 @@ class Scheduler:
 
     def _decodes(self, provisioned: bool) -> list[Run]:
         runs = []
+        spare = self.max_num_batched_tokens - len(self.running)
         for sequence in list(self.running):
-            if sequence.provisioned != provisioned or sequence.status != "running" or sequence.num_remaining > 1:
+            if sequence.provisioned != provisioned or sequence.status != "running" or not sequence.decodes:
                 continue
             if self._make_room(sequence):
-                runs.append(Run(sequence, sequence.num_computed, 1))
+                num_tokens = 1
+                if sequence.num_remaining > 1:
+                    num_tokens += min(sequence.num_remaining - 1, FORWARD, spare)
+                    spare -= num_tokens - 1
+                runs.append(Run(sequence, sequence.num_computed, num_tokens))
         return runs
 
     def _make_room(self, sequence: SequenceState) -> bool:
@@ -159,7 +176,7 @@ class Scheduler:
         if sequence.status == "running":
             self._leave(sequence)
             self.cache.release(sequence.id, keep=keep)
-        elif sequence.status == "waiting":
+        elif self.held.pop(sequence.id, None) is None and sequence.status == "waiting":
             self.waiting.remove(sequence)
         sequence.move("finished")
 
@@ -178,7 +195,7 @@ class Scheduler:
             if sequence not in self._turns:  # it made room for a sequence that has just started
                 continue
             self._turns.remove(sequence)
-            if sequence.num_remaining <= 1:  # it has joined those that decode
+            if sequence.decodes:  # it has joined those that decode
                 continue
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
             budget -= run.num_tokens

@@ -12,6 +12,7 @@ from ..events import TokenLogprob
 from ..request import Sampling, Sequence, ValidRequest
 from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
+from .matching import Matching
 
 MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
 Status = Literal["waiting", "running", "finished"]
@@ -23,9 +24,9 @@ MOVES: dict[Status, tuple[Status, ...]] = {
     "finished": (),
 }
 
-WaitReason = Literal["turn", "slot", "memory", "prefix"]
+WaitReason = Literal["turn", "slot", "memory", "prefix", "grammar"]
 """What a waiting sequence waits for: its turn in the queue, one of ``max_num_seqs`` places, KV memory for its prompt,
-or a prefix that a running sequence is just computing."""
+a prefix that a running sequence is just computing, or its grammar, which is being compiled."""
 
 SHARED: frozenset[WaitReason] = frozenset({"slot", "memory"})
 """Reasons for which later sequences wait too, since they would take what this one waits for. For any other reason a
@@ -59,6 +60,8 @@ class Place(Protocol):
     def tokens(self) -> TokenIds: ...
     @property
     def output(self) -> TokenIds: ...
+    @property
+    def matching(self) -> Matching | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +90,14 @@ class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
     ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event.
-    ``arrival`` sorts by provisioned first, then priority, then order of arrival.
+    ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``matching`` is where it is in its
+    grammar, None until that is compiled and where there is none.
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "group", "id", "index", "key", "num_cached",
-        "num_computed", "num_preemptions", "num_prompt", "num_resumed", "num_tokens", "prompt_scores", "provisioned",
-        "request", "sampling", "seed", "status", "stop_rule", "unsent", "waits_for",
+        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "forced_from", "group", "id", "index", "key",
+        "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_resumed", "num_tokens",
+        "prompt_scores", "provisioned", "request", "sampling", "seed", "status", "stop_rule", "unsent", "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -120,6 +124,8 @@ class SequenceState:
         self.prompt_scores: list[Any] | None = [] if group.sampling.prompt_logprobs is not None else None
         self.status: Status = "waiting"
         self.waits_for: WaitReason = "turn"
+        self.matching: Matching | None = None
+        self.forced_from = 0  # the place from which on its grammar decided all tokens that are not computed
 
     def move(self, status: Status) -> None:
         """Raises ``RuntimeError`` for a move that is not in ``MOVES``."""
@@ -158,6 +164,11 @@ class SequenceState:
         """Known tokens whose KV is still to be computed."""
         return self.num_tokens - self.num_computed
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it has its prompt: it goes on by a token, or by the few that its grammar has decided."""
+        return self.num_tokens - self.num_computed <= 1 or 0 < self.forced_from <= self.num_computed
+
     def extend(self, sampled: Iterable[Sampled]) -> StopReason | None:
         """Take the tokens that one step gave, up to the one that ends the sequence; what follows it is dropped.
 
@@ -172,6 +183,27 @@ class SequenceState:
             if reason is not None:
                 return reason
         return None
+
+    def follow(self, known: int, reason: StopReason | None) -> StopReason | None:
+        """Take the tokens from place ``known`` on into the grammar, and append those that it alone decides.
+
+        ``reason`` is why the sequence ends with its last token, if it does. Returns why it ends then: a text that its
+        grammar does not let go on is complete ("stop"), whatever else. Raises ``InternalError``.
+        """
+        matching = self.matching
+        if matching is None or reason == "stop":
+            return reason
+        matching.consume(self._tokens[known : self.num_tokens].tolist())
+        while not matching.is_complete and reason is None and (forced := matching.forced()):
+            first = self.num_tokens
+            reason = self.extend(Sampled(token_id) for token_id in forced)
+            if reason == "stop":
+                return reason
+            self.forced_from = known
+            matching.consume(forced[: self.num_tokens - first])
+        if matching.is_complete:
+            return "stop"
+        return reason if reason is not None or matching.look() else "stop"
 
     def stop_reason(self) -> StopReason | None:
         """Why the sequence ends with its last known token, or None when it goes on."""

@@ -115,31 +115,3 @@ def starts(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[list[int
         found.append(length + detokenizer.ahead(token_id))
         length += len(detokenizer.push(token_id))
     return found, length + len(detokenizer.flush())
-
-
-def byte_table(backend: Any, special_ids: frozenset[int]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]] | None:
-    """``(bytes of every token, the same with special tokens empty)`` of a byte-level tokenizer, else None.
-
-    As the decoder does it: a token whose characters all stand for bytes is those bytes, any other its own UTF-8.
-    """
-    if type(backend.decoder).__name__ != "ByteLevel":
-        return None
-    to_byte = {char: byte for byte, char in _byte_characters().items()}
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, token_id in vocabulary.items():
-        try:
-            table[token_id] = bytes(to_byte[char] for char in token)
-        except KeyError:
-            table[token_id] = token.encode()
-    visible = tuple(b"" if i in special_ids else data for i, data in enumerate(table))
-    return tuple(table), visible
-
-
-def _byte_characters() -> dict[int, str]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {byte: chr(byte) for byte in kept}
-    others = [byte for byte in range(256) if byte not in table]
-    table.update({byte: chr(256 + i) for i, byte in enumerate(others)})
-    return table

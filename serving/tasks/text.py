@@ -6,7 +6,6 @@ made. Templates are rendered in processes of their own (``rendering``).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,11 @@ from transformers import AutoTokenizer
 
 from ..bundle import Bundle, EmbeddingSpec
 from ..confined import Refused
+from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ..request import ChatEnd
-from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from ..token_bytes import byte_table
+from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
 from .tokenizer_check import check_tokenizer
@@ -44,7 +45,7 @@ class TextModel:
         self._tables = byte_table(self._backend, self._special_ids)
         self.templates = _templates(bundle, self._hf)
         self.embedding: EmbeddingSpec | None = bundle.embedding
-        self.eos_token_ids = _eos_ids(bundle, self._hf)
+        self.eos_token_ids = eos_ids(bundle.model_dir, self._hf)
         self.vocab_size = len(self._hf)
         self._bos: str | None = self._hf.bos_token
         # copying a tokenizer takes a tenth of a second, which no request should wait for
@@ -255,27 +256,3 @@ def _templates(bundle: Bundle, tokenizer: Any) -> dict[str, str]:
     if isinstance(own, dict):
         return dict(own)
     return {DEFAULT_TEMPLATE: own} if own else {}
-
-
-def _eos_ids(bundle: Bundle, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-text ids of the generation config (a chat model ends a turn and a text), the config, the tokenizer."""
-    found: dict[int, None] = {}
-    for name in ("generation_config.json", "config.json"):
-        path = Path(bundle.model_dir) / name
-        value = _json(path).get("eos_token_id") if path.is_file() else None
-        for entry in value if isinstance(value, list) else [value]:
-            if isinstance(entry, int) and entry >= 0:
-                found[entry] = None
-    if tokenizer.eos_token_id is not None:
-        found[tokenizer.eos_token_id] = None
-    return tuple(found)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PackagingError(f"{path.name} cannot be read: {reason(error)}") from None
-    if not isinstance(found, dict):
-        raise PackagingError(f"{path.name} holds no JSON object")
-    return found

@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from msgspec import Struct
 from ..bundle import Bundle
 from ..checked import Checked
 from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
+from ..engine.request_check import NO_GRAMMARS
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
 from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
 from ..request import ValidRequest
@@ -154,6 +156,10 @@ class InstantCore:
             return Failed("already_exists", f"request {request.request_id} is running")
         if request.adapter is not None and request.adapter not in self._adapters:
             return Failed("not_found", f"no adapter {request.adapter!r}", "adapter")
+        grammar = request.sampling.grammar if request.sampling is not None else None
+        if grammar is not None:
+            refused = InvalidField(grammar.field, grammar.source, NO_GRAMMARS)
+            return Failed(refused.kind, refused.message, refused.param)
         if not continues and len(self._running) >= self.settings.max_queued_requests:
             return Failed("overloaded", "the queue is full", None, 1.0)
         longest = max((len(s.prompt_token_ids) for s in request.sequences), default=0)
@@ -175,6 +181,9 @@ class InstantCore:
 
     def has_work(self) -> bool:
         return bool(self._running or self._outbox)
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        """Nothing here is done beside the steps."""
 
     def step(self) -> list[EngineOutput]:
         """A token for each sequence of the batch."""

@@ -16,10 +16,11 @@ import zmq
 
 from ...errors import ServingError, ShuttingDown, Unavailable
 from .. import protocol as m
+from ..wake_pipe import WakePipe
 from .connection import Connection
 from .connection_state import Happening, State, after
 from .finder import Finder
-from .poller import Poller, WakePipe
+from .poller import Poller
 from .protocol_state import ClientState, died
 from .reconnect import NOT_FOUND, Reconnect
 

@@ -6,8 +6,6 @@ was done with the socket since. Read until there is nothing before waiting for i
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 from collections.abc import Collection
 from typing import Protocol
@@ -41,29 +39,3 @@ class ThreadPoller:
 
     def poll(self, seconds: float) -> Collection[int]:
         return [fd for fd, _ in self._poll.poll(seconds * 1000)]
-
-
-class WakePipe:
-    """Wakes a poller from any thread or signal handler: the self-pipe trick. ``fd`` is to be watched."""
-
-    def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # a full pipe wakes as well
-            os.write(self._write_fd, b"x")
-
-    def drain(self) -> None:
-        """Take back what woke the poller."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
-
-    def close(self) -> None:
-        """Idempotent; also in a forked child, whose copies these are."""
-        for fd in (self.fd, self._write_fd):
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        self.fd = self._write_fd = -1

@@ -23,6 +23,7 @@ from ...request import ValidRequest
 from ...settings import EngineSettings
 from .. import protocol as m
 from ..discovery.state_directory import StateDirectory
+from ..wake_pipe import WakePipe
 from .counters import CounterWriter
 from .drain import Drain
 from .journal import MeteredRequests
@@ -88,6 +89,9 @@ class EngineServer:
         self._poller = zmq.Poller()
         for one in self._sockets.values():
             self._poller.register(one, zmq.POLLIN)
+        self._pipe = WakePipe()
+        self._poller.register(self._pipe.fd, zmq.POLLIN)
+        core.on_work(self._pipe.wake)
         self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
@@ -125,6 +129,7 @@ class EngineServer:
         wait = 0 if self.core.has_work() else int(TICK * 500)
         if not self._poller.poll(wait):
             return
+        self._pipe.drain()
         for side, socket in self._sockets.items():
             self._take_from(side, socket)
 

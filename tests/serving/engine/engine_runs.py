@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -26,7 +27,8 @@ class Outcome:
 def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None = None) -> dict[str, Outcome]:
     """Step until there is no work, checking that nothing follows an end."""
     steps = 0
-    while core.has_work() and (max_steps is None or steps < max_steps):
+    while (core.has_work() or core.waits) and (max_steps is None or steps < max_steps):
+        wait_for_work(core)
         for _, request_id, event in core.step():
             outcome = outcomes[request_id]
             assert outcome.failed is None
@@ -45,6 +47,15 @@ def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None =
         steps += 1
         assert steps < 5000
     return outcomes
+
+
+def wait_for_work(core: EngineCore) -> None:
+    """Where requests wait for their grammars to be compiled, as the loop around an engine does."""
+    came = threading.Event()
+    core.on_work(came.set)
+    while not core.has_work() and core.waits:
+        assert came.wait(60)
+        came.clear()
 
 
 def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:

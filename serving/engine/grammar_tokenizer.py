@@ -1,0 +1,106 @@
+"""The tokenizer as llguidance has it: the bytes of every token, and how a text is parted into tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..bundle import Bundle
+from ..eos import eos_ids
+from ..token_bytes import TokenBytes, plain_token, token_bytes
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+END = b"<|end of grammar|>"
+MAX_GREEDY = 64  # bytes of a token, where a text has to be parted by length alone
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokenizer:
+    """``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
+    ``special_ids`` are no text: those of the tokenizer, and every end of text."""
+
+    matched: LLTokenizer
+    vocab_size: int
+    special_ids: frozenset[int]
+
+
+def load(bundle: Bundle, vocab_size: int, *, trust_remote_code: bool) -> GrammarTokenizer:
+    """Read the tokenizer as those that make texts of tokens do. Raises ``ValueError`` for one whose texts are not made
+    token by token, and whatever transformers raises."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    hf: Any = AutoTokenizer.from_pretrained(
+        bundle.tokenizer_dir, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    backend = Tokenizer.from_str(hf.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    ends = eos_ids(bundle.model_dir, hf)
+    special = {i for i, token in hf.added_tokens_decoder.items() if token.special}
+    special |= {*hf.all_special_ids, *ends}
+    return make(backend, frozenset(i for i in special if 0 <= i < vocab_size), vocab_size)
+
+
+def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarTokenizer:
+    """From a tokenizer of ``tokenizers``. Rows of the model beyond its tokens are never allowed."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    table = token_bytes(backend, special_ids)
+    padding = (b"",) * (vocab_size - len(table))
+    wrapper: Any = _Wrapped(backend, table, special_ids, vocab_size)
+    wrapper.tokens = [*table[:vocab_size], *padding, END]
+    matched = LLTokenizer(TokenizerWrapper(wrapper), n_vocab=vocab_size + 1, eos_token=[vocab_size])
+    return GrammarTokenizer(matched, vocab_size, special_ids)
+
+
+class _Wrapped:
+    """What llguidance's ``TokenizerWrapper`` asks for."""
+
+    bos_token_id = None
+    tokens: list[bytes]
+
+    def __init__(self, backend: Any, table: TokenBytes, special_ids: frozenset[int], vocab_size: int) -> None:
+        self.eos_token_id = vocab_size
+        self.special_token_ids = [*sorted(special_ids), vocab_size]
+        self._table = table
+        self._text_ids = {data: i for i, data in enumerate(table) if data and i not in special_ids and i < vocab_size}
+        self._backend = backend
+        self._backend.encode_special_tokens = True  # special tokens in a text are text
+        self._anchor = plain_token(backend, special_ids)
+        self._before = backend.decode([self._anchor])
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens whose bytes are the text's: the tokenizer's own where it neither adds nor changes anything, as it
+        would part the text by itself, else behind another token; the longest that fit where it changes the text."""
+        data = text.encode() if isinstance(text, str) else text
+        try:
+            written = data.decode()
+        except UnicodeDecodeError:
+            return self._greedy(data)
+        ids: list[int] = self._backend.encode(written, add_special_tokens=False).ids
+        if self._are(ids, data):
+            return ids
+        ids = self._backend.encode(self._before + written, add_special_tokens=False).ids
+        if self._anchor in ids:
+            ids = ids[ids.index(self._anchor) + 1 :]
+            if self._are(ids, data):
+                return ids
+        return self._greedy(data)
+
+    def _are(self, ids: list[int], data: bytes) -> bool:
+        special = self.special_token_ids
+        return b"".join(self._table[i] for i in ids) == data and not any(i in special for i in ids)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        ids: list[int] = []
+        while data:
+            sizes = range(min(len(data), MAX_GREEDY), 0, -1)
+            size = next((n for n in sizes if data[:n] in self._text_ids), 0)
+            if not size:
+                return ids  # a byte that no token has
+            ids.append(self._text_ids[data[:size]])
+            data = data[size:]
+        return ids

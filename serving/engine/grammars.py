@@ -1,0 +1,293 @@
+"""Grammars compiled beside the engine's loop, on a thread of their own.
+
+::
+
+    core.add ── ask(request_id, grammar) ──► Compilation: known already, under way, or new
+                                                 │ the compiling thread; llguidance lets go of the interpreter lock
+    core.step ◄── take(): those that are done, or took too long ◄─┘ wake()
+
+The thread reads the tokenizer when it is first asked: an engine that never sees a grammar has none. What takes longer
+than ``TIME_LIMIT`` is given up with its thread, which ends when llguidance lets it, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..constraint import Grammar
+from ..errors import InternalError, InvalidField, Overloaded, ServingError, reason
+from ..request import Sampling
+from .grammar_tokenizer import GrammarTokenizer
+from .matching import Matching, short
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT = 10.0  # seconds that a grammar may take to compile
+MAX_SOURCE = 1 << 20  # characters
+MAX_LINES = 4000  # in Lark's notation, each of which may define a rule: they are followed recursively
+STACK = 512 << 20  # bytes of address space for that: what is not used is never there
+SMALL_STACK = 64 << 20  # where the system counts address space as memory
+CACHED, CACHED_SOURCE = 256, 32 << 20  # grammars kept, and the characters that they may have in all
+MAX_GIVEN_UP = 3  # threads that may still be at work on grammars that were given up
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1 to 2 KB
+
+
+class Compilation:
+    """A grammar on its way. The compiling thread fills in ``template`` or ``refusal``, then sets ``is_done``."""
+
+    __slots__ = ("digest", "is_done", "refusal", "source", "started_at", "template", "waiting")
+
+    def __init__(self, digest: bytes, source: str) -> None:
+        self.digest, self.source = digest, source
+        self.waiting: dict[str, Grammar] = {}  # by request id; the engine's thread alone changes it
+        self.started_at: float | None = None
+        self.template: tuple[LLMatcher, GrammarTokenizer] | None = None
+        self.refusal: str | ServingError = ""
+        self.is_done = False
+
+    def error(self, grammar: Grammar) -> ServingError | None:
+        """Why ``grammar``, of which this is the compilation, cannot be used."""
+        if isinstance(self.refusal, ServingError):
+            return self.refusal
+        if self.refusal:
+            return InvalidField(grammar.field, grammar.source, self.refusal)
+        return None
+
+    def matching(self, sampling: Sampling) -> Matching:
+        """For a new sequence."""
+        assert self.template is not None
+        assert sampling.grammar is not None
+        matcher, tokenizer = self.template
+        ends = [i for i in sampling.stop_token_ids if i in tokenizer.special_ids]
+        # forced tokens have no logits, and so no log probabilities
+        forward = sampling.grammar.fast_forward and sampling.logprobs is None
+        return Matching(matcher.deep_copy(), tokenizer.vocab_size, ends, forward)
+
+
+class Grammars:
+    """The engine's thread's side. ``load_tokenizer`` is called on the compiling thread, once; ``wake`` on that thread
+    whenever ``take`` has something new."""
+
+    def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer], wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._waiting: dict[str, Compilation] = {}
+        self._cache: OrderedDict[bytes, Compilation] = OrderedDict()
+        self._compiler = _Compiler(load_tokenizer, self._done)
+        self._given_up: list[threading.Thread] = []
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def ask(self, request_id: str, grammar: Grammar) -> Compilation:
+        """The compilation of ``grammar``: done, or one that the request now waits for. Raises ``InvalidField`` for one
+        that is too large, and ``Overloaded``."""
+        _check_size(grammar)
+        digest = _digest(grammar)
+        found = self._cache.get(digest)
+        if found is None:
+            found = self._begin(digest, grammar)
+        else:
+            self._cache.move_to_end(digest)
+        if not found.is_done:
+            found.waiting[request_id] = grammar
+            self._waiting[request_id] = found
+        return found
+
+    def _begin(self, digest: bytes, grammar: Grammar) -> Compilation:
+        self._given_up = [thread for thread in self._given_up if thread.is_alive()]
+        if len(self._given_up) >= MAX_GIVEN_UP:
+            raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)
+        compilation = Compilation(digest, grammar.source)
+        self._cache[digest] = compilation
+        self._compiler.put(compilation)
+        self._shrink()
+        return compilation
+
+    def _shrink(self) -> None:
+        size = sum(len(one.source) for one in self._cache.values())
+        for digest, oldest in list(self._cache.items())[:-1]:
+            if len(self._cache) <= CACHED and size <= CACHED_SOURCE:
+                break
+            if not oldest.waiting:
+                size -= len(oldest.source)
+                del self._cache[digest]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``take`` has something."""
+        return any(one.is_done or _is_overdue(one) for one in self._waiting.values())
+
+    def take(self) -> list[tuple[str, Compilation, ServingError | None]]:
+        """The requests whose wait is over, with the error of those that cannot be run."""
+        over = []
+        for compilation in list(dict.fromkeys(self._waiting.values())):
+            if not compilation.is_done:
+                if not _is_overdue(compilation):
+                    continue
+                self._give_up(compilation)
+            if compilation.refusal:
+                self.drop(compilation)
+            for request_id, grammar in compilation.waiting.items():
+                over.append((request_id, compilation, compilation.error(grammar)))
+                del self._waiting[request_id]
+            compilation.waiting.clear()
+        return over
+
+    def forget(self, request_id: str) -> None:
+        """A request that waits no more. What nobody waits for is not begun."""
+        compilation = self._waiting.pop(request_id, None)
+        if compilation is not None:
+            del compilation.waiting[request_id]
+            if not compilation.waiting and compilation.started_at is None:
+                self.drop(compilation)
+
+    def spoil(self, grammar: Grammar) -> None:
+        """Compile it anew when it is next asked for: its matchers share what they learn, limits reached included."""
+        self._cache.pop(_digest(grammar), None)
+
+    def drop(self, compilation: Compilation) -> None:
+        """Keep it no longer."""
+        if self._cache.get(compilation.digest) is compilation:
+            del self._cache[compilation.digest]
+
+    def _give_up(self, compilation: Compilation) -> None:
+        compilation.refusal = f"a grammar that is compiled within {TIME_LIMIT:.0f} s"
+        compilation.is_done = True
+        self._given_up.append(self._compiler.replace())
+        logger.warning("a grammar of %d characters took too long to compile", len(compilation.source))
+
+    def _done(self) -> None:
+        if not self._is_closed:
+            self._wake()
+
+    def close(self) -> None:
+        """End the thread, when what it is at is done."""
+        self._is_closed = True
+        self._compiler.close()
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.blake2b(grammar.source.encode(), digest_size=16).digest()
+
+
+def _check_size(grammar: Grammar) -> None:
+    if len(grammar.source) > MAX_SOURCE:
+        raise InvalidField(grammar.field, grammar.source, f"a grammar of at most {MAX_SOURCE} characters")
+    if _num_lines(grammar.source) > MAX_LINES:
+        raise InvalidField(grammar.field, grammar.source, f"a grammar of at most {MAX_LINES} lines")
+
+
+def _num_lines(source: str) -> int:
+    """Of all parts in Lark's notation."""
+    if not source.lstrip().startswith("{"):
+        return source.count("\n")
+    with suppress(msgspec.MsgspecError):
+        parts: list[Any] = msgspec.json.decode(source)["grammars"]
+        return sum(str(part.get("lark_grammar") or "").count("\n") for part in parts)
+    return 0  # llguidance says what is wrong with it
+
+
+def _is_overdue(compilation: Compilation) -> bool:
+    return compilation.started_at is not None and time.monotonic() - compilation.started_at > TIME_LIMIT
+
+
+class _Compiler:
+    """One thread at a time, made when there is first something to do, with a stack for deep grammars."""
+
+    def __init__(self, load_tokenizer: Callable[[], GrammarTokenizer], done: Callable[[], None]) -> None:
+        self._load_tokenizer, self._done = load_tokenizer, done
+        self._tokenizer: GrammarTokenizer | str | None = None  # or why there is none
+        self._jobs: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, compilation: Compilation) -> None:
+        if self._thread is None:
+            self._start()
+        self._jobs.put(compilation)
+
+    def replace(self) -> threading.Thread:
+        """Leave the thread that is stuck, with what waits behind it for another; the one left is returned."""
+        assert self._thread is not None
+        left, behind, self._jobs = self._thread, self._jobs, queue.SimpleQueue()
+        with suppress(queue.Empty):
+            while True:
+                self._jobs.put(behind.get_nowait())
+        behind.put(None)
+        self._start()
+        return left
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        before = threading.stack_size()
+        for size in (STACK, SMALL_STACK, before):
+            threading.stack_size(size)
+            try:
+                self._thread = threading.Thread(target=self._work, args=(self._jobs,), name="grammars", daemon=True)
+                self._thread.start()
+                return
+            except RuntimeError:  # no address space
+                if size == before:
+                    raise
+            finally:
+                threading.stack_size(before)
+
+    def _work(self, jobs: queue.SimpleQueue[Compilation | None]) -> None:
+        while (compilation := jobs.get()) is not None:
+            if not compilation.waiting:
+                continue  # nobody waits for it any more
+            try:
+                self._compile(compilation)
+            except BaseException as error:  # of a panic in llguidance, which is no Exception
+                logger.exception("a grammar cannot be compiled")
+                compilation.refusal = InternalError(f"a grammar could not be compiled ({type(error).__name__})")
+            compilation.is_done = True
+            self._done()
+
+    def _compile(self, compilation: Compilation) -> None:
+        if self._tokenizer is None:
+            self._tokenizer = self._read_tokenizer()
+        if isinstance(self._tokenizer, str):
+            compilation.refusal = self._tokenizer
+            return
+        compilation.started_at = time.monotonic()
+        matcher = compile_grammar(compilation.source, self._tokenizer)
+        if isinstance(matcher, str):
+            compilation.refusal = f"a grammar that can be used: {matcher}"
+        elif not _is_overdue(compilation):
+            compilation.template = (matcher, self._tokenizer)
+
+    def _read_tokenizer(self) -> GrammarTokenizer | str:
+        began = time.monotonic()
+        try:
+            tokenizer = self._load_tokenizer()
+        except Exception as error:
+            logger.exception("the tokenizer cannot be read for grammars")
+            return f"nothing: this model's tokenizer cannot be held to a grammar: {reason(error)}"
+        logger.info("the tokenizer was read for grammars in %.2f s", time.monotonic() - began)
+        return tokenizer
+
+
+def compile_grammar(source: str, tokenizer: GrammarTokenizer) -> LLMatcher | str:
+    """A matcher at a grammar's beginning, whose lexer has seen all tokens once, or why there is none."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer.matched, source, log_level=0, limits=LLParserLimits(**LIMITS))
+    matcher.compute_bitmask()
+    return short(matcher.get_error()) if matcher.is_error() else matcher
