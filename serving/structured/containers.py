@@ -1,0 +1,254 @@
+"""Objects and arrays: their rules brought together, each part of them a form.
+
+An object that names properties has no others, and a tuple no items behind it, unless the schema says which: what
+``additionalProperties`` and ``items`` leave open a model would fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+from mlflow_llm.serving.structured import values
+from mlflow_llm.serving.structured.document import Place, pointer
+from mlflow_llm.serving.structured.expression import whole_text_pattern
+from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf
+from mlflow_llm.serving.structured.keywords import Keywords
+
+MAX_ITEMS = 1_000  # of an array that says how many it has
+MAX_CHOSEN = 6  # properties or items of which all choices are written out
+
+_OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties")
+
+
+class Containers:
+    """``of(places, level)`` makes the form of a part."""
+
+    def __init__(self, keywords: Keywords, of: Callable[[list[Place], int], Form]) -> None:
+        self.keywords, self.of = keywords, of
+
+    def leaves(self, name: str, places: tuple[Place, ...], level: int) -> list[Leaf]:
+        """The forms of a type under the rules of all places; none where they contradict each other."""
+        return self._arrays(places, level) if name == "array" else self._objects(places, level)
+
+    def _all(self, places: tuple[Place, ...], keyword: str) -> list[Any]:
+        return [value for place in places if (value := self.keywords.get(place, keyword)) is not None]
+
+    def _children(self, places: tuple[Place, ...], keyword: str) -> list[Place]:
+        return [place.child(keyword) for place in places if self.keywords.get(place, keyword) is not None]
+
+    def _first(self, places: tuple[Place, ...], keyword: str) -> Place:
+        return next(place for place in places if self.keywords.has(place, keyword))
+
+    # ---- arrays ----
+
+    def _arrays(self, places: tuple[Place, ...], level: int) -> list[Leaf]:
+        self._refuse_in_arrays(places)
+        tuples = [self._tuple(place) for place in places]
+        prefix: list[Form] = []
+        least = int(max(self._all(places, "minItems"), default=0))
+        most = min(self._all(places, "maxItems"), default=None)
+        for index in range(max((len(own) for own, _ in tuples), default=0)):
+            parts = [own[index] if index < len(own) else rest for own, rest in tuples]
+            prefix.append(self._part([part for part in parts if part is not None], level))
+        rest = [rest for _, rest in tuples if rest is not None]
+        closed = bool(prefix) and not rest and least <= len(prefix)
+        items = NOTHING if closed else self._part(rest, level)
+        end = next((index for index, form in enumerate(prefix) if not form), len(prefix) if not items else None)
+        most = end if most is None else most if end is None else min(most, end)
+        return self._bounded_array(places, prefix, items, least, None if most is None else int(most))
+
+    def _refuse_in_arrays(self, places: tuple[Place, ...]) -> None:
+        for place in places:
+            for keyword in ("contains", "unevaluatedItems"):
+                if self.keywords.get(place, keyword) not in (None, True) or (
+                    keyword == "contains" and self.keywords.has(place, keyword)
+                ):
+                    raise self.keywords.unsupported(place, keyword, "items and prefixItems")
+
+    def _tuple(self, place: Place) -> tuple[list[Place], Place | None]:
+        """The schemas of the first items, and that of the others."""
+        items = self.keywords.get(place, "items")
+        if isinstance(items, list | tuple):
+            own = [place.child("items", index) for index in range(len(items))]
+            return own, place.child("additionalItems") if "additionalItems" in place.schema else None
+        count = len(self.keywords.get(place, "prefixItems") or ())
+        own = [place.child("prefixItems", index) for index in range(count)]
+        return own, None if items is None else place.child("items")
+
+    def _part(self, places: list[Place], level: int) -> Form:
+        return self.of(places, level) if places else ANY
+
+    def _bounded_array(
+        self, places: tuple[Place, ...], prefix: list[Form], items: Form, least: int, most: int | None
+    ) -> list[Leaf]:
+        if most is not None and least > most:
+            return []
+        if least > MAX_ITEMS:
+            place = next(place for place in places if self.keywords.get(place, "minItems") == least)
+            raise self.keywords.document.error(f"{place.pointer}/minItems", least, f"at most {MAX_ITEMS:,}")
+        rules: dict[str, Any] = {"minItems": least} if least else {}
+        if most is not None:
+            most = min(most, MAX_ITEMS)
+            rules["maxItems"] = most
+        if True in self._all(places, "uniqueItems") and (most is None or most > 1):
+            return self._unique(places, prefix, items, least, most)
+        kept = prefix if most is None else prefix[:most]
+        return [Leaf(type="array", prefix=kept, items=items if most is None or most > len(kept) else None, rules=rules)]
+
+    def _unique(
+        self, places: tuple[Place, ...], prefix: list[Form], items: Form, least: int, most: int | None
+    ) -> list[Leaf]:
+        """Every choice of a few listed values, in the order in which they are listed."""
+        listed = [value for leaf in items.leaves for value in _listed(leaf)]
+        few = [*values.distinct(listed)]
+        are_listed = all(leaf.type in ("values", "boolean", "null") for leaf in items.leaves)
+        if prefix or not are_listed or len(few) > MAX_CHOSEN:
+            instead = f"false, or items of an enum of at most {MAX_CHOSEN} values"
+            raise self.keywords.unsupported(self._first(places, "uniqueItems"), "uniqueItems", instead)
+        sizes = range(least, min(len(few), len(few) if most is None else most) + 1)
+        return [
+            Leaf(type="values", values=[list(chosen) for size in sizes for chosen in combinations(few, size)])
+        ] if sizes else []  # fmt: skip
+
+    # ---- objects ----
+
+    def _objects(self, places: tuple[Place, ...], level: int) -> list[Leaf]:
+        self._refuse_in_objects(places)
+        required = list(dict.fromkeys(name for names in self._all(places, "required") for name in names))
+        leaf = Leaf(type="object", required=required)
+        leaf.sealed = False in self._all(places, "additionalProperties") and not self._all(places, "patternProperties")
+        additional = self._additional(places, level)
+        self._add_patterns(leaf, places, level)
+        names = [name for own in self._all(places, "properties") for name in own]
+        for name in dict.fromkeys([*names, *(() if leaf.patterns else required)]):
+            leaf.properties[name] = self._property(places, name, level, additional)
+        leaf.additional = additional or None
+        self._hold_names(leaf, places, level)
+        if any(name in leaf.properties and not leaf.properties[name] for name in required):
+            return []
+        return self._counted(leaf, places)
+
+    def _refuse_in_objects(self, places: tuple[Place, ...]) -> None:
+        for place in places[1:]:
+            if self.keywords.get(place, "unevaluatedProperties") not in (None, True):
+                raise self.keywords.unsupported(place, "unevaluatedProperties", "it where allOf or $ref stand")
+        with_patterns = next((place for place in places if self.keywords.has(place, "patternProperties")), None)
+        for place in places:
+            if (
+                with_patterns
+                and place is not with_patterns
+                and any(self.keywords.has(place, own) for own in _OWN_NAMES)
+            ):
+                raise self.keywords.unsupported(with_patterns, "patternProperties", "one schema for all properties")
+
+    def _additional(self, places: tuple[Place, ...], level: int) -> Form:
+        """What properties that nobody names hold; nothing where there are none."""
+        own = self._children(places, "additionalProperties")
+        if own:
+            return self.of([*own, *self._children(places, "unevaluatedProperties")], level)
+        names = ("properties", "patternProperties")
+        if any(self.keywords.has(place, name) for place in places for name in names if not place.synthetic):
+            return NOTHING
+        return self._part(self._children(places, "unevaluatedProperties"), level)
+
+    def _property(self, places: tuple[Place, ...], name: str, level: int, additional: Form) -> Form:
+        parts = []
+        for place in places:
+            if name in (self.keywords.get(place, "properties") or {}):
+                parts.append(place.child("properties", name))
+            elif self.keywords.get(place, "additionalProperties") is not None and not self._has_patterns(place):
+                parts.append(place.child("additionalProperties"))
+        return self._part(parts, level)
+
+    def _has_patterns(self, place: Place) -> bool:
+        return bool(self.keywords.get(place, "patternProperties"))
+
+    def _add_patterns(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
+        for place in places:
+            for pattern in self.keywords.get(place, "patternProperties") or ():
+                at = place.child("patternProperties", pattern)
+                leaf.patterns[whole_text_pattern(pattern, self._refusal(at, pattern))] = self.of([at], level)
+
+    def _refusal(self, place: Place, value: Any) -> Any:
+        def refuse(allowed: str) -> Any:
+            raise self.keywords.document.error(place, value, allowed)
+
+        return refuse
+
+    def _hold_names(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
+        """``propertyNames``: names that are listed become properties, a shape of names a pattern."""
+        own = self._children(places, "propertyNames")
+        if not own:
+            return
+        at = own[0].pointer + pointer("a name")
+        text = Place(schema={"type": "string"}, pointer=at, base=own[0].base, synthetic=True)
+        allowed = self.of([*own, text], level)
+        listed = [value for each in allowed.leaves for value in each.values]
+        if all(each.type == "values" for each in allowed.leaves) and not leaf.patterns:
+            for name in leaf.properties:
+                leaf.properties[name] = leaf.properties[name] if name in listed else NOTHING
+            if leaf.additional:
+                leaf.properties |= {name: leaf.additional for name in listed if name not in leaf.properties}
+                leaf.additional = None
+            return
+        shape = allowed.leaves[0].rules if len(allowed.leaves) == 1 else None
+        if shape == {}:
+            return
+        pattern = None if shape is None or leaf.properties or leaf.patterns else _as_pattern(shape)
+        if pattern is None:
+            instead = "an enum of names, or one pattern for an object that names no properties"
+            raise self.keywords.unsupported(self._first(places, "propertyNames"), "propertyNames", instead)
+        if leaf.additional:
+            leaf.patterns, leaf.additional = {pattern: leaf.additional}, None
+
+    def _counted(self, leaf: Leaf, places: tuple[Place, ...]) -> list[Leaf]:
+        """``minProperties`` and ``maxProperties``: said in the schema where every named property is required, otherwise
+        by writing out which are there."""
+        least = int(max(self._all(places, "minProperties"), default=0))
+        most = min(self._all(places, "maxProperties"), default=None)
+        optional = [name for name, form in leaf.properties.items() if form and name not in leaf.required]
+        is_open = bool(leaf.additional or leaf.patterns)
+        count = len(leaf.required) + len(optional)
+        if least <= len(leaf.required) and (most is None or (most >= count and not is_open)):
+            return [leaf]
+        if most is not None and (most < least or most < len(leaf.required)):
+            return []
+        if is_open and not optional:
+            leaf.rules = {"minProperties": least} if least else {}
+            leaf.rules |= {} if most is None else {"maxProperties": int(most)}
+            return [leaf]
+        if is_open or (len(optional) > MAX_CHOSEN and (most is not None or least != len(leaf.required) + 1)):
+            name = "minProperties" if self._all(places, "minProperties") else "maxProperties"
+            instead = "required, or named properties alone (additionalProperties false)"
+            raise self.keywords.unsupported(self._first(places, name), name, instead)
+        if len(optional) > MAX_CHOSEN:
+            return [_with(leaf, optional[index:], [name]) for index, name in enumerate(optional)]
+        fewest, largest = (
+            max(0, least - len(leaf.required)),
+            len(optional) if most is None else most - len(leaf.required),
+        )
+        sizes = range(fewest, int(min(largest, len(optional))) + 1)
+        chosen = [names for size in sizes for names in combinations(optional, size)]
+        return [_with(leaf, list(names), list(names)) for names in chosen]
+
+
+def _with(leaf: Leaf, kept: list[str], required: list[str]) -> Leaf:
+    """The object with these of its optional properties alone, of which some are required."""
+    names = {name: form for name, form in leaf.properties.items() if name in kept or name in leaf.required}
+    return Leaf(type="object", properties=names, required=[*leaf.required, *required], sealed=leaf.sealed)
+
+
+def _listed(leaf: Leaf) -> list[Any]:
+    of_type: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
+    return of_type.get(leaf.type, leaf.values)
+
+
+def _as_pattern(rules: dict[str, Any]) -> str | None:
+    """The rules of a text as one expression, None where there is more than one."""
+    if rules.keys() == {"pattern"}:
+        return str(rules["pattern"])
+    if rules.keys() <= {"minLength", "maxLength"}:
+        return f"^(?s:.{{{rules.get('minLength', 0)},{rules.get('maxLength', '')}}})$"
+    return None

@@ -1,0 +1,82 @@
+"""Whether no value fits two forms at once: what makes ``oneOf`` the same as ``anyOf``.
+
+A form may allow less than its schema does (``conjunction``), so only what the schema itself says counts as a proof:
+types that the caller named, listed values, and properties that have no value in common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+from mlflow_llm.serving.structured import values
+from mlflow_llm.serving.structured.forms import Form, Leaf
+
+
+def told_apart(forms: list[Form], tag: str | None) -> list[Form] | None:
+    """The forms, none of which shares a value with another one; where a property tells them apart that need not be
+    there it is required. None where they cannot be told apart. ``tag``: the property to look at first."""
+    leaves = [list(form.leaves) for form in forms]
+    for ours, others in combinations(range(len(forms)), 2):
+        for i in range(len(leaves[ours])):
+            for j in range(len(leaves[others])):
+                pair = _apart(leaves[ours][i], leaves[others][j], tag)
+                if pair is None:
+                    return None
+                leaves[ours][i], leaves[others][j] = pair
+    return [Form(each) for each in leaves]
+
+
+def _apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf] | None:
+    if ours.type == other.type == "object":
+        return _objects_apart(ours, other, tag)
+    return (ours, other) if _share_nothing(ours, other) else None
+
+
+def _share_nothing(ours: Leaf, other: Leaf) -> bool:
+    if ours.type == other.type == "object":
+        pairs = ((ours, other), (other, ours))
+        return all(_tells(one, another, None, required=True) is not None for one, another in pairs)
+    if "any" in (ours.type, other.type):
+        return False
+    if ours.type == other.type == "values":
+        return not {values.key(value) for value in ours.values} & {values.key(value) for value in other.values}
+    if ours.inferred or other.inferred:
+        return False  # its schema allows every value of the other types
+    if ours.type == "values":
+        return not any(values.is_of(value, (other.type,)) for value in ours.values)
+    if other.type == "values":
+        return _share_nothing(other, ours)
+    return ours.type != other.type and {ours.type, other.type} != {"integer", "number"}
+
+
+def _objects_apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf] | None:
+    mine, theirs = _tells(ours, other, tag), _tells(other, ours, tag)
+    if mine is None or theirs is None:
+        return None
+    return _requiring(ours, mine), _requiring(other, theirs)
+
+
+def _tells(ours: Leaf, other: Leaf, tag: str | None, *, required: bool = False) -> str | None:
+    """A property that, where it is there, keeps every value of ours out of the other's schema. Those that ours requires
+    are looked at first, and alone if ``required``."""
+    names = [name for name in ours.properties if name in ours.required]
+    if not required:
+        names += [name for name in ours.properties if name not in ours.required]
+    if tag in ours.properties and (not required or tag in ours.required):
+        names.insert(0, tag)
+    return next((name for name in names if ours.properties[name] and _keeps_out(ours, other, name)), None)
+
+
+def _keeps_out(ours: Leaf, other: Leaf, name: str) -> bool:
+    if name not in other.properties:
+        return other.sealed
+    return all(
+        _share_nothing(mine, theirs)
+        for mine in ours.properties[name].leaves
+        for theirs in other.properties[name].leaves
+    )
+
+
+def _requiring(leaf: Leaf, name: str) -> Leaf:
+    return leaf if name in leaf.required else replace(leaf, required=[*leaf.required, name])

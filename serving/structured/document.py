@@ -1,0 +1,223 @@
+"""A caller's JSON schema as a document: its size, its draft, and where a ``$ref`` leads. Nothing is ever fetched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from mlflow_llm.serving.errors import InvalidField
+
+MAX_CHARS = 1 << 20
+MAX_VALUES = 50_000  # objects, lists, texts, numbers …
+MAX_DEPTH = 100
+
+DRAFTS = {
+    "https://json-schema.org/draft/2020-12/schema": 2020,
+    "https://json-schema.org/draft/2019-09/schema": 2019,
+    "http://json-schema.org/draft-07/schema": 7,
+    "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-04/schema": 4,
+}
+LATEST = 2020
+
+_SCHEMA = {
+    *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains"),
+    *("propertyNames", "not", "if", "then", "else", "contentSchema"),
+}
+_SCHEMA_LISTS = {"items", "prefixItems", "allOf", "anyOf", "oneOf"}
+_SCHEMA_MAPS = {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A schema and where it stands: a JSON pointer from the root. ``base``: URI of the nearest ``$id`` around it."""
+
+    schema: Any
+    pointer: str
+    base: str
+    synthetic: bool = False  # made by us: says nothing of what the caller wants an object to hold
+
+    def child(self, *steps: str | int) -> Place:
+        """The schema at these steps below; its own ``$id`` is looked at by ``Document.enter``."""
+        schema = self.schema
+        for step in steps:
+            schema = schema[step]
+        return Place(schema=schema, pointer=self.pointer + pointer(*steps), base=self.base)
+
+
+def pointer(*steps: str | int) -> str:
+    return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+class Document:
+    """``field`` is the request field that brought the schema. Raises ``InvalidField`` where it is too large, no JSON,
+    of an unknown draft, or has a key that is ours."""
+
+    def __init__(self, schema: Any, field: str) -> None:
+        self.field = field
+        self._check_size(schema)
+        if not isinstance(schema, dict | bool):
+            raise InvalidField(field, schema, "a JSON schema: an object, or true")
+        self.draft = self._draft(schema)
+        self._resources: dict[str, Place] = {}  # by URI
+        self._anchors: dict[str, Place] = {}  # by URI#name
+        self._bases: dict[str, str] = {}  # by pointer
+        self.root = self.enter(Place(schema=schema, pointer="", base=""))
+        self._resources.setdefault("", self.root)
+        self._look_through(self.root)
+
+    def error(self, place: Place | str, keyword: Any, allowed: str) -> InvalidField:
+        """What stands at a place is not allowed. The error's ``param`` is the request field alone."""
+        where = place if isinstance(place, str) else place.pointer
+        error = InvalidField(f"{self.field}#{where}", keyword, allowed)
+        error.param = self.field
+        return error
+
+    def enter(self, place: Place) -> Place:
+        """The place with the base that its own ``$id`` makes."""
+        base = self._bases.get(place.pointer)
+        if base is None:
+            base = place.base
+            name = place.schema.get("id" if self.draft == 4 else "$id") if isinstance(place.schema, dict) else None
+            if isinstance(name, str) and not name.startswith("#") and not self._hides_siblings(place.schema):
+                base = self._joined(place, name)
+        return Place(schema=place.schema, pointer=place.pointer, base=base)
+
+    def resolve(self, place: Place) -> Place:
+        """Where the ``$ref`` of a place leads."""
+        reference = place.schema["$ref"]
+        local = "a reference within the schema (#/$defs/…); others are never fetched"
+        if not isinstance(reference, str):
+            raise self.error(place.pointer + "/$ref", reference, local)
+        uri, fragment = urldefrag(self._joined(place, reference))
+        resource = self._resources.get(uri)
+        if resource is None:
+            raise self.error(place.pointer + "/$ref", reference, local)
+        if not fragment or fragment.startswith("/"):
+            target = self._walk(resource, unquote(fragment))
+        else:
+            target = self._anchors.get(f"{uri}#{unquote(fragment)}")
+        if target is None or not isinstance(target.schema, dict | bool):
+            raise self.error(place.pointer + "/$ref", reference, "a reference to a schema that is there")
+        return target
+
+    def _hides_siblings(self, schema: dict[str, Any]) -> bool:
+        """Up to draft 7 nothing that stands beside a ``$ref`` counts."""
+        return self.draft <= 7 and "$ref" in schema
+
+    def _joined(self, place: Place, reference: str) -> str:
+        if reference.startswith("#"):
+            return urldefrag(place.base).url + reference  # urljoin does not know the schemes of all names (urn:)
+        try:
+            return urljoin(place.base, reference)
+        except ValueError:
+            raise self.error(place, reference, "a URI") from None
+
+    def _walk(self, resource: Place, fragment: str) -> Place | None:
+        """Down a JSON pointer from a resource; None where there is nothing."""
+        place = resource
+        for step in fragment.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            schema = place.schema
+            if isinstance(schema, dict) and key in schema:
+                place = place.child(key)
+            elif isinstance(schema, list | tuple) and key.isdecimal() and len(key) < 7 and int(key) < len(schema):
+                place = place.child(int(key))
+            else:
+                return None
+            if place.pointer in self._bases:
+                place = self.enter(place)
+        if isinstance(place.schema, dict) and place.pointer not in self._bases:
+            self._look_through(place)  # not where schemas stand ("#/components/…")
+        return place
+
+    def _look_through(self, root: Place) -> None:
+        """Note the ``$id`` and anchors of all schemas below; refuse the key that carries our options."""
+        places = [root]
+        while places:
+            place = self.enter(places.pop())
+            if not isinstance(place.schema, dict) or place.pointer in self._bases:
+                continue
+            self._bases[place.pointer] = place.base
+            self._note(place)
+            places += _below(place)
+
+    def _note(self, place: Place) -> None:
+        schema = place.schema
+        if "x-guidance" in schema:
+            raise self.error(place, "x-guidance", "a schema without that key: how it is enforced is the server's part")
+        own_draft = DRAFTS.get(str(schema.get("$schema", "")).rstrip("#"), self.draft)
+        if own_draft != self.draft:
+            raise self.error(place, schema["$schema"], "one draft in the whole of a schema")
+        base = urldefrag(place.base).url
+        if not place.pointer or base not in self._resources:
+            self._resources[base] = place
+        names = [schema.get("$anchor"), schema.get("$dynamicAnchor")] if self.draft >= 2019 else []
+        old_name = schema.get("id" if self.draft == 4 else "$id")
+        if self.draft <= 7 and isinstance(old_name, str) and "#" in old_name:
+            names.append(old_name.partition("#")[2])
+        for name in names:
+            if isinstance(name, str):
+                self._anchors.setdefault(f"{base}#{name}", place)
+
+    def _draft(self, schema: Any) -> int:
+        name = schema.get("$schema") if isinstance(schema, dict) else None
+        if name is None:
+            return LATEST
+        if not isinstance(name, str) or name.rstrip("#") not in DRAFTS:
+            raise self.error("/$schema", name, "one of " + ", ".join(DRAFTS))
+        return DRAFTS[name.rstrip("#")]
+
+    def _check_size(self, schema: Any) -> None:
+        chars = 0
+        for count, (depth, value) in enumerate(_values(schema), start=1):
+            chars += len(value) + 2 if isinstance(value, str) else 2
+            if count > MAX_VALUES or chars > MAX_CHARS or depth > MAX_DEPTH:
+                size = f"at most {MAX_VALUES:,} values, {MAX_CHARS:,} characters and {MAX_DEPTH} levels"
+                raise InvalidField(self.field, "the schema", size)
+            if not _is_json(value):
+                raise InvalidField(self.field, value, "a schema of JSON's values")
+
+
+def _below(place: Place) -> Iterator[Place]:
+    """The schemas right below a schema."""
+    for key, value in place.schema.items():
+        if key in _SCHEMA_MAPS and isinstance(value, dict):
+            yield from (place.child(key, name) for name in value if isinstance(value[name], dict))
+        elif key in _SCHEMA_LISTS and isinstance(value, list | tuple):
+            yield from (place.child(key, index) for index, entry in enumerate(value) if isinstance(entry, dict))
+        elif key in _SCHEMA and isinstance(value, dict):
+            yield place.child(key)
+
+
+def _values(root: Any) -> Iterator[tuple[int, Any]]:
+    """All values of a JSON text, keys among them, with their depth; without recursion, and of a value that holds itself
+    without end: the caller counts."""
+    waiting = [(0, root)]
+    while waiting:
+        depth, value = waiting.pop()
+        yield depth, value
+        if isinstance(value, dict):
+            waiting += ((depth + 1, entry) for pair in value.items() for entry in pair)
+        elif isinstance(value, list | tuple):
+            waiting += ((depth + 1, entry) for entry in value)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, str):
+        return is_unicode(value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 1024
+    return value is None or isinstance(value, bool | list | tuple)
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with half a surrogate pair, which no bytes can spell."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

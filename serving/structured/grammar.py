@@ -1,0 +1,87 @@
+"""From what a caller says a text must be to the grammar that an engine holds it to. Nothing is compiled here: the
+engine does that, beside its loop. Works without torch, in any process.
+
+Sources are llguidance's serialised form: ``{"grammars": [{"json_schema": …} or {"lark_grammar": …}]}``. A schema has
+our options under the key "x-guidance", which is why a caller's schema may not have it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlflow_llm.serving.constraint import Constraint, Grammar
+from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.structured.document import is_unicode
+from mlflow_llm.serving.structured.expression import in_slashes, lark_expression, literal
+from mlflow_llm.serving.structured.lark import checked_lark
+from mlflow_llm.serving.structured.schema import normalized
+
+MAX_CHOICES = 10_000
+MAX_CHOICES_CHARS = 512 * 1024
+
+JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ",[ ]?",
+    "key_separator": ":[ ]?",
+    "json_allowed_escapes": 'nrbtf\\"',  # no \\u: each text has one spelling, so that a key is known by its bytes
+}
+
+
+def grammar_of(constraint: Constraint) -> Grammar:
+    """Raises ``InvalidField``, naming the constraint's field; in a schema also the keyword and where it stands (a JSON
+    pointer)."""
+    source = _SOURCES[constraint.kind](constraint.value, constraint.field)
+    return Grammar(source=source, field=constraint.field)
+
+
+def schema_value(schema: Any, field: str) -> dict[str, Any]:
+    """A JSON schema (an object, or true) as it may stand in a larger Lark grammar: ``%json`` and this, as JSON. Held to
+    the same rules as ``response_format``. Raises ``InvalidField``."""
+    return {**normalized(schema, field)[0], "x-guidance": JSON_OPTIONS}
+
+
+def _json_object(value: None, field: str) -> str:
+    return _json_schema({"type": "object"}, field)
+
+
+def _json_schema(value: Any, field: str) -> str:
+    return _dumps({"grammars": [{"json_schema": schema_value(value, field)}]})
+
+
+def _regex(value: Any, field: str) -> str:
+    return _lark_source(f"start: /{lark_expression(value, field)}/")
+
+
+def _choice(value: Any, field: str) -> str:
+    written = "|".join(map(literal, _checked_choices(value, field)))
+    return _lark_source(f"start: /{in_slashes(written)}/")
+
+
+def _lark(value: Any, field: str) -> str:
+    return _lark_source(checked_lark(value, field, schema_value))
+
+
+_SOURCES = {"json_object": _json_object, "json_schema": _json_schema, "regex": _regex, "choice": _choice, "lark": _lark}
+
+
+def _checked_choices(value: Any, field: str) -> list[str]:
+    allowed = f"a list of 1 to {MAX_CHOICES} different texts, none empty"
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidField(field, value, allowed)
+    seen = set()
+    for index, choice in enumerate(value):
+        if not isinstance(choice, str) or not choice or choice in seen or not is_unicode(choice):
+            raise InvalidField(f"{field}[{index}]", choice, allowed)
+        seen.add(choice)
+    if sum(map(len, value)) > MAX_CHOICES_CHARS:
+        raise InvalidField(field, value, f"at most {MAX_CHOICES_CHARS:,} characters in all")
+    return list(value)
+
+
+def _lark_source(lark: str) -> str:
+    return _dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+def _dumps(source: dict[str, Any]) -> str:
+    return json.dumps(source, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,124 @@
+"""The keywords of JSON Schema: which type each speaks of, since which draft it is one, and the shape of its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlflow_llm.serving.structured.document import Document, Place
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+OF_TYPE = {
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "array": {
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        *("unevaluatedItems", "minContains", "maxContains"),
+    },
+    "object": {
+        *("properties", "patternProperties", "additionalProperties", "propertyNames", "required", "minProperties"),
+        *("maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    },
+}
+_SINCE = {
+    **dict.fromkeys(("const", "contains", "propertyNames"), 6),
+    "if": 7,
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"), 2019),
+    **dict.fromkeys(("minContains", "maxContains", "$recursiveRef"), 2019),
+    **dict.fromkeys(("prefixItems", "$dynamicRef"), 2020),
+}
+_UNTIL = {"$recursiveRef": 2019}
+
+
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and value >= 0 and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_schema, value))
+
+
+def _are_named_schemas(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_schema, value.values()))
+
+
+def _are_texts(value: Any) -> Any:
+    return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+
+
+def _are_types(value: Any) -> Any:
+    return value in TYPES if isinstance(value, str) else value and _are_texts(value) and {*value} <= {*TYPES}
+
+
+_Shape = tuple[Callable[[Any], Any], str]
+_COUNT: _Shape = (_is_count, "a whole number from 0")
+_NUMBER: _Shape = (_is_number, "a number")
+_SCHEMA: _Shape = (_is_schema, "a schema")
+_SCHEMAS: _Shape = (_are_schemas, "a list of schemas, not empty")
+_NAMED: _Shape = (_are_named_schemas, "an object of schemas")
+_TEXT: _Shape = (lambda value: isinstance(value, str), "a text")
+_BOUND: _Shape = (lambda value: _is_number(value) or isinstance(value, bool), "a number")
+
+SHAPES: dict[str, _Shape] = {
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _BOUND),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("additionalProperties", "unevaluatedProperties", "propertyNames", "additionalItems"), _SCHEMA),
+    **dict.fromkeys(("not", "contains", "unevaluatedItems"), _SCHEMA),
+    "items": (lambda value: _is_schema(value) or value == [] or _are_schemas(value), "a schema"),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SCHEMAS),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _NAMED),
+    **dict.fromkeys(("pattern", "format"), _TEXT),
+    "required": (_are_texts, "a list of names"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "true or false"),
+    "enum": (lambda value: isinstance(value, list | tuple) and len(value) > 0, "a list of values, not empty"),
+    "type": (
+        _are_types,
+        "a type or a list of types: " + ", ".join(TYPES),
+    ),
+    "dependentRequired": (
+        lambda value: isinstance(value, dict) and all(map(_are_texts, value.values())),
+        "lists of names",
+    ),
+    "dependencies": (
+        lambda value: isinstance(value, dict) and all(_is_schema(each) or _are_texts(each) for each in value.values()),
+        "schemas and lists of names",
+    ),
+}  # fmt: skip
+
+
+class Keywords:
+    """What the keywords of a place say, by the document's draft. Raises ``InvalidField`` where one has no sense."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        draft = document.draft
+        later = {name for name, since in _SINCE.items() if draft < since}
+        self._unknown = later | {name for name, until in _UNTIL.items() if draft > until}
+
+    def has(self, place: Place, keyword: str) -> bool:
+        return keyword in place.schema and keyword not in self._unknown
+
+    def get(self, place: Place, keyword: str) -> Any:
+        """The keyword's value, None where it is not there: null is no value that a keyword may have."""
+        if not self.has(place, keyword):
+            return None
+        value = place.schema[keyword]
+        if keyword in SHAPES:
+            fits, allowed = SHAPES[keyword]
+            if not fits(value):
+                raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
+        return value
+
+    def unsupported(self, place: Place, keyword: str, instead: str = "") -> Exception:
+        return self.document.error(place, keyword, f"a schema without this keyword{instead and '; '}{instead}")

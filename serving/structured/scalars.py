@@ -1,0 +1,202 @@
+"""Numbers and texts: their rules brought together, with bounds to the digits of a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NoReturn
+
+from mlflow_llm.serving.structured import formats
+from mlflow_llm.serving.structured.document import Place
+from mlflow_llm.serving.structured.expression import whole_text_pattern
+from mlflow_llm.serving.structured.forms import INTEGERS, PARTS_DIGITS, WHOLE_DIGITS, Leaf
+from mlflow_llm.serving.structured.keywords import OF_TYPE, Keywords
+from mlflow_llm.serving.structured.values import type_of
+
+MAX_LENGTH = 100_000
+_MAX_COEFFICIENT = (1 << 32) - 1
+
+
+class Scalars:
+    def __init__(self, keywords: Keywords) -> None:
+        self.keywords = keywords
+
+    def leaves(self, name: str, places: tuple[Place, ...]) -> list[Leaf]:
+        """The one form of a type under the rules of all places, or none where they contradict each other."""
+        if name in ("null", "boolean"):
+            return [Leaf(type=name)]
+        rules = self._text(places) if name == "string" else self._number(places, integer=name == "integer")
+        return [] if rules is None else [Leaf(type=name, rules=rules)]
+
+    def is_enforced(self, place: Place) -> bool:
+        """Whether the place's ``format`` is more than an annotation."""
+        return formats.enforced(self.keywords.get(place, "format") or "") is not None
+
+    def among(self, listed: list[Any], places: tuple[Place, ...]) -> list[Any]:
+        """Of values that a schema lists, those that its other rules allow."""
+        for place in places:
+            for value in listed:
+                self._refuse_beside(place, type_of(value))
+        low, high = self._bounds(places)
+        steps = [Fraction(Decimal(repr(step))) for step in self._all(places, "multipleOf")]
+        least, most = self._length(places)
+        return [value for value in listed if _admits(value, low, high, steps) and _admits_text(value, least, most)]
+
+    def _refuse_beside(self, place: Place, name: str) -> None:
+        kept = OF_TYPE.get(name, set()) if name in ("array", "object") else {"pattern"} if name == "string" else set()
+        for keyword in sorted(kept):
+            if self.keywords.has(place, keyword):
+                raise self.keywords.unsupported(place, keyword, "only those values in enum that it allows")
+        if name == "string" and self.keywords.has(place, "format") and self.is_enforced(place):
+            raise self.keywords.unsupported(place, "format", "only those values in enum that it allows")
+
+    def _all(self, places: tuple[Place, ...], keyword: str) -> list[Any]:
+        return [value for place in places if (value := self.keywords.get(place, keyword)) is not None]
+
+    # ---- numbers ----
+
+    def _bounds(self, places: tuple[Place, ...]) -> tuple[tuple[Any, bool], tuple[Any, bool]]:
+        """The highest minimum and the lowest maximum, each with whether it is itself left out."""
+        low: tuple[Any, bool] = (-math.inf, False)
+        high: tuple[Any, bool] = (math.inf, False)
+        for place in places:
+            minimum, maximum = self.keywords.get(place, "minimum"), self.keywords.get(place, "maximum")
+            above, below = self.keywords.get(place, "exclusiveMinimum"), self.keywords.get(place, "exclusiveMaximum")
+            for bound, left_out in _ends(minimum, above):
+                low = max(low, (bound, left_out))
+            for bound, left_out in _ends(maximum, below):
+                high = min(high, (bound, left_out), key=lambda end: (end[0], not end[1]))
+        return low, high
+
+    def _number(self, places: tuple[Place, ...], *, integer: bool) -> dict[str, Any] | None:
+        low, high = self._bounds(places)
+        step = self._step(places, integer=integer)
+        return self._integer(places, low, high, step) if integer else self._decimal(places, low, high, step)
+
+    def _integer(
+        self, places: tuple[Place, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
+    ) -> dict[str, Any] | None:
+        if low[0] > INTEGERS or high[0] < -INTEGERS:
+            self._refuse_bounds(places, f"bounds within ±{INTEGERS:,}")
+        least = -INTEGERS if low[0] < -INTEGERS else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
+        most = INTEGERS if high[0] > INTEGERS else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+        if least > most:
+            return None
+        if int(float(least)) != least or int(float(most)) != most:
+            self._refuse_bounds(places, "bounds that a double holds")
+        if step is not None and -(-least // step) * step > most:
+            return None
+        rules: dict[str, Any] = {"minimum": least, "maximum": most}
+        return rules if step in (None, 1) else {**rules, "multipleOf": int(step or 1)}
+
+    def _decimal(
+        self, places: tuple[Place, ...], low: tuple[Any, bool], high: tuple[Any, bool], step: Fraction | None
+    ) -> dict[str, Any] | None:
+        if low[0] > WHOLE_DIGITS or high[0] < -WHOLE_DIGITS:
+            self._refuse_bounds(places, f"bounds within ±{WHOLE_DIGITS:,}")
+        low = max(low, (-WHOLE_DIGITS, False))
+        high = min(high, (WHOLE_DIGITS, False), key=lambda end: (end[0], not end[1]))
+        if low[0] > high[0] or (low[0] == high[0] and (low[1] or high[1])):
+            return None
+        if any(isinstance(end, int) and int(float(end)) != end for end, _ in (low, high)):
+            self._refuse_bounds(places, "bounds that a double holds")
+        rules: dict[str, Any] = {
+            "exclusiveMinimum" if low[1] else "minimum": low[0],
+            "exclusiveMaximum" if high[1] else "maximum": high[0],
+        }
+        if step is not None:
+            multiple = -(-Fraction(low[0]) // step) * step
+            if multiple > high[0] or (multiple == low[0] and low[1] and multiple + step > high[0]):
+                return None
+            return {**rules, "multipleOf": int(step) if step.denominator == 1 else float(step)}
+        return {**rules, "multipleOf": 10.0 ** -_places(low, high)}
+
+    def _step(self, places: tuple[Place, ...], *, integer: bool) -> Fraction | None:
+        """The least common multiple of every ``multipleOf``."""
+        steps = [Fraction(Decimal(repr(step))) for step in self._all(places, "multipleOf")]
+        if not steps:
+            return None
+        step = Fraction(1) if integer else steps[0]
+        for other in steps:
+            step = Fraction(math.lcm(step.numerator * other.denominator, other.numerator * step.denominator),
+                            step.denominator * other.denominator)  # fmt: skip
+        if not _is_read_exactly(step):
+            place = next(place for place in places if self.keywords.has(place, "multipleOf"))
+            allowed = f"at most 10 digits, {PARTS_DIGITS} of them behind the point"
+            raise self.keywords.document.error(f"{place.pointer}/multipleOf", place.schema["multipleOf"], allowed)
+        return step
+
+    def _refuse_bounds(self, places: tuple[Place, ...], allowed: str) -> NoReturn:
+        names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        place, name = next((place, name) for place in places for name in names if self.keywords.has(place, name))
+        raise self.keywords.document.error(f"{place.pointer}/{name}", place.schema[name], allowed)
+
+    # ---- texts ----
+
+    def _length(self, places: tuple[Place, ...]) -> tuple[int, float]:
+        least = max(self._all(places, "minLength"), default=0)
+        return int(least), min(self._all(places, "maxLength"), default=math.inf)
+
+    def _text(self, places: tuple[Place, ...]) -> dict[str, Any] | None:
+        least, most = self._length(places)
+        if least > most:
+            return None
+        if least > MAX_LENGTH:
+            place = next(place for place in places if self.keywords.get(place, "minLength") == least)
+            raise self.keywords.document.error(f"{place.pointer}/minLength", least, f"at most {MAX_LENGTH:,}")
+        rules: dict[str, Any] = {"minLength": least} if least else {}
+        if most < math.inf:
+            rules["maxLength"] = int(min(most, MAX_LENGTH))
+        shapes = [
+            {"pattern": whole_text_pattern(pattern, self._refusal(place))}
+            for place in places
+            if (pattern := self.keywords.get(place, "pattern")) is not None
+        ]
+        named = dict.fromkeys(self._all(places, "format"))
+        shapes += [shape for name in named if (shape := formats.enforced(name)) is not None]
+        if len(shapes) == 1:
+            return {**rules, **shapes[0]}
+        return {**rules, "allOf": [{"type": "string", **shape} for shape in shapes]} if shapes else rules
+
+    def _refusal(self, place: Place) -> Callable[[str], NoReturn]:
+        def refuse(allowed: str) -> NoReturn:
+            raise self.keywords.document.error(f"{place.pointer}/pattern", place.schema["pattern"], allowed)
+
+        return refuse
+
+
+def _ends(bound: Any, exclusive: Any) -> list[tuple[Any, bool]]:
+    """Draft 4 has true and false beside the bound, later ones a bound of its own."""
+    if isinstance(exclusive, bool):
+        return [] if bound is None else [(bound, exclusive)]
+    ends = [] if bound is None else [(bound, False)]
+    return ends if exclusive is None else [*ends, (exclusive, True)]
+
+
+def _places(low: tuple[Any, bool], high: tuple[Any, bool]) -> int:
+    """Digits behind the point: as many as keep a number a double's width away from a bound that is left out."""
+    open_ends = [abs(end) for end, left_out in (low, high) if left_out]
+    whole = len(str(int(max(open_ends, default=0))))
+    return PARTS_DIGITS if whole <= 5 else max(1, 15 - whole)
+
+
+def _is_read_exactly(step: Fraction) -> bool:
+    """llguidance makes a whole number and a power of ten of the double, ten by ten: only where that comes out right."""
+    value, power = float(step), 0
+    while value % 1 and power <= PARTS_DIGITS:
+        value, power = value * 10, power + 1
+    return 0 < value <= _MAX_COEFFICIENT and not value % 1 and Fraction(int(value), 10**power) == step
+
+
+def _admits(value: Any, low: tuple[Any, bool], high: tuple[Any, bool], steps: list[Fraction]) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    if value < low[0] or value > high[0] or (value == low[0] and low[1]) or (value == high[0] and high[1]):
+        return False
+    return all(Fraction(Decimal(repr(value))) % step == 0 for step in steps)
+
+
+def _admits_text(value: Any, least: int, most: float) -> bool:
+    return not isinstance(value, str) or least <= len(value) <= most
