@@ -50,17 +50,18 @@ def environment() -> str:
     return table(("variable", "read or told in"), rows)
 
 
+APIS = {"openai": "OpenAI", "anthropic": "Anthropic", "databricks": "Databricks", "mlflow": "MLflow"}
+
+
 def error_tree() -> str:
     rows = []
     for cls in errors.walk():
         depth = len([base for base in cls.__mro__ if issubclass(base, errors.ServingError)]) - 1
         error = cls("a", "b", "c") if cls is errors.InvalidField else _example(cls)
-        codes = [_code(json.loads(DIALECTS[name].error(error).body)) for name in ("openai", "databricks", "mlflow")]
+        codes = [_code(json.loads(DIALECTS[name].error(error).body)) for name in APIS]
         rows.append((f"{'· ' * depth}`{cls.__name__}`", str(cls.status), *(f"`{code}`" for code in codes)))
     tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\nA class")[0]
-    return (
-        f"{table(('class', 'status', 'OpenAI', 'Databricks', 'MLflow'), rows)}\n\n```text\n{textwrap.dedent(tree)}\n```"
-    )
+    return f"{table(('class', 'status', *APIS.values()), rows)}\n\n```text\n{textwrap.dedent(tree)}\n```"
 
 
 def _example(cls: type[errors.ServingError]) -> errors.ServingError:

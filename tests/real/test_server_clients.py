@@ -148,3 +148,41 @@ def test_litellm(url: str, model: str, suffix: str) -> None:
     assert "Paris" in whole.choices[0].message.content
     chunks = litellm.completion(model=model, api_base=url + suffix, api_key="x", stream=True, **CHAT)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+
+
+def test_anthropic_sync(url: str) -> None:
+    """anthropic: messages whole, streamed, begun by the caller, and of the beta namespace; tokens as counted."""
+    import anthropic
+
+    ask = {"model": "assistant", "max_tokens": 16, "messages": CHAT["messages"], "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=url, api_key="x") as client:
+        whole = client.messages.create(**ask)
+        text = whole.content[0].text
+        assert "Paris" in text
+        with client.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+        assert streamed.content[0].text == text
+        assert streamed.usage.output_tokens == whole.usage.output_tokens
+        assert streamed.usage.cache_read_input_tokens, "the same prompt came before"
+        counted = client.messages.count_tokens(model="assistant", messages=CHAT["messages"]).input_tokens
+        assert [m.usage.input_tokens + m.usage.cache_read_input_tokens for m in (whole, streamed)] == [counted] * 2
+        turns = [*CHAT["messages"], {"role": "assistant", "content": text[: text.index(" Paris")]}]
+        assert client.messages.create(**ask | {"messages": turns}).content[0].text.startswith(" Paris")
+        assert client.beta.messages.create(**ask, betas=["interleaved-thinking-2025-05-14"]).content[0].text == text
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**ask | {"model": "nobody"})
+
+
+def test_anthropic_async(url: str) -> None:
+    """anthropic's asynchronous client: several streams at once, each complete."""
+    import anthropic
+
+    async def one(client: anthropic.AsyncAnthropic) -> str:
+        async with client.messages.stream(model="assistant", max_tokens=16, messages=CHAT["messages"]) as stream:
+            return await stream.get_final_text()
+
+    async def several() -> list[str]:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="x") as client:
+            return await asyncio.gather(*(one(client) for _ in range(4)))
+
+    assert all(asyncio.run(several()))
