@@ -18,6 +18,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from .request import Task
+from .tool_calls.formats import ToolFormat
 
 
 class EmbeddingSpec(Struct, frozen=True, kw_only=True):
@@ -33,7 +34,8 @@ class EmbeddingSpec(Struct, frozen=True, kw_only=True):
 class Bundle(Struct, frozen=True, kw_only=True):
     """Absolute paths of one model's parts. ``content_hash`` is SHA-256 over the manifest's file hashes: same hash,
     same weights, wherever they lie, which is how processes find an engine that already has them.
-    ``default_adapter`` answers requests that name none; None is the base."""
+    ``default_adapter`` answers requests that name none; None is the base. ``tool_formats``: how calls are written after
+    each chat template, by its name; what is not there is detected."""
 
     content_hash: str
     tasks: tuple[Task, ...]
@@ -41,5 +43,6 @@ class Bundle(Struct, frozen=True, kw_only=True):
     tokenizer_dir: str
     adapters: dict[str, str] = {}
     chat_templates: dict[str, str] = {}
+    tool_formats: dict[str, ToolFormat] = {}
     embedding: EmbeddingSpec | None = None
     default_adapter: str | None = None

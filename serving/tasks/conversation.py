@@ -48,7 +48,8 @@ def with_system(messages: tuple[Message, ...], prompt: str | None) -> tuple[Mess
 def check_turns(messages: tuple[Message, ...], end: ChatEnd = "generation_prompt") -> None:
     """One system message at most and first; then user and assistant in turn, ending in user where a reply follows.
 
-    An assistant message with tool calls is followed by the tool messages that answer them, and by the assistant again.
+    An assistant message with tool calls is followed by tool messages (``tool_messages`` says which), and by the
+    assistant again.
     """
     if end != "generation_prompt" and messages[-1].role == "assistant":
         messages = messages[:-1]
@@ -57,33 +58,19 @@ def check_turns(messages: tuple[Message, ...], end: ChatEnd = "generation_prompt
     turns = messages[1:] if messages[0].role == "system" else messages
     start = len(messages) - len(turns)
     expected: tuple[str, ...] = ("user",)
-    open_calls: set[str] = set()
     for i, message in enumerate(turns, start):
         role = message.role
         if role not in expected:
             raise InvalidField(f"messages[{i}].role", role, " or ".join(expected) + " at this place")
         if role == "tool":
-            if message.tool_call_id not in open_calls:
-                raise InvalidField(f"messages[{i}].tool_call_id", message.tool_call_id, "the id of an open tool call")
-            open_calls.discard(message.tool_call_id)
-            expected = ("tool",) if open_calls else ("assistant", "user")
+            expected = ("tool", "assistant", "user")
         elif message.tool_calls:
-            open_calls = {call.id for call in message.tool_calls}
             expected = ("tool",)
         else:
             expected = ("user",) if role == "assistant" else ("assistant",)
-    if not turns or turns[-1].role not in ("user", "tool") or open_calls:
+    if not turns or turns[-1].role not in ("user", "tool"):
         last = messages[-1].role
         raise InvalidField(f"messages[{len(messages) - 1}].role", last, "user: the last message is the user's")
-
-
-def check_tool_calls(messages: tuple[Message, ...], reads: TemplateReads) -> None:
-    """Raises ``InvalidField`` for calls that the template would leave out: the model would see an empty turn."""
-    for i, message in enumerate(messages):
-        if message.tool_calls and not reads.tool_calls:
-            allowed = "none: the chat template of this model leaves tool calls out"
-            calls = [_template_call(call) for call in message.tool_calls]
-            raise InvalidField(f"messages[{i}].tool_calls", calls, allowed)
 
 
 # What belongs to rendering itself and not to a template; a template's own variables have other names.

@@ -19,8 +19,9 @@ from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Sequence, Task, ValidRequest
+from .chat import prepare_chat
 from .endpoint import EndpointView
-from .prompts import Prompt, chat_prompt, completion_prompts, embedding_inputs, is_raw
+from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
 from .sampling import resolve, seeds
 
@@ -170,7 +171,11 @@ def _generation(
 ) -> ValidRequest:
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
-    prompts = [chat_prompt(raw, endpoint)] if isinstance(raw, RawChat) else completion_prompts(raw, endpoint)
+    if isinstance(raw, RawChat):
+        prompt, tools, begins_in_reasoning = prepare_chat(raw, endpoint)
+        prompts = [prompt]
+    else:
+        prompts, tools, begins_in_reasoning = completion_prompts(raw, endpoint), None, False
     if n * len(prompts) > profile.max_sequences:
         most = profile.max_sequences // len(prompts)
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
@@ -195,6 +200,8 @@ def _generation(
         stop=asked.stop or (),
         include_stop_str_in_output=bool(asked.include_stop_str_in_output),
         skip_special_tokens=asked.skip_special_tokens is not False,
+        tools=tools,
+        begins_in_reasoning=begins_in_reasoning,
         stream=raw.stream,
         include_usage=raw.include_usage,
         echo=tuple(prompt.text for prompt in prompts) if echo else (),

@@ -13,15 +13,10 @@ from typing import Any, NamedTuple
 
 from ..errors import ContextTooLong, InvalidField
 from ..request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
-from .conversation import (
-    check_tool_calls,
-    check_turns,
-    template_messages,
-    template_variables,
-    thinking_variables,
-    with_system,
-)
+from .conversation import check_turns, template_messages, template_variables, thinking_variables, with_system
 from .endpoint import EndpointView
+from .tool_messages import check_tool_messages
+from .tool_prompts import template_name, with_tools
 
 BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
 
@@ -52,11 +47,13 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
         raise InvalidField(last, raw.messages[-1].role, "assistant: it is the message that the model is to go on with")
     if profile.strict_turns:
         check_turns(raw.messages, raw.end)
-    reads = endpoint.text.reads(raw.chat_template)
-    check_tool_calls(raw.messages, reads)
-    messages = with_system(raw.messages, profile.default_system_prompt)
+    check_tool_messages(raw.messages, raw.end)
+    template = template_name(raw, endpoint.text)
+    reads = endpoint.text.reads(template)
     variables = template_variables(raw.chat_template_kwargs, reads) | thinking_variables(raw.thinking, reads)
-    return _templated(messages, endpoint, raw.sampling, raw.chat_template, variables, end=raw.end)
+    messages = with_system(raw.messages, profile.default_system_prompt)
+    given, tools = with_tools(messages, raw, endpoint.text)
+    return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end)
 
 
 def completion_prompts(raw: RawCompletion, endpoint: EndpointView) -> list[Prompt]:
@@ -106,7 +103,7 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
         return Prompt(cut, endpoint.text.decode(entry, skip_special_tokens=False) if raw.echo else "", truncated)
     if not is_raw(raw, endpoint):
         messages = with_system((Message(role="user", content=entry),), endpoint.profile.default_system_prompt)
-        return _templated(messages, endpoint, raw.sampling, None, {}, path)._replace(text=entry)
+        return _templated(template_messages(messages), endpoint, raw.sampling, None, {}, path)._replace(text=entry)
     truncate = raw.sampling.error_behavior == "truncate"
     over = endpoint.text.surely_over(entry, endpoint.context)
     if over is not None and not truncate:
@@ -120,7 +117,7 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
 
 
 def _templated(
-    messages: tuple[Message, ...],
+    messages: list[dict[str, Any]],
     endpoint: EndpointView,
     sampling: RawSampling,
     template: str | None,
@@ -130,9 +127,8 @@ def _templated(
 ) -> Prompt:
     truncate = sampling.error_behavior == "truncate"
     context = endpoint.context
-    given = template_messages(messages)
     ids = endpoint.text.chat(
-        given, template=template, variables=variables, limit=None if truncate else context, context=context, end=end
+        messages, template=template, variables=variables, limit=None if truncate else context, context=context, end=end
     )
     if isinstance(ids, int):
         raise too_long(path, f"more than {context}", endpoint)

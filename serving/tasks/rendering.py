@@ -5,14 +5,17 @@ The text is transformers' own, to the letter: the same code renders, with the sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from ..confined import MAX_TEMPLATE, POOL, Ended, Exceeded, NoProcess, Share, render_limits
 from ..errors import Overloaded, PackagingError, RequestError
 from ..request import ChatEnd
+
+_MESSAGE_TOOLS = re.compile(r"""\w\s*\[\s*['"]tools['"]\s*\]|['"]tools['"] in \w+""")
 
 
 class Renderer:
@@ -79,8 +82,8 @@ class Renderer:
 
 
 class TemplateReads:
-    """What a chat template reads of a request: whether ``tool_calls``, and ``variables``, the names that ``source``
-    takes from outside; None where they cannot be found.
+    """What a chat template reads of a request: ``variables``, the names that ``source`` takes from outside, None where
+    they cannot be found; whether ``tool_calls``; and ``tools`` as a variable, in the system message, or not at all.
 
     Raises what ``confined.Pool.run`` does.
     """
@@ -89,6 +92,11 @@ class TemplateReads:
         self.tool_calls = "tool_calls" in source
         found = POOL.run("reads", render_limits(len(source), None), source=source)
         self.variables: frozenset[str] | None = None if found is None else frozenset(found)
+        self.tools: Literal["variable", "message"] | None = None
+        if "tools" in source if found is None else "tools" in found:
+            self.tools = "variable"
+        elif _MESSAGE_TOOLS.search(source):
+            self.tools = "message"
 
 
 def read_template(name: str, source: str) -> TemplateReads:

@@ -16,8 +16,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..errors import InvalidField
+from ..tool_calls.composed import Composed
 
 START, END = "\ufdd0", "\ufdd1"  # no characters by Unicode's own word, kept for such uses
+_ESCAPES = re.compile(r"\\ufdd0")
+_OWN_KEYS = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"})  # of messages
 STRETCH = 16384  # characters searched in one go
 GROUP = 256  # pieces tokenised in one go
 
@@ -38,6 +41,7 @@ class InjectionGuard:
         }
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._escaped = re.compile(rf"\\ufdd0({self._pattern.pattern})\\ufdd1")
         self._longest = max(map(len, self._ids), default=0)
         self._backend = backend
         # a piece is encoded after a newline, or some tokenizers would put a space before it
@@ -45,23 +49,29 @@ class InjectionGuard:
         self._spelt = {token: self._after_newline(plain, token) for token in self._ids}
 
     def found_in(self, value: Any) -> bool:
-        """Whether a string in ``value`` (messages, variables of the template) has a control token."""
-        if isinstance(value, str):
+        """Whether a string in ``value`` (messages, tools, variables of the template), names of properties among them,
+        has a control token that is not ours (``Own``)."""
+        if type(value) is str:
             return next(self._spans(value), None) is not None
-        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        return any(map(self.found_in, entries))
+        if isinstance(value, dict):
+            return any(map(self.found_in, value.keys() - _OWN_KEYS)) or any(map(self.found_in, value.values()))
+        if isinstance(value, Composed):
+            return any(map(self.found_in, value.parts))
+        return any(map(self.found_in, value)) if isinstance(value, list | tuple) else False
 
     def mark(self, value: Any) -> Any:
         """``value`` with marks around the control tokens in its strings; marks that were there already are dropped."""
-        if isinstance(value, str):
+        if type(value) is str:
             return self._marked(unmarked(value))
         if isinstance(value, dict):
-            return {key: self.mark(entry) for key, entry in value.items()}
+            return {self.mark(key): self.mark(entry) for key, entry in value.items()}
+        if isinstance(value, Composed):
+            return "".join(map(self.mark, value.parts))
         return [self.mark(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Token ids of a chat rendered of marked messages. Raises ``InvalidField`` for a token that cannot be spelt."""
-        first, *others = rendered.split(START)
+        first, *others = self._plain_marks(rendered).split(START)
         texts, spelt = [unmarked(first)], []
         for other in others:
             token, _, text = other.partition(END)
@@ -70,6 +80,12 @@ class InjectionGuard:
             spelt.append(self._spelt_out(token) if is_token else [])
         pieces = self._encode_pieces(texts)
         return tuple(chain(next(pieces), *(chain(ids, piece) for ids, piece in zip(spelt, pieces, strict=True))))
+
+    def _plain_marks(self, rendered: str) -> str:
+        """``rendered`` with marks that a template has written as escapes (Python's of a dict, JSON's) as they were."""
+        if _ESCAPES.search(rendered) is None:
+            return rendered
+        return self._escaped.sub(lambda found: START + found[1] + END, rendered)
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Where control tokens begin and end. One search of it all could keep every other thread waiting."""

@@ -20,6 +20,8 @@ from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ..request import ChatEnd
 from ..token_bytes import byte_table
+from ..tool_calls.detect import detect_or_generic
+from ..tool_calls.formats import ToolFormat
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
@@ -54,6 +56,9 @@ class TextModel:
         sources = set(self.templates.values())
         self._guards = {source: InjectionGuard(self._hf, self._backend, plain, source) for source in sources}
         self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._formats = self._tool_formats(bundle)
+        self._takes_system: dict[str, bool] = {}
         self._renderer = Renderer(self._hf)
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
@@ -158,6 +163,34 @@ class TextModel:
     def reads(self, template: str | None) -> TemplateReads:
         """What a template reads. Raises as ``template`` does."""
         return self._reads[self.template(template)]
+
+    def tool_format(self, template: str | None) -> ToolFormat:
+        """How calls and reasoning are written after a template. Raises as ``template`` does."""
+        return self._formats[self.template(template)]
+
+    def takes_system(self, template: str | None) -> bool:
+        """Whether a template writes a system message down. Raises as ``template`` does, ``Overloaded``."""
+        source = self.template(template)
+        found = self._takes_system.get(source)
+        if found is None:
+            turns = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "USER"}]
+            try:
+                found = "SYSTEM" in self._renderer.render(turns, source, {}, None)
+            except (RequestError, Unavailable):
+                raise
+            except Exception:  # templates refuse a role with any error of Jinja's or Python's
+                found = False
+            self._takes_system[source] = found
+        return found
+
+    def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
+        """By the source of each template: what the model was packaged with, else as it is detected."""
+        tokens = [token.content for token in self._hf.added_tokens_decoder.values()]
+        response = getattr(self._hf, "response_template", None)
+        return {
+            source: bundle.tool_formats.get(name) or detect_or_generic(source, tokens, response)
+            for name, source in self.templates.items()
+        }
 
     def _render(
         self,

@@ -25,13 +25,13 @@ TEMPLATE = (
 )
 
 
-def _byte_level():
+def _byte_level(special=()):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420,
-        special_tokens=["<s>", "</s>", "<|start|>", "<|end|>"],
+        special_tokens=["<s>", "</s>", "<|start|>", "<|end|>", *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -89,6 +89,14 @@ def _text_model(folder, tokenizer, eos="</s>", template=TEMPLATE):
 def text(tmp_path_factory):
     """Byte-level BPE with a BOS, four special tokens and a chat template."""
     return _text_model(tmp_path_factory.mktemp("t") / "bytes", _byte_level())
+
+
+@pytest.fixture
+def text_of(tmp_path):
+    """``text_of(template, special=tokens)``: a model of ``text``'s kind with this chat template and further tokens."""
+    return lambda template, special=(): _text_model(
+        tmp_path / str(len(template)), _byte_level(special), template=template
+    )
 
 
 @pytest.fixture(scope="session")

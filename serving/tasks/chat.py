@@ -1,0 +1,61 @@
+"""A chat as the engine gets it: its prompt with the tools in it, how calls in its texts are read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..request import RawChat, ToolChoice, ToolUse
+from ..tool_calls.argument_types import argument_types
+from .endpoint import EndpointView
+from .prompts import Prompt, chat_prompt
+from .text import TextModel
+from .tool_messages import shown_tools
+from .tool_prompts import template_name
+
+END = 16  # tokens at a prompt's end that hold the mark of reasoning
+
+
+class Chat(NamedTuple):
+    """``tools`` None: no call is read. ``begins_in_reasoning``: the reply goes on with reasoning that the prompt has
+    opened."""
+
+    prompt: Prompt
+    tools: ToolUse | None
+    begins_in_reasoning: bool
+
+
+def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
+    """Raises ``InvalidField`` for turns, ids of calls, variables or tools that the endpoint or the template does not
+    take, ``ContextTooLong``."""
+    prompt = chat_prompt(raw, endpoint)
+    reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
+    return Chat(prompt, tool_use(raw), reasoning)
+
+
+def tool_use(raw: RawChat) -> ToolUse | None:
+    """How calls are read: of the tools that may be called. None where there are none."""
+    tools = shown_tools(raw)
+    if not tools:
+        return None
+    choice = raw.tool_choice or ToolChoice(mode="auto")
+    called = [tool for tool in tools if not choice.names or tool.name in choice.names]
+    return ToolUse(
+        names=tuple(tool.name for tool in called),
+        custom=tuple(tool.name for tool in called if tool.kind == "custom"),
+        types=argument_types(called),
+        choice=choice,
+        parallel=raw.parallel_tool_calls is not False,
+    )
+
+
+def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel) -> bool:
+    """Whether the prompt's last words open the reasoning; of a message that is to go on, whether it is in it."""
+    reasoning = text.tool_format(template_name(raw, text)).reasoning
+    if reasoning is None or raw.end == "closed":
+        return False
+    begin, end = reasoning.begin.strip(), reasoning.end.strip()
+    if raw.end == "open":
+        content = raw.messages[-1].content
+        last = content if isinstance(content, str) else "".join(part.text for part in content)
+        return last.rfind(begin) > last.rfind(end)
+    return text.decode(token_ids[-END:], skip_special_tokens=False).rstrip().endswith(begin)

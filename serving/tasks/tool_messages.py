@@ -1,0 +1,161 @@
+"""Tools, calls and results in a chat: which a conversation may have, and how its template gets them.
+
+A template that knows tools gets them in transformers' form. For one that does not, or whose format is not known, they
+are put into the text of the messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InvalidField
+from ..request import ChatEnd, Message, RawChat, Tool, ToolCall
+from ..tool_calls.composed import Composed, Own
+from ..tool_calls.formats import CUSTOM_INPUT, ToolFormat
+from ..tool_calls.generic import result_text
+from ..tool_calls.written import written_calls
+
+_ALNUM = string.ascii_letters + string.digits
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_CUSTOM = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+
+
+def check_tool_messages(messages: Sequence[Message], end: ChatEnd = "generation_prompt") -> None:
+    """Each call of an assistant's message is answered by one tool message, right after it and before anything else.
+
+    Raises ``InvalidField`` for an id that is unknown, there twice or not answered.
+    """
+    calling, waiting, answered = 0, dict[str, None](), set[str]()
+    for i, message in enumerate(messages):
+        if message.role == "tool":
+            _check_answer(message, f"messages[{i}].tool_call_id", waiting, answered)
+            continue
+        if waiting:
+            raise InvalidField(f"messages[{i}].role", message.role, _unanswered(calling, waiting))
+        calling, waiting, answered = i, _ids(message, i), set()
+    if waiting and not (end != "generation_prompt" and calling == len(messages) - 1):
+        allowed = _unanswered(calling, waiting)
+        raise InvalidField(f"messages[{len(messages) - 1}].role", messages[-1].role, allowed)
+
+
+def _check_answer(message: Message, path: str, waiting: dict[str, None], answered: set[str]) -> None:
+    asked = message.tool_call_id
+    if asked in answered:
+        raise InvalidField(path, asked, "one answer to each call: this one is answered already")
+    if asked not in waiting:
+        ids = ", ".join(map(repr, waiting)) or "no call waits for an answer here"
+        raise InvalidField(path, asked, f"the id of an open tool call: {ids}")
+    del waiting[asked]
+    answered.add(asked)
+
+
+def _unanswered(calling: int, waiting: dict[str, None]) -> str:
+    ids = ", ".join(map(repr, waiting))
+    return f"tool: the calls of messages[{calling}] are to be answered first, which are {ids}"
+
+
+def _ids(message: Message, i: int) -> dict[str, None]:
+    found: dict[str, None] = {}
+    for j, call in enumerate(message.tool_calls):
+        if call.id in found:
+            raise InvalidField(f"messages[{i}].tool_calls[{j}].id", call.id, "an id that no call before has")
+        found[call.id] = None
+    return found
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools in transformers' form. A custom tool is a function of one text."""
+    return [{"type": "function", "function": _function(tool)} for tool in tools]
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    parameters = _CUSTOM if tool.kind == "custom" else _NO_PARAMETERS if tool.parameters is None else tool.parameters
+    return {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+
+
+def shown_tools(raw: RawChat) -> tuple[Tool, ...]:
+    """The tools that the model is told of: none where it may call none."""
+    if not raw.tools or (raw.tool_choice is not None and raw.tool_choice.mode == "none"):
+        return ()
+    return raw.tools
+
+
+def with_names_and_ids(messages: list[dict[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
+    """``messages`` as templates read them, tool messages with the names of what they answer, and ids in the form that
+    the format's templates ask for."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+            call["id"] = _id(call["id"], format)
+        if (asked := message.get("tool_call_id")) is not None:
+            if asked in names:
+                message.setdefault("name", names[asked])
+            message["tool_call_id"] = _id(asked, format)
+    return messages
+
+
+def _id(given: str, format: ToolFormat) -> str:
+    """The same id for the same one given."""
+    if format.ids != "alnum9" or (len(given) == 9 and given.isascii() and given.isalnum()):
+        return given
+    number = int.from_bytes(hashlib.sha256(given.encode(errors="surrogatepass")).digest(), "big")
+    return "".join(_ALNUM[number // len(_ALNUM) ** i % len(_ALNUM)] for i in range(9))
+
+
+def with_message_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], format: ToolFormat
+) -> list[dict[str, Any]]:
+    """``messages`` for a template that reads tools from the system message: Phi's takes a text of functions, others a
+    list of tools."""
+    given: Any = tools
+    if format.name == "phi4_mini":
+        given = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    system = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
+    return [{**system, "tools": given}, *messages[messages[0]["role"] == "system" :]]
+
+
+def calls_as_text(
+    messages: Sequence[dict[str, Any]], given: Sequence[Message], format: ToolFormat, *, results: bool
+) -> list[dict[str, Any]]:
+    """``messages`` with the calls of ``given`` in their texts; with ``results`` what came of them too, as a user's.
+
+    A user's message after results goes on in the same turn, for templates in which user and assistant take turns.
+    """
+    found: list[dict[str, Any]] = []
+    for message, original in zip(messages, given, strict=True):
+        role = message["role"]
+        if original.tool_calls:
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            found.append({**plain, "content": _called(message["content"], original.tool_calls, format)})
+        elif role == "tool" and results:
+            part = result_text(message["content"])
+            if found and found[-1].get("_results"):
+                found[-1]["content"] = Composed(found[-1]["content"], Own("\n"), part)
+            else:
+                found.append({"role": "user", "content": part, "_results": True})
+        elif role == "user" and found and found[-1].pop("_results", False):
+            found[-1]["content"] = Composed(found[-1]["content"], Own("\n\n"), message["content"])
+        else:
+            found.append(message)
+    return [{key: value for key, value in message.items() if key != "_results"} for message in found]
+
+
+def _called(content: str, calls: Sequence[ToolCall], format: ToolFormat) -> Composed:
+    return Composed(content, Own("\n" if content else ""), written_calls(format, calls))
+
+
+def with_system_text(messages: list[dict[str, Any]], text: str, *, system: bool) -> list[dict[str, Any]]:
+    """``messages`` with ``text`` at the end of the system message, which is added where there is none. Without
+    ``system``, for templates that take none, it stands before the first message."""
+    first = messages[0]
+    if first["role"] == "system":
+        content = first["content"]
+        return [{**first, "content": Composed(content, Own("\n\n" if content else ""), text)}, *messages[1:]]
+    if system:
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": Composed(text, Own("\n\n"), first["content"])}, *messages[1:]]

@@ -1,0 +1,126 @@
+"""Which format a model's calls have: by transformers' ``response_template`` where its tokenizer has one, else by what
+its chat template and its vocabulary name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from .formats import FORMATS, REASONING, Reasoning, ToolFormat
+
+GENERIC = FORMATS["generic"]
+
+# The first format whose marks stand in the text of a template, all of the first and none of the second.
+_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("harmony", ("<|channel|>", "<|message|>", "commentary"), ()),
+    ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"), ()),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"), ()),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"), ()),
+    ("glm45", ("<tool_call>", "<arg_key>"), ()),
+    ("qwen3_coder", ("<function=", "<parameter="), ()),
+    ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), ()),
+    ("mistral_v3", ("[TOOL_CALLS]",), ()),
+    ("phi4_mini", ("<|tool|>", "<|/tool|>"), ()),
+    ("granite3", ("<|tool_call|>",), ()),
+    ("granite3", ("<|start_of_role|>", "tools"), ("</tool_call>",)),
+    ("hermes", ("<tool_call>", "</tool_call>"), ()),
+    ("llama4_pythonic", ("func_name1(params_name1",), ()),
+    ("llama4_pythonic", ("<|python_start|>",), ('"parameters": ',)),
+    ("llama3_json", ('"parameters": ', "<|start_header_id|>"), ()),
+    ("llama3_json", ('"parameters": ', "<|header_start|>"), ()),
+    ("llama3_json", ('"parameters": ', "<|python_tag|>"), ()),
+    ("chatglm3", ("tool_call(", "<|observation|>"), ()),
+    ("glm4", ("<|observation|>", "tools"), ()),
+)
+
+
+def detect(source: str, tokens: Collection[str] = (), response: Mapping[str, Any] | None = None) -> ToolFormat | None:
+    """The format of the calls in the chat template ``source``, with its reasoning; None for one that is not known.
+
+    ``tokens`` are the tokenizer's special and added tokens, ``response`` its ``response_template``.
+    """
+    if response is not None and (found := _of_response(response)) is not None:
+        return _reasoning(found, source, tokens, response)
+    name = _marked(source)
+    return None if name is None else _reasoning(FORMATS[name], source, tokens, response)
+
+
+def detect_or_generic(source: str, tokens: Collection[str] = (), response: Any = None) -> ToolFormat:
+    """As ``detect``; the generic format where the template has none that is known. ``response`` is not trusted."""
+    table = response if isinstance(response, Mapping) else None
+    return detect(source, tokens, table) or _reasoning(GENERIC, source, tokens, table)
+
+
+def _marked(text: str) -> str | None:
+    for name, marks, others in _MARKS:
+        if all(mark in text for mark in marks) and not any(mark in text for mark in others):
+            return name
+    return None
+
+
+def _of_response(response: Mapping[str, Any]) -> ToolFormat | None:
+    """The format of the field "tool_calls": a known one by its marks, or one of its own where a region of literal ends
+    holds a JSON object for each call."""
+    field = _field(response, "tool_calls")
+    if field is None:
+        return None
+    if (name := _marked(_unescaped(field))) is not None:
+        return FORMATS[name]
+    begin, end = field.get("open"), field.get("close")
+    begins = (begin,) if isinstance(begin, str) else tuple(begin or ()) if isinstance(begin, list) else ()
+    plain = field.get("content") == "json" and not field.get("content_args")
+    if not begins or not isinstance(end, str) or not plain or not _is_call(field.get("transform")):
+        return None
+    return ToolFormat(
+        name="response_template", layout="object", begin=begins, end=end, one_per_region=True, separator="\n"
+    )
+
+
+def _is_call(transform: Any) -> bool:
+    return isinstance(transform, Mapping) and transform.get("function") == "{content}"
+
+
+def _field(response: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    fields = response.get("fields")
+    found = fields.get(name) if isinstance(fields, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _unescaped(value: Any) -> str:
+    """All texts in ``value``, expressions without their escapes: what marks are looked for in."""
+    if isinstance(value, str):
+        return re.sub(r"\\(.)", r"\1", value)
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return "\n".join(map(_unescaped, entries))
+
+
+def _reasoning(
+    format: ToolFormat, source: str, tokens: Collection[str], response: Mapping[str, Any] | None
+) -> ToolFormat:
+    if format.reasoning is not None:
+        return format
+    found = _of_field(response) or _marked_reasoning(source, tokens)
+    return format if found is None else replace(format, reasoning=found)
+
+
+def _of_field(response: Mapping[str, Any] | None) -> Reasoning | None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        field = None if response is None else _field(response, name)
+        if field is None:
+            continue
+        begin, end = field.get("open"), field.get("close")
+        if isinstance(begin, str) and isinstance(end, str):
+            known = (each for each in REASONING.values() if (each.begin.strip(), each.end.strip()) == (begin, end))
+            return next(known, Reasoning(begin=begin, end=end))
+    return None
+
+
+def _marked_reasoning(source: str, tokens: Collection[str]) -> Reasoning | None:
+    for known in REASONING.values():
+        begin, end = known.begin.strip(), known.end.strip()
+        if (begin in tokens and end in tokens) or end in source:
+            return known
+    return None

@@ -1,0 +1,83 @@
+"""Which format a template's calls have."""
+
+import pytest
+
+from mlflow_llm.serving.tool_calls.detect import detect, detect_or_generic
+from mlflow_llm.serving.tool_calls.formats import FORMATS, REASONING, Reasoning
+
+LLAMA = (
+    '{%- if tools is not none %}{{- \'Respond in the format {"name": function name, "parameters": dictionary}.\' }}'
+    "{% endif %}<|start_header_id|>assistant<|end_header_id|>"
+)
+TEMPLATES = {
+    "hermes": "{% if tools %}within <tool_call></tool_call> tags{% endif %}<|im_start|>",
+    "qwen3_coder": "{% if tools %}<tool_call>\n<function=example>\n<parameter=a>\n{% endif %}",
+    "glm45": "{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value></tool_call>",
+    "llama3_json": LLAMA,
+    "llama4_pythonic": "{% if tools %}[func_name1(params_name1=value)]{% endif %}<|python_start|>",
+    "mistral_v3": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS] [",
+    "mistral_v11": "[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
+    "granite3": "<|start_of_role|>available_tools<|end_of_role|>{{ tools }}<|tool_call|>",
+    "phi4_mini": "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '```json' }}",
+    "deepseek_v31": "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' }}",
+    "harmony": "<|start|>assistant<|channel|>commentary to=functions.{{ name }}<|message|>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+    "glm4": "{% for t in item['tools'] %}{{ t }}{% endfor %}<|observation|>",
+    "chatglm3": "{% if tools %}{{ tools }}{% endif %}```python\ntool_call({{ args }})<|observation|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_marks_of_a_template(name):
+    """Each family is known by what its template writes."""
+    assert detect(TEMPLATES[name]).name == name
+
+
+def test_granite_4_writes_as_hermes_does():
+    """Granite's later templates have the marks of Hermes beside their own roles."""
+    assert detect("<|start_of_role|>{{ tools }}<tool_call></tool_call>").name == "hermes"
+
+
+def test_a_template_without_marks_is_not_known():
+    """Which is then told of tools by text, with the marks of reasoning that it has."""
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert detect(plain) is None
+    assert detect_or_generic(plain) == FORMATS["generic"]
+    assert detect_or_generic(plain + "</think>").reasoning == REASONING["think"]
+
+
+def test_reasoning_is_known_by_tokens_or_template():
+    """The marks of reasoning are tokens of their own, or stand in the template."""
+    assert detect(TEMPLATES["hermes"]).reasoning is None
+    assert detect(TEMPLATES["hermes"], ("<think>", "</think>")).reasoning == REASONING["think"]
+    assert detect(TEMPLATES["mistral_v11"], ("[THINK]", "[/THINK]")).reasoning == REASONING["magistral"]
+    assert detect(TEMPLATES["harmony"], ("<think>", "</think>")).reasoning == REASONING["harmony"]
+
+
+def _response(**tool_calls):
+    fields = {"reasoning_content": {"open": "<r>", "close": "</r>"}, "tool_calls": tool_calls, "content": {}}
+    return {"fields": fields, "start_anchor": "x"}
+
+
+def test_a_response_template_comes_before_the_chat_template():
+    """transformers' table of a family is taken by its marks; reasoning is as it says."""
+    response = _response(open_pattern=r"<tool_call>\s*<function=(?P<name>\w+)>", content_args={"p": "<parameter=x>"})
+    found = detect(LLAMA, (), response)
+    assert found.name == "qwen3_coder"
+    assert found.reasoning == Reasoning(begin="<r>", end="</r>")
+
+
+def test_a_response_template_of_its_own():
+    """A region of literal ends around JSON is a format, without a name that we know."""
+    response = _response(open="<<call", close="call>>", content="json", transform={"function": "{content}"})
+    found = detect("", (), response)
+    assert (found.begin, found.end, found.layout) == (("<<call",), "call>>", "object")
+
+
+@pytest.mark.parametrize(
+    "response", [7, {}, {"fields": 3}, {"fields": {"tool_calls": []}}, _response(open=[3], close=4)]
+)
+def test_a_response_template_that_is_none(response):
+    """What came with a model is not trusted: where it makes no sense the chat template decides."""
+    assert detect_or_generic(TEMPLATES["hermes"], (), response).name == "hermes"
