@@ -54,7 +54,8 @@ class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     asks of the ids of calls, "alnum9" being nine letters and digits (Mistral), "" for any.
 
     ``text_before``, ``text_after``: whether models write text there in the same turn; ``parallel``: whether they write
-    several calls. These three are for what is forced; whatever a model writes is read.
+    several calls. These three are for what is forced; whatever a model writes is read. ``calls_in_reasoning``: a call
+    ends the reasoning, whose end the model then leaves out.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ToolFormat(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     text_before: bool = True
     text_after: bool = True
     parallel: bool = True
+    calls_in_reasoning: bool = False
     reasoning: Reasoning | None = None
 
     @property
@@ -131,6 +133,7 @@ _ALL = (
         parameter_begin="<parameter=",
         key_end=">\n",
         value_end="\n</parameter>\n",
+        calls_in_reasoning=True,
     ),
     # Llama 3.1, 3.2, 3.3
     ToolFormat(

@@ -1,0 +1,154 @@
+"""The reader of OpenAI's harmony: a text is messages, each with a header that says who is to read it.
+
+``<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{…}<|call|>``; a prompt ends in ``<|start|>assistant``. The recipient may stand before the
+channel too (https://github.com/openai/harmony, docs/format.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ..request import ToolUse
+from .arguments import JsonArguments
+from .markers import PARTIAL, SPACE, Literals, Marker, Search, skip_space
+from .parts import Part
+from .reading import Reading
+
+TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
+MAX_HEADER = 1024  # characters; what is longer is text
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-/]+)")
+_OPENS = ("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>", "to=")
+
+
+class ChannelReader(Reading):
+    """Analysis is reasoning, what is addressed to a known function is a call, everything else is text."""
+
+    def __init__(
+        self, literals: Literals, tools: ToolUse | None, in_reasoning: bool = False, show_special: bool = False
+    ) -> None:
+        super().__init__(literals, tools, in_reasoning, show_special)
+        encoded = {token: literals.encode(token) for token in TOKENS}
+        self._message, self._channel = encoded["<|message|>"], encoded["<|channel|>"]
+        self._tokens = Search({token: Marker(text) for token, text in encoded.items()})
+        ends = {token: Marker(encoded[token]) for token in ("<|start|>", "<|end|>", "<|call|>", "<|return|>")}
+        self._ends = Search(ends)
+        self._opens = tuple(Marker(literals.encode(each)) for each in _OPENS)
+        self._state: Callable[[], bool] = self._body if in_reasoning else self._begin
+
+    def push(self, text: str) -> list[Part]:
+        """See ``Parser``."""
+        if self.is_complete:
+            return []
+        self._text += text
+        while not self.is_complete and self._state():
+            pass
+        self._text, self._at = self._text[self._at :], 0
+        return self._parts.take()
+
+    def flush(self, cut: bool) -> list[Part]:
+        """See ``Parser``."""
+        self._final = True
+        while not self.is_complete and self._state():
+            pass
+        if self._reader is not None:
+            self._flush_call()
+        elif not self.is_complete and not (cut and self._state == self._header):
+            self._end_header("")
+            self._say(self._text[self._at :])
+        self._say_rest()
+        return self._parts.take()
+
+    def _enter(self, state: Callable[[], bool]) -> bool:
+        self._state = state
+        return True
+
+    def _begin(self) -> bool:
+        """The first message: a text without any header is taken too."""
+        start = skip_space(self._text, self._at)
+        if start == len(self._text):
+            return False
+        ends = [marker.match(self._text, start) for marker in self._opens]
+        if max(ends) < 0 and PARTIAL in ends and not self._final:
+            return False
+        return self._enter(self._header if max(ends) >= 0 else self._body)
+
+    def _header(self) -> bool:
+        """Up to the message, or to what ends a header that has none."""
+        start, kind, end = self._tokens.find(self._text, self._at)
+        while kind in ("<|channel|>", "<|constrain|>") or (kind == "<|start|>" and start == self._at):
+            start, kind, end = self._tokens.find(self._text, end)
+        if start - self._at > MAX_HEADER:
+            kind = "too long"
+        elif not kind:
+            return False
+        header = self._text[self._at : start]
+        if kind == "<|message|>":
+            self._at = end
+            return self._begin_message(header)
+        return self._end_header(kind)
+
+    def _end_header(self, kind: str) -> bool:
+        """A header without a message: all that stands behind its channel is text."""
+        if self._state != self._header:
+            return False
+        start, found, end = self._tokens.find(self._text, self._at)
+        while found == "<|channel|>" or (found == "<|start|>" and start == self._at):
+            self._at = end
+            start, found, end = self._tokens.find(self._text, self._at)
+        self._at_marker()
+        self.in_reasoning = False
+        return self._enter(self._body)
+
+    def _begin_message(self, header: str) -> bool:
+        self._at_marker()
+        self.in_reasoning = False
+        recipients = _RECIPIENT.findall(header)
+        if recipients and recipients[-1] in self._names:
+            self._name = recipients[-1]
+            self._early = []
+            self._reader = JsonArguments(self._say_arguments)
+            return self._enter(self._arguments)
+        channel = header.rpartition(self._channel)[2].strip(SPACE)
+        self.in_reasoning = channel.startswith("analysis") and not recipients
+        return self._enter(self._body)
+
+    def _body(self) -> bool:
+        start, kind, end = self._ends.find(self._text, self._at)
+        self._say(self._text[self._at : start])
+        self._at = start
+        if not kind:
+            return False
+        self._at_marker()
+        self.in_reasoning = False
+        self._at = start if kind == "<|start|>" else end
+        return self._enter(self._header if kind == "<|start|>" else self._between)
+
+    def _between(self) -> bool:
+        """After a message: the next one's start, or a header at once."""
+        start = skip_space(self._text, self._at)
+        if start == len(self._text):
+            return False
+        return self._enter(self._begin)
+
+    def _arguments(self) -> bool:
+        reader = self._reader
+        assert reader is not None
+        self._at = reader.push(self._text, self._at, self._final)
+        if self._early is not None:
+            if not reader.sure:
+                return reader.broken and self._no_call()
+            self._begin_call(self._name)
+        if reader.done or reader.broken:
+            self._end_call()
+            return self._enter(self._behind_call if reader.done else self._body)
+        return False
+
+    def _no_call(self) -> bool:
+        self._reader = self._early = None
+        return self._enter(self._body)
+
+    def _behind_call(self) -> bool:
+        """Nothing more belongs to a call; what stands there all the same is text."""
+        return self._enter(self._body)

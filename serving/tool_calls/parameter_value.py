@@ -1,0 +1,127 @@
+"""The value of one tagged parameter, a text that may stand for a value of another type, made into JSON as it comes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from .markers import SPACE
+from .python_values import PythonValue, scalar_json, text_json
+
+_NUMBER = re.compile(r"[-+0-9.eE_]{1,64}")
+_WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False")}
+
+
+class ParameterValue:
+    """``types`` are those that the tool's schema allows, () where it says nothing, ("json",) where the format says that
+    the value is JSON. A text is said as it comes, once it can be nothing else; objects and lists too where no text is
+    allowed. ``broken``: it was said as an object and is none."""
+
+    __slots__ = ("_held", "_kind", "_say", "_structure", "_types", "broken")
+
+    def __init__(self, say: Callable[[str], None], types: tuple[str, ...]) -> None:
+        self._say = say
+        self._types = frozenset(types)
+        self._held = ""
+        self._kind: Literal["open", "text", "structure"] = "open"
+        self._structure = PythonValue(say)
+        self.broken = False
+        if self._types == {"string"}:
+            self._begin_text()
+
+    def push(self, text: str) -> None:
+        """More of the value."""
+        if self._kind == "open":
+            self._held += text
+            text = self._decide()
+        if self._kind == "text":
+            self._say(text_json(text))
+        elif self._kind == "structure":
+            end = self._structure.push(text, 0)
+            rest = text[end:].strip(SPACE) if self._structure.done else ""
+            self.broken = self._structure.broken or bool(rest)
+
+    def end(self) -> None:
+        """The value is complete."""
+        if self._kind == "open":
+            said = self._converted(self._held.strip(SPACE))
+            self._say(f'"{text_json(self._held)}"' if said is None else said)
+        elif self._kind == "text":
+            self._say('"')
+
+    def cut(self) -> None:
+        """The text has ended within the value: what is held is said, as the beginning of a text."""
+        if self._kind == "open" and self._held.strip(SPACE) and not self._types.isdisjoint({"string"}):
+            self._begin_text()
+            self._say(text_json(self._held))
+
+    def _begin_text(self) -> None:
+        self._kind = "text"
+        self._say('"')
+
+    def _decide(self) -> str:
+        """What of the held text is to be said, once it is known as what."""
+        body = self._held.strip(SPACE)
+        if not body:
+            return ""
+        texts = not self._types or "string" in self._types
+        if texts and not self._may_be_other(body):
+            self._begin_text()
+        elif not texts and body[0] in "{[" and self._types & {"object", "array", "json"}:
+            self._kind = "structure"
+        else:
+            return ""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_be_other(self, body: str) -> bool:
+        """Whether ``body`` may go on to be something else than a text."""
+        if body[0] in "{[":
+            return self._allows("object", "array")
+        if _NUMBER.fullmatch(body):
+            return self._allows("integer", "number")
+        return any(word.startswith(body) for kind, words in _WORDS.items() if self._allows(kind) for word in words)
+
+    def _allows(self, *kinds: str) -> bool:
+        return not self._types or "json" in self._types or not self._types.isdisjoint(kinds)
+
+    def _converted(self, body: str) -> str | None:
+        """``body`` as JSON of an allowed type; None where it is a text."""
+        if body.lower() in ("true", "false") and self._allows("boolean"):
+            return body.lower()
+        if body in ("null", "None"):
+            return "null" if self._allows("null") else None
+        if body[:1] in ("{", "["):
+            return _structure(body) if self._allows("object", "array") else None
+        if body[:1] == '"' and "json" in self._types:
+            return _loaded(body)
+        scalar = scalar_json(body) if self._allows("integer", "number") else None
+        if scalar is not None and "integer" in self._types and "number" not in self._types:
+            value: Any = json.loads(scalar)
+            if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+                return str(int(value))
+        return scalar
+
+
+def _structure(body: str) -> str | None:
+    if (said := _loaded(body)) is not None:
+        return said
+    parts: list[str] = []
+    value = PythonValue(parts.append)
+    end = value.push(body, 0)
+    return "".join(parts) if value.done and end == len(body) else None
+
+
+def _loaded(body: str) -> str | None:
+    """``body``, if it is JSON."""
+    try:
+        json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return body
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)

@@ -1,0 +1,103 @@
+"""What every reader of a model's text does: it gives out text, reasoning and calls, without the space at markers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..request import ToolUse
+from .arguments import ArgumentsReader
+from .formats import CUSTOM_INPUT
+from .json_values import MemberText
+from .markers import Literals
+from .parts import CallArguments, CallBegin, CallEnd, Part, Parts, Text, Thought, Trimmed
+
+NO_TOOLS = ToolUse(names=())
+
+
+class Parser(Protocol):
+    """Takes a model's text piece by piece; how it is cut never changes what comes out.
+
+    ``in_reasoning``: what comes next is reasoning, as far as is known. ``num_calls`` that have begun. ``is_complete``:
+    a call has ended and no other is wanted; what follows is not read.
+    """
+
+    in_reasoning: bool
+    num_calls: int
+    is_complete: bool
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def flush(self, cut: bool) -> list[Part]:
+        """The rest, at the end; ``cut``: at its length limit, and not where the model ended it. A call that has begun
+        stays as it is; one of which only the beginning has been seen, without its name, is dropped where it was cut,
+        and otherwise is text."""
+        ...
+
+
+class Reading:
+    """The state that readers share: the text not yet read (``_text`` from ``_at`` on), what has come of the rest."""
+
+    def __init__(self, literals: Literals, tools: ToolUse | None, in_reasoning: bool, show_special: bool) -> None:
+        self._literals = literals
+        self._tools = tools or NO_TOOLS
+        self._names = frozenset(self._tools.names)
+        self._show_special = show_special
+        self._text = ""
+        self._at = 0
+        self._final = False
+        self._parts = Parts()
+        self._content = Trimmed(after_marker=in_reasoning)
+        self._thought = Trimmed(after_marker=True)
+        self._custom: MemberText | None = None
+        self._reader: ArgumentsReader | None = None
+        self._early: list[str] | None = None  # arguments of a call that is not yet sure to be one
+        self.in_reasoning = in_reasoning
+        self.num_calls = 0
+        self.is_complete = False
+
+    def _say(self, text: str) -> None:
+        """``text`` is of the reply, or of the reasoning where that goes on."""
+        shown = self._literals.named(text) if self._show_special else self._literals.without(text)
+        if not shown:
+            return
+        if self.in_reasoning:
+            self._parts.add(Thought, self._thought.push(shown))
+        else:
+            self._parts.add(Text, self._content.push(shown))
+
+    def _at_marker(self) -> None:
+        """A marker has been read: white space beside it is not text."""
+        self._content.at_marker()
+        self._thought.at_marker()
+
+    def _say_rest(self) -> None:
+        self._parts.add(Thought, self._thought.flush())
+        self._parts.add(Text, self._content.flush())
+
+    def _say_arguments(self, text: str) -> None:
+        if self._early is not None:
+            self._early.append(text)
+            return
+        text = self._literals.named(text)
+        self._parts.add(CallArguments, text if self._custom is None else self._custom.push(text))
+
+    def _begin_call(self, name: str) -> None:
+        """The call is sure; what is known of its arguments goes out with it."""
+        self._at_marker()
+        self.in_reasoning = False
+        self.num_calls += 1
+        self._custom = MemberText(CUSTOM_INPUT) if name in self._tools.custom else None
+        self._parts.put(CallBegin(name))
+        early, self._early = self._early or [], None
+        for text in early:
+            self._say_arguments(text)
+
+    def _end_call(self) -> None:
+        self._flush_call()
+        self._parts.put(CallEnd())
+        self._reader = None
+        self.is_complete = not self._tools.parallel
+
+    def _flush_call(self) -> None:
+        if self._custom is not None:
+            self._parts.add(CallArguments, self._custom.flush())
