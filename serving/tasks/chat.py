@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..errors import InvalidField
 from ..request import RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
 from .endpoint import EndpointView
@@ -29,7 +30,14 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
     take, ``ContextTooLong``."""
     prompt = chat_prompt(raw, endpoint)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
+    if raw.thinking is False and raw.end != "open" and (reasoning or _always_reasons(raw, endpoint.text)):
+        raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
     return Chat(prompt, tool_use(raw), reasoning)
+
+
+def _always_reasons(raw: RawChat, text: TextModel) -> bool:
+    """Without a word of it in the prompt."""
+    return text.tool_format(template_name(raw, text)).layout == "channels"
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:

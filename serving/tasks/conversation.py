@@ -113,16 +113,14 @@ def template_variables(given: dict[str, Any] | None, reads: TemplateReads) -> di
 THINKING = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and most; DeepSeek V3.1, Granite 3
 
 
-def thinking_variables(asked: bool | None, reads: TemplateReads) -> dict[str, Any]:
-    """The template's own variable for whether the model reasons. Raises ``InvalidField`` where that is asked of one
-    that does not."""
+def thinking_variables(asked: bool | None, reads: TemplateReads, *, reasons: bool) -> dict[str, Any]:
+    """The template's own variable for whether the model reasons; ``reasons``: it may without one. Raises
+    ``InvalidField`` where reasoning is asked of a model that has none."""
     if asked is None:
         return {}
     for name in THINKING:
         if name in (reads.variables or ()):
             return {name: asked}
-    if asked:
-        raise InvalidField(
-            "thinking", "enabled", "disabled: the chat template of this model has no reasoning to switch"
-        )
+    if asked and not reasons:
+        raise InvalidField("thinking", "enabled", "disabled: the chat template of this model knows of no reasoning")
     return {}

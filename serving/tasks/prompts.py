@@ -50,7 +50,9 @@ def chat_prompt(raw: RawChat, endpoint: EndpointView) -> Prompt:
     check_tool_messages(raw.messages, raw.end)
     template = template_name(raw, endpoint.text)
     reads = endpoint.text.reads(template)
-    variables = template_variables(raw.chat_template_kwargs, reads) | thinking_variables(raw.thinking, reads)
+    reasons = endpoint.text.tool_format(template).reasoning is not None
+    switched = thinking_variables(raw.thinking, reads, reasons=reasons)
+    variables = template_variables(raw.chat_template_kwargs, reads) | switched
     messages = with_system(raw.messages, profile.default_system_prompt)
     given, tools = with_tools(messages, raw, endpoint.text)
     return _templated(given, endpoint, raw.sampling, template, {**variables, **tools}, end=raw.end)
