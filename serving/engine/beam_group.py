@@ -7,14 +7,16 @@ places of beams that were dropped, and copy what comes after the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ..events import FinishReason
 from ..request import Beams
 from .beam_search import BeamSearch, Fork, Hypothesis
 from .group_beam_search import GroupBeamSearch
+from .inflight import SearchedText
 from .kv_cache import KVCache
 from .sampler import adjust, logprobs
 from .sequence import SequenceGroup, SequenceState
@@ -45,14 +47,10 @@ class BeamGroup:
         self.indexes = indexes
         self.width = beams.width
         self.search = make_search(beams, root.stop_rule.max_tokens, group.sampling.stop_token_ids)
+        self._ends = frozenset(group.sampling.stop_token_ids)
         self._ranks = {index: rank for rank, index in enumerate(indexes)}
         self._beams = [root]  # in the search's order
         self._rows: dict[int, Any] = {}  # logits by sequence
-
-    @property
-    def num_places(self) -> int:
-        """Places of ``max_num_seqs`` that it needs at once: all of its beams', or none of them can go on."""
-        return self.width
 
     def take(self, beam: SequenceState, logits: Any) -> bool:
         """Keep the logits [V] after a beam's last token; whether all beams have theirs now."""
@@ -84,7 +82,7 @@ class BeamGroup:
         k = self.group.sampling.logprobs or 0
         return logprobs(scores[parents], [fork.token_id for fork in chosen], [k] * len(chosen))
 
-    def _fork(self, forks: list[Fork], cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
+    def _fork(self, forks: Sequence[Fork], cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
         before, free = self._beams, dict(enumerate(self._beams))
         after: list[SequenceState | None] = [free.pop(fork.parent, None) for fork in forks]
         spare, made = list(free.values()), []
@@ -105,7 +103,16 @@ class BeamGroup:
             beam.append(fork.token_id)
         return made
 
-    def hypotheses(self) -> list[tuple[int, Hypothesis]]:
-        """The request's sequences that are still wanted, and the text of each."""
-        best = self.search.best(len(self._ranks))
-        return [(index, best[self._ranks[index]]) for index in self.indexes if self._ranks[index] < len(best)]
+    def texts(self, reason: FinishReason) -> list[SearchedText]:
+        """The texts that are still wanted; ``reason`` "abort" or "deadline" is theirs, and they are what is best by
+        now, else each ends as it does."""
+        best = self.search.best(len(self._ranks)) if reason != "abort" else []
+        texts = []
+        for index in self.indexes:
+            rank = self._ranks[index]
+            found = best[rank] if rank < len(best) else Hypothesis((), 0.0)
+            end: FinishReason = reason
+            if reason not in ("abort", "deadline"):
+                end = "stop" if found.token_ids and found.token_ids[-1] in self._ends else "length"
+            texts.append(SearchedText(index, found.token_ids, found.notes, end))
+        return texts

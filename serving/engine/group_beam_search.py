@@ -108,6 +108,8 @@ class GroupBeamSearch:
             forks += mine
             trails += trail
             chosen += [fork.token_id for fork in mine]
+        if not self._length:  # all beams are the prompt
+            forks = [Fork(0, fork.token_id) for fork in forks]
         self._running = self._running[[fork.parent for fork in forks]]
         self._running[:, self._length] = chosen
         self._trails = trails
