@@ -182,7 +182,7 @@ class SequenceState:
     @property
     def decodes(self) -> bool:
         """Whether it has its prompt: it goes on by a token, or by the few that its grammar has decided."""
-        return self.num_tokens - self.num_computed <= 1 or 0 < self.forced_from <= self.num_computed
+        return self.num_remaining == 1 or 0 < self.forced_from <= self.num_computed
 
     def extend(self, sampled: Iterable[Sampled]) -> StopReason | None:
         """Take the tokens that one step gave, up to the one that ends the sequence; what follows it is dropped.

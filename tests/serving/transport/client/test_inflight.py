@@ -98,7 +98,7 @@ def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
 
 
 def test_texts_of_a_search_are_searched_for_together() -> None:
-    """A search one of whose texts is open is run again whole, from the prompt; what its caller has is not said again."""
+    """A search one of whose texts is open is run again whole; what its caller has is not said again."""
     request = completion(n=2, max_tokens=2)
     sampling = msgspec.structs.replace(request.sampling, beams=Beams(width=3))
     request = msgspec.structs.replace(request, sampling=sampling, sequences=request.sequences * 2)
