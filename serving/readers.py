@@ -136,6 +136,16 @@ def one_of(*options: Any, why: str = "") -> Reader[Any]:
     return read
 
 
+def refused(why: str) -> Reader[Any]:
+    """Takes no value: the field is known, and may be null."""
+
+    @reader(type="null")
+    def read(value: Any, path: str) -> Any:
+        raise InvalidField(path, value, f"null: {why}")
+
+    return read
+
+
 @reader(type="object")
 def obj(value: Any, path: str) -> dict[str, Any]:
     """An object of any content, ``MAX_DEPTH`` levels of it: templates and what walks it recurse."""
@@ -216,5 +226,28 @@ def record(**entries: Entry) -> Reader[dict[str, Any]]:
                 raise InvalidField(f"{before}{name}", None, entries[name].required)
         given = {name: entry for name, entry in value.items() if entry is not None}
         return {name: entries[name].read(entry, f"{before}{name}") for name, entry in given.items()}
+
+    return read
+
+
+def type_of(*names: str) -> Entry:
+    """The field of a record that says which one it is."""
+    return Entry(one_of(*names), required=" or ".join(f'"{name}"' for name in names))
+
+
+def one_of_types(kinds: Mapping[str, Reader[T]], refused: Mapping[str, str], what: str) -> Reader[T]:
+    """An object that is read by its ``type``; ``refused`` are the types that are known and not taken, with why."""
+    listed = ", ".join(f'"{kind}"' for kind in kinds)
+
+    @reader(**any_of(*(kind.schema for kind in kinds.values())))
+    def read(value: Any, path: str) -> T:
+        if not isinstance(value, dict):
+            raise InvalidField(path, value, f"{what} with a type: {listed}")
+        kind = value.get("type")
+        found = kinds.get(kind) if isinstance(kind, str) else None
+        if found is None:
+            why = refused.get(kind, "") if isinstance(kind, str) else ""
+            raise InvalidField(f"{path}.type", kind, f"one of {listed}" + (f": {why}" if why else ""))
+        return found(value, path)
 
     return read

@@ -10,10 +10,11 @@ from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
+from .responses import ResponsesDialect
 from .tables import FIELDS, REFUSED_FIELDS
 
 DIALECTS: dict[str, Dialect] = {
-    d.name: d for d in (OpenAIDialect(), AnthropicDialect(), DatabricksDialect(), MlflowDialect())
+    d.name: d for d in (OpenAIDialect(), ResponsesDialect(), AnthropicDialect(), DatabricksDialect(), MlflowDialect())
 }
 FALLBACK = DIALECTS["mlflow"]
 

@@ -5,11 +5,24 @@ Source of the format: the API reference of ``/v1/messages``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidField
-from ..readers import Entry, Reader, any_of, boolean, list_of, obj, one_of, reader, record, short_text, string
+from ..readers import (
+    Entry,
+    Reader,
+    any_of,
+    boolean,
+    list_of,
+    obj,
+    one_of,
+    one_of_types,
+    reader,
+    record,
+    refused,
+    short_text,
+    string,
+    type_of,
+)
 
 MAX_NAME = 128  # characters of a tool's name
 MAX_ID = 512
@@ -18,22 +31,6 @@ NO_SERVER_TOOLS = "this server runs no tools of its own"
 
 NAME = short_text(MAX_NAME)
 ID = short_text(MAX_ID)
-
-
-def refused(why: str) -> Reader[Any]:
-    """Takes nothing: the field may be null."""
-
-    @reader(type="null")
-    def read(value: Any, path: str) -> Any:
-        raise InvalidField(path, value, f"null: {why}")
-
-    return read
-
-
-def type_of(name: str) -> Entry:
-    """The field that says what an object is."""
-    return Entry(one_of(name), required=f'"{name}"')
-
 
 # What a breakpoint asks for happens without it: every prefix of a prompt is kept and found again.
 CACHE_CONTROL = record(
@@ -48,25 +45,6 @@ TEXT = record(
     citations=Entry(one_of([], why="citations are not read")),
     **_HINT,
 )
-
-
-def one_of_types(kinds: Mapping[str, Reader[dict[str, Any]]], refused: Mapping[str, str], what: str) -> Reader[Any]:
-    """An object that is read by its ``type``; ``refused`` are the types that are known and not taken, with why."""
-    listed = ", ".join(f'"{kind}"' for kind in kinds)
-
-    @reader(**any_of(*(kind.schema for kind in kinds.values())))
-    def read(value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise InvalidField(path, value, f"{what} with a type: {listed}")
-        kind = value.get("type")
-        found = kinds.get(kind) if isinstance(kind, str) else None
-        if found is None:
-            why = refused.get(kind, "") if isinstance(kind, str) else ""
-            raise InvalidField(f"{path}.type", kind, f"one of {listed}" + (f": {why}" if why else ""))
-        return found(value, path)
-
-    return read
-
 
 MEDIA = dict.fromkeys(
     ("image", "document", "search_result", "container_upload", "tool_reference", "browser_state"), NO_MEDIA

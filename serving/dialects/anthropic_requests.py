@@ -12,7 +12,21 @@ from typing import Any
 
 from ..constraint import Constraint
 from ..errors import InvalidField
-from ..readers import Entry, boolean, integer, list_of, number, obj, one_of, reader, record, string, text
+from ..readers import (
+    Entry,
+    boolean,
+    integer,
+    list_of,
+    number,
+    obj,
+    one_of,
+    one_of_types,
+    reader,
+    record,
+    string,
+    text,
+    type_of,
+)
 from ..request import RawChat, RawSampling, Tool, ToolChoice
 from .anthropic_blocks import (
     CACHE_CONTROL,
@@ -20,9 +34,7 @@ from .anthropic_blocks import (
     NAME,
     NO_SERVER_TOOLS,
     SYSTEM_BLOCK,
-    one_of_types,
     texts_or,
-    type_of,
 )
 from .anthropic_messages import chat_of, read_turns, text_of
 from .base import Headers

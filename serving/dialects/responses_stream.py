@@ -1,0 +1,205 @@
+"""The events of a streamed response, in order and numbered.
+
+Source of the format: the API reference of the streaming events of ``/v1/responses``. Items do not interleave: each is
+added, grows, and is done before the next. A stream ends with ``response.completed``, ``response.incomplete``, or, where
+it broke off, ``error`` and ``response.failed``; there is no ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ..errors import ServingError
+from ..reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, Usage
+from ..request import ValidRequest
+from .errors import openai_error
+from .responses_replies import (
+    call_item,
+    call_type,
+    ended,
+    failed,
+    incomplete,
+    item_id,
+    logprobs,
+    message_item,
+    reasoning_item,
+    response_head,
+    text_part,
+)
+
+_encoder = msgspec.json.Encoder()
+
+
+class _Item:
+    """An item of the output that grows. ``call`` is its call, where it is one."""
+
+    def __init__(self, kind: str, item: str, call: CallDelta | None = None) -> None:
+        self.kind, self.id, self.call = kind, item, call
+        self._texts: list[str] = []
+        self._logprobs: list[TextLogprob] = []
+
+    def grow(self, text: str, found: tuple[TextLogprob, ...] = ()) -> None:
+        self._texts.append(text)
+        self._logprobs += found
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def empty(self) -> dict[str, Any]:
+        """As it is added: a message and reasoning without their part, which is added next."""
+        found = {**self._whole("", ()), "status": "in_progress"}
+        if self.kind == "custom_tool_call":
+            del found["status"]
+        return found if self.call else found | {"content": []}
+
+    def part(self, text: str, found: tuple[TextLogprob, ...] = ()) -> dict[str, Any]:
+        """The part that has its text."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return text_part(text, logprobs(found))
+
+    def whole(self) -> dict[str, Any]:
+        return self._whole(self.text, self.logprobs)
+
+    @property
+    def logprobs(self) -> tuple[TextLogprob, ...]:
+        return tuple(self._logprobs)
+
+    def _whole(self, text: str, found: tuple[TextLogprob, ...]) -> dict[str, Any]:
+        if self.call is not None:
+            call_id, name = self.call.id or "", self.call.name or ""
+            return call_item(self.id, ReplyCall(id=call_id, name=name, arguments=text, custom=self.call.custom))
+        if self.kind == "reasoning":
+            return reasoning_item(self.id, text)
+        return message_item(self.id, text_part(text, logprobs(found)))
+
+
+class ResponseStream:
+    """Encodes one streamed response as server-sent events."""
+
+    content_type = "text/event-stream; charset=utf-8"
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, request: ValidRequest, echoed: bytes) -> None:
+        self._request = request
+        self._head = response_head(request, echoed)
+        self._number = 0  # of the next event
+        self._output: list[dict[str, Any]] = []  # items that are done
+        self._item: _Item | None = None
+        self._finish = "abort"
+
+    def encode(self, piece: Piece) -> bytes:
+        return b"".join(self._events(piece))
+
+    def error(self, error: ServingError) -> bytes:
+        return b"".join(self._failed(error))
+
+    def _events(self, piece: Piece) -> Iterator[bytes]:
+        if isinstance(piece, Delta):
+            yield from self._begin()
+            yield from self._delta(piece)
+        elif isinstance(piece, Ended):
+            self._finish = piece.finish_reason
+        elif isinstance(piece, Done):
+            yield from self._begin()
+            yield from self._done(piece.usage)
+
+    def _begin(self) -> Iterator[bytes]:
+        if self._number == 0:
+            yield self._event("response.created", response=self._head)
+            yield self._event("response.in_progress", response=self._head)
+
+    def _delta(self, piece: Delta) -> Iterator[bytes]:
+        if piece.reasoning:
+            item = yield from self._open("reasoning")
+            item.grow(piece.reasoning)
+            yield self._of_part("response.reasoning_text.delta", item, delta=piece.reasoning)
+        if piece.text or (piece.logprobs and not (piece.reasoning or piece.calls)):
+            item = yield from self._open("message")
+            item.grow(piece.text, piece.logprobs)
+            scored = logprobs(piece.logprobs, with_bytes=False)
+            yield self._of_part("response.output_text.delta", item, delta=piece.text, logprobs=scored)
+        for call in piece.calls:
+            yield from self._call(call)
+
+    def _call(self, call: CallDelta) -> Iterator[bytes]:
+        if call.id is not None:
+            yield from self._close()
+            yield from self._add(call_type(call.custom), call)
+        item = self._item
+        assert item is not None, "arguments follow the call that they are of"
+        if call.arguments:
+            item.grow(call.arguments)
+            yield self._of_item(f"{_GROWS[item.kind][0]}.delta", item, delta=call.arguments)
+
+    def _open(self, kind: str) -> Generator[bytes, None, _Item]:
+        """Returns the item of ``kind`` that is open, added if it is not."""
+        if self._item is None or self._item.kind != kind:
+            yield from self._close()
+            yield from self._add(kind)
+        assert self._item is not None
+        return self._item
+
+    def _add(self, kind: str, call: CallDelta | None = None) -> Iterator[bytes]:
+        self._item = item = _Item(kind, item_id(self._request, kind, len(self._output)), call)
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item.empty())
+        if call is None:
+            yield self._of_part("response.content_part.added", item, part=item.part(""))
+
+    def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
+        """The open item is done; ``is_cut``: the reply ended before it did."""
+        if (item := self._item) is None:
+            return
+        text = item.text
+        event, name = _GROWS[item.kind]
+        if item.call is not None:
+            named = {} if item.call.custom else {"name": item.call.name}
+            yield self._of_item(f"{event}.done", item, **named, **{name: text})
+        else:
+            scored = {} if item.kind == "reasoning" else {"logprobs": logprobs(item.logprobs, with_bytes=False)}
+            yield self._of_part(f"{event}.done", item, **scored, text=text)
+            yield self._of_part("response.content_part.done", item, part=item.part(text, item.logprobs))
+        whole = incomplete(item.whole()) if is_cut else item.whole()
+        yield self._event("response.output_item.done", output_index=len(self._output), item=whole)
+        self._output.append(whole)
+        self._item = None
+
+    def _done(self, usage: Usage) -> Iterator[bytes]:
+        end = ended(self._request, self._finish, usage)
+        if self._item is None and not self._output:
+            yield from self._add("message")
+        yield from self._close(is_cut=end["status"] == "incomplete")
+        yield self._event(f"response.{end['status']}", response=self._head | end | {"output": self._output})
+
+    def _failed(self, error: ServingError) -> Iterator[bytes]:
+        yield from self._begin()
+        if self._item is not None:
+            self._output.append(incomplete(self._item.whole()))
+            self._item = None
+        said = openai_error(error)["error"]
+        yield self._event("error", **{name: said[name] for name in ("code", "message", "param")})
+        yield self._event("response.failed", response=self._head | failed(error) | {"output": self._output})
+
+    def _of_item(self, kind: str, item: _Item, **fields: Any) -> bytes:
+        return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
+
+    def _of_part(self, kind: str, item: _Item, **fields: Any) -> bytes:
+        return self._of_item(kind, item, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = _encoder.encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+# By the type of an item: the events by which it grows and is done, and what the latter call its text.
+_GROWS = {
+    "message": ("response.output_text", "text"),
+    "reasoning": ("response.reasoning_text", "text"),
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
