@@ -1,6 +1,6 @@
 """The Databricks Foundation Model API (its REST reference; the open points are settled as docs/structures.md says).
 
-Replies are OpenAI's objects without the cache details; a stream's last chunk with choices carries ``usage``;
+Replies are OpenAI's objects without the details of usage; a stream's last chunk with choices carries ``usage``;
 embeddings carry an ``id``. An error is ``{"error_code", "message"}``. Completions are numbered by their prompt, as the
 document says, on endpoints of a Databricks profile; elsewhere flat, as OpenAI does. ``n`` and ``error_behavior`` belong
 to kinds of endpoints, not to the format: ``tasks.prepare`` refuses them by the endpoint's profile.
@@ -47,7 +47,7 @@ class DatabricksDialect(CodedErrorDialect):
     name = "databricks"
     tables = DATABRICKS
     error_codes = ERROR_CODES
-    style = Style(cached_tokens=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
+    style = Style(usage_details=False, usage_in_last=True, index_by_prompt=True, embedding_id=True)
     routes = (
         InferenceRoute("/serving-endpoints/<name>/invocations", None, "Query an endpoint; the body says the task"),
         InferenceRoute("/serving-endpoints/chat/completions", "chat", "Chat; model names the endpoint"),

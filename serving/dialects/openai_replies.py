@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..errors import ServingError
-from ..reply import Choice, Delta, Done, Ended, Piece, Reply, TextLogprob, Usage
+from ..reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -20,12 +20,13 @@ _encoder = msgspec.json.Encoder()
 class Style(NamedTuple):
     """Where the dialects that speak OpenAI's objects differ.
 
-    ``cached_tokens``: usage has prompt_tokens_details. ``usage_in_last``: a stream's last chunk with choices carries
+    ``usage_details``: usage has prompt_tokens_details, and completion_tokens_details where there was reasoning.
+    ``usage_in_last``: a stream's last chunk with choices carries
     usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat,
     on endpoints whose profile asks for it. ``embedding_id``: embeddings carry an id.
     """
 
-    cached_tokens: bool = True
+    usage_details: bool = True
     usage_in_last: bool = False
     index_by_prompt: bool = False
     embedding_id: bool = False
@@ -42,8 +43,10 @@ def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
     if request.task != "embeddings":
         found["completion_tokens"] = counts.completion_tokens
     found["total_tokens"] = counts.total_tokens
-    if style.cached_tokens and request.task != "embeddings":
+    if style.usage_details and request.task != "embeddings":
         found["prompt_tokens_details"] = {"cached_tokens": counts.cached_tokens}
+        if counts.reasoning_tokens:
+            found["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning_tokens}
     return found
 
 
@@ -75,10 +78,35 @@ def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
 def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text},
+        "message": _message(choice),
         "logprobs": chat_logprobs(request, choice.logprobs),
         "finish_reason": finish_reason(choice.finish_reason),
     }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    """``content`` is null where there are calls and no text; reasoning and calls are left out where there are none."""
+    found: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
+    if choice.reasoning:
+        found["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        found["tool_calls"] = [_call(call) for call in choice.calls]
+    return found
+
+
+def _call(call: ReplyCall) -> dict[str, Any]:
+    if call.custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    """Clients join the texts of what comes under one index: what a first delta has said is never said again."""
+    kind, argument = ("custom", "input") if call.custom else ("function", "arguments")
+    if call.name is None:
+        return {"index": call.index, kind: {argument: call.arguments}}
+    called = {"name": call.name, argument: call.arguments}
+    return {"index": call.index, "id": call.id, "type": kind, kind: called}
 
 
 def _text_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
@@ -182,9 +210,14 @@ class Stream:
 
     def encode(self, piece: Piece) -> bytes:
         if isinstance(piece, Delta):
-            if not piece.text and not piece.logprobs:
-                return b""
-            return self._chunk(self._delta(piece))
+            if self._request.task != "chat":
+                return self._chunk(self._text_delta(piece)) if piece.text or piece.logprobs else b""
+            if piece.calls or piece.reasoning:
+                return b"".join(self._chunk(delta) for delta in self._parsed_deltas(piece))
+            if piece.text or piece.logprobs:
+                content = {"content": piece.text} if piece.text or self._request.tools is None else {}
+                return self._chunk(self._chat_delta(piece.index, content, piece.logprobs))
+            return b""
         if isinstance(piece, Ended):
             return self._chunk(self._ended(piece), last=True)
         if isinstance(piece, Done):
@@ -195,11 +228,26 @@ class Stream:
         held = b"" if self._held is None else event(self._held)
         return held + event(self._error_body(error)) + DONE
 
-    def _delta(self, piece: Delta) -> dict[str, Any]:
-        if self._request.task == "chat":
-            logprobs = chat_logprobs(self._request, piece.logprobs)
-            content = {**self._role(piece.index), "content": piece.text}
-            return {"index": piece.index, "delta": content, "logprobs": logprobs, "finish_reason": None}
+    def _parsed_deltas(self, piece: Delta) -> Iterator[dict[str, Any]]:
+        """One for each piece of a call: clients that begin with a list of calls take it as it is, two pieces of the
+        same call for two calls."""
+        said: list[dict[str, Any]] = [{"tool_calls": [_call_delta(call)]} for call in piece.calls]
+        if piece.reasoning:
+            said.append({"reasoning_content": piece.reasoning})
+        if piece.text:
+            said.append({"content": piece.text})
+        for i, content in enumerate(said):
+            yield self._chat_delta(piece.index, content, () if i else piece.logprobs)
+
+    def _chat_delta(self, index: int, content: dict[str, Any], logprobs: tuple[TextLogprob, ...]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {**self._role(index), **content},
+            "logprobs": chat_logprobs(self._request, logprobs),
+            "finish_reason": None,
+        }
+
+    def _text_delta(self, piece: Delta) -> dict[str, Any]:
         return {
             "index": _index(self._request, piece.index, self._style),
             "text": piece.text,

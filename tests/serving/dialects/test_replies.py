@@ -19,8 +19,9 @@ from mlflow_llm.serving.errors import (
     ServingError,
     walk,
 )
-from mlflow_llm.serving.reply import Choice, Delta, Done, Ended, Reply, TextLogprob, Usage
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.reply import CallDelta, Choice, Delta, Done, Ended, Reply, ReplyCall, TextLogprob, Usage
+from mlflow_llm.serving.request import Sampling, Sequence, ToolUse, ValidRequest
+from mlflow_llm.serving.tasks.pieces import gather
 
 ALL = sorted(name for name, dialect in DIALECTS.items() if isinstance(dialect, ObjectDialect))
 USAGE = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2)
@@ -200,6 +201,110 @@ def test_completions_stream_offsets():
         chunk = json.loads(encoder.encode(Delta(index=0, text="Hé", logprobs=(entry,)))[6:])
         assert chunk["object"] == "text_completion"
         assert chunk["choices"][0]["logprobs"]["text_offset"] == expected
+
+
+ID, CUSTOM_ID = "call_" + "a" * 24, "call_" + "b" * 24
+CALLS = (
+    ReplyCall(id=ID, name="find", arguments='{"a": 1}'),
+    ReplyCall(id=CUSTOM_ID, name="run", arguments="ls", custom=True),
+)
+CALL_OBJECTS = [
+    {"id": ID, "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}},
+    {"id": CUSTOM_ID, "type": "custom", "custom": {"name": "run", "input": "ls"}},
+]
+CALL_PIECES = (
+    Delta(index=0, text="", reasoning="Hm.", num_tokens=1),
+    Delta(index=0, text="Well", num_tokens=1),
+    Delta(index=0, text="", calls=(CallDelta(index=0, id=ID, name="find"), CallDelta(index=0, arguments='{"a"'))),
+    Delta(index=0, text="", calls=(CallDelta(index=0, arguments=": 1}"),)),
+    Delta(index=0, text="", num_tokens=1),
+    Delta(
+        index=0,
+        text="",
+        calls=(
+            CallDelta(index=1, id=CUSTOM_ID, name="run", custom=True),
+            CallDelta(index=1, arguments="ls", custom=True),
+        ),
+    ),
+    Ended(index=0, finish_reason="tool_calls"),
+)
+TOOLS = ToolUse(names=("find", "run"), custom=("run",))
+
+
+@pytest.mark.parametrize("dialect", ALL)
+@pytest.mark.parametrize(
+    ("said", "content"), [({}, None), ({"text": "Well"}, "Well"), ({"reasoning": "Hm."}, None)], ids=str
+)
+def test_messages_with_calls(dialect, said, content):
+    """Calls of functions and of custom tools; content is null where there is no text, reasoning stands beside."""
+    choice = Choice(**{"index": 0, "text": "", "finish_reason": "tool_calls", "calls": CALLS, **said})
+    found = DIALECTS[dialect].written(_request(tools=TOOLS), Reply(choices=(choice,), usage=USAGE))["choices"][0]
+    reasoning = {"reasoning_content": "Hm."} if "reasoning" in said else {}
+    expected = {"role": "assistant", "content": content, **reasoning, "tool_calls": CALL_OBJECTS}
+    assert (found["message"], found["finish_reason"]) == (expected, "tool_calls")
+    assert list(found["message"]) == list(expected)
+
+
+def test_reasoning_without_calls():
+    """Reasoning alone leaves the text a text; its tokens are a detail of usage where the dialect has any."""
+    choice = Choice(index=0, text="", reasoning="Hm.", finish_reason="length")
+    reply = Reply(choices=(choice,), usage=msgspec.structs.replace(USAGE, reasoning_tokens=2))
+    openai, databricks = (DIALECTS[name].written(_request(), reply) for name in ("openai", "databricks"))
+    expected = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert openai["choices"][0]["message"] == databricks["choices"][0]["message"] == expected
+    assert openai["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert "completion_tokens_details" not in databricks["usage"]
+
+
+@pytest.mark.parametrize("dialect", ALL)
+def test_stream_of_calls(dialect):
+    """A delta says one thing. The first of a call has index, id, type, name and no arguments; later ones have its
+    index and arguments, and nothing else, not even a null."""
+    wire = _streamed(dialect, _request(tools=TOOLS), *CALL_PIECES, Done(usage=USAGE)).decode()
+    choices = [json.loads(line[6:])["choices"][0] for line in wire.split("\n\n") if line.startswith("data: {")]
+    custom = {"index": 1, "id": CUSTOM_ID, "type": "custom", "custom": {"name": "run", "input": ""}}
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "reasoning_content": "Hm."},
+        {"content": "Well"},
+        {"tool_calls": [{"index": 0, "id": ID, "type": "function", "function": {"name": "find", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+        {"tool_calls": [custom]},
+        {"tool_calls": [{"index": 1, "custom": {"input": "ls"}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 7 + ["tool_calls"]
+
+
+def test_openai_s_client_gathers_what_we_gather():
+    """The parts of a stream, put together by OpenAI's own client, are the message of a reply that is not streamed."""
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+    from openai.types.chat import ChatCompletionChunk
+
+    pieces = [piece for piece in CALL_PIECES if not (isinstance(piece, Delta) and any(c.custom for c in piece.calls))]
+    state = ChatCompletionStreamState()
+    wire = _streamed("openai", _request(tools=TOOLS), *pieces, Done(usage=USAGE)).decode()
+    for line in wire.split("\n\n"):
+        if line.startswith("data: {"):
+            state.handle_chunk(ChatCompletionChunk.model_validate_json(line[6:]))
+    found = state.get_final_completion().choices[0]
+    whole = DIALECTS["openai"].written(_request(tools=TOOLS), gather([*pieces, Done(usage=USAGE)]))["choices"][0]
+    assert found.finish_reason == whole["finish_reason"] == "tool_calls"
+    gathered = found.message.model_dump(exclude_none=True, exclude={"parsed"})
+    for call in gathered["tool_calls"]:
+        call.pop("index", None)
+        call["function"].pop("parsed_arguments", None)
+    assert gathered == whole["message"]
+
+
+def test_logprobs_beside_calls():
+    """Log probabilities of what makes no text go out with the pieces of calls, or alone, never with a content."""
+    encoder = DIALECTS["openai"].stream(_request(logprobs=1, tools=TOOLS))
+    begun = encoder.encode(Delta(index=0, text="", calls=CALL_PIECES[2].calls, logprobs=(LOGPROB,)))
+    chunks = [json.loads(line[6:])["choices"][0] for line in begun.decode().split("\n\n") if line]
+    assert [len(chunk["logprobs"]["content"]) for chunk in chunks] == [1, 0]
+    alone = json.loads(encoder.encode(Delta(index=0, text="", logprobs=(LOGPROB,)))[6:])["choices"][0]
+    assert (alone["delta"], len(alone["logprobs"]["content"])) == ({}, 1)
 
 
 @pytest.mark.parametrize("dialect", ALL)
