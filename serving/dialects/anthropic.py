@@ -16,7 +16,7 @@ from ..errors import ServingError
 from ..reply import Reply
 from ..request import RawRequest, Task, ValidRequest
 from .anthropic_replies import Stream, message
-from .anthropic_requests import BODY, check_built, check_headers, read_message_request
+from .anthropic_requests import BODY, check_headers, read_message_request
 from .base import Encoded, Head, InferenceRoute, StreamEncoder
 from .errors import retry_headers
 from .json_body import json_bytes, read_object
@@ -73,7 +73,7 @@ class AnthropicDialect:
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         check_headers(head.headers)
-        return check_built(read_object(body, read_message_request))
+        return read_object(body, read_message_request)
 
     def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
         return Encoded(body=json_bytes(message(request, reply)))

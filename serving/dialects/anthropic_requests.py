@@ -214,16 +214,6 @@ def read_count_request(body: dict[str, Any]) -> RawChat:
     return _chat(found, RawSampling(constraint=_constraint(found)))
 
 
-def check_built(raw: RawChat) -> RawChat:
-    """Raises ``InvalidField`` for what nothing below takes yet."""
-    if raw.tools:
-        raise InvalidField("tools", [tool.name for tool in raw.tools], "null: tool calls are not supported yet")
-    if raw.sampling.constraint is not None:
-        field = raw.sampling.constraint.field
-        raise InvalidField(field, raw.sampling.constraint.value, "null: structured output is not supported yet")
-    return raw
-
-
 def _chat(found: dict[str, Any], sampling: RawSampling, **more: Any) -> RawChat:
     system = found.get("system")
     chat = chat_of(found["messages"], text_of(system) if system else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dialects import DIALECTS
-from ..dialects.anthropic_requests import COUNT_BODY, check_built, check_headers, read_count_request
+from ..dialects.anthropic_requests import COUNT_BODY, check_headers, read_count_request
 from ..request import RawChat
 from ..tasks.count import prompt_tokens
 from ..tasks.endpoint import EndpointView
@@ -14,7 +14,7 @@ from .server import Server
 
 
 def _counted(raw: RawChat, endpoint: EndpointView) -> dict[str, int]:
-    return {"input_tokens": len(prompt_tokens(check_built(raw), endpoint))}
+    return {"input_tokens": len(prompt_tokens(raw, endpoint))}
 
 
 _count = counting(read_count_request, _counted)

@@ -186,3 +186,20 @@ def test_anthropic_async(url: str) -> None:
             return await asyncio.gather(*(one(client) for _ in range(4)))
 
     assert all(asyncio.run(several()))
+
+
+def test_anthropic_parse(url: str) -> None:
+    """anthropic: a text that is held to a pydantic model, whole and streamed."""
+    import anthropic
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        name: str
+        country: str
+
+    ask = {"model": "assistant", "max_tokens": 200, "messages": CHAT["messages"], "output_format": City}
+    ask |= {"extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=url, api_key="x") as client:
+        assert isinstance(client.messages.parse(**ask).parsed_output, City)
+        with client.messages.stream(**ask) as stream:
+            assert isinstance(stream.get_final_message().parsed_output, City)
