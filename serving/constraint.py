@@ -6,12 +6,13 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
-ConstraintKind: TypeAlias = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+ConstraintKind: TypeAlias = Literal["text", "json_object", "json_schema", "regex", "choice", "lark"]
 
 
 class Constraint(Struct, frozen=True, kw_only=True):
-    """``value``: None for "json_object", a JSON schema (an object, or true or false) for "json_schema", an expression
-    for "regex", a tuple of texts for "choice", a grammar in Lark's notation for "lark".
+    """``kind`` "text" is any text: what a request says against a constraint that its model was logged with, and no
+    grammar. ``value``: None for it and for "json_object", a JSON schema (an object, or true or false) for
+    "json_schema", an expression for "regex", a tuple of texts for "choice", a grammar in Lark's notation for "lark".
 
     ``field`` is the path of the request field that says it ("response_format.json_schema.schema"), for errors.
     """

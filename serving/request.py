@@ -170,6 +170,23 @@ class RawEmbedding(Raw, frozen=True, kw_only=True):
 RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding
 
 
+class Beams(Struct, frozen=True, kw_only=True):
+    """Beam search instead of sampling: ``width`` texts are followed at once and the best ``n`` of a prompt are its
+    choices, best first (``engine.beam_search``).
+
+    A text's score is its sum of log probabilities over its length to the power of ``length_penalty``.
+    ``early_stopping`` "heuristic", "first" and "never" are transformers' False, True and "never". More than one
+    ``num_groups`` (a divisor of the width) is diverse beam search: a group's log probabilities are lowered by
+    ``diversity_penalty`` for each earlier group's beam that has chosen the token in this step.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: Literal["heuristic", "first", "never"] = "heuristic"
+    num_groups: int = 1
+    diversity_penalty: float = 0.0
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """Resolved sampling parameters of a request; every field has its final value.
 
@@ -177,7 +194,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     is greedy. ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 are off. ``logprobs`` None is off,
     0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
     unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation. ``grammar`` is
-    what each text is held to, None for nothing.
+    what each text is held to, None for nothing. With ``beams`` nothing is drawn.
     """
 
     max_tokens: int
@@ -195,6 +212,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    beams: Beams | None = None
 
 
 class Sequence(Struct, frozen=True, kw_only=True):

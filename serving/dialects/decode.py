@@ -9,7 +9,9 @@ import msgspec
 
 from ..errors import InvalidField
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
+from .constraint_fields import only
 from .fields import Table, task_of
+from .tool_fields import chosen
 
 
 def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawRequest:
@@ -21,11 +23,15 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawReq
         return RawEmbedding(inputs=inputs, **found)
     sampling = {key.removeprefix("sampling."): found.pop(key) for key in list(found) if key.startswith("sampling.")}
     _join_max_tokens(found, sampling)
+    if constraints := [found.pop(key) for key in list(found) if key.startswith("constraint.")]:
+        sampling["constraint"] = only(constraints)
     if found.get("include_usage") and not found.get("stream"):
         raise InvalidField("stream_options", body["stream_options"], "null unless stream is true")
     if name == "chat":
         if sampling.get("top_logprobs") is not None and not sampling.get("logprobs"):
             raise InvalidField("top_logprobs", sampling["top_logprobs"], "null unless logprobs is true")
+        if "tool_choice" in found:
+            found["tool_choice"] = chosen(found["tool_choice"], found.get("tools"))
         return RawChat(sampling=msgspec.convert(sampling, RawSampling), **found)
     prompts, batched = found.pop("prompts")
     best_of = found.pop("best_of", None)

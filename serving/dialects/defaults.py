@@ -28,7 +28,9 @@ def request_defaults(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-NO_DEFAULT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options", *REFUSED_FIELDS)
+# What tools there are is for who calls them: a reply with a call to a caller that knows none would be of no use.
+_TOOLS = ("tools", "tool_choice")
+NO_DEFAULT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options", *_TOOLS, *REFUSED_FIELDS)
 
 
 def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:

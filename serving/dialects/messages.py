@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import InvalidField
 from ..readers import obj, reader, string
 from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
+from ..tool_calls.formats import CUSTOM_INPUT
 from .fields import unknown_field
 
 # OpenAI's "developer" is its newer word for "system"; templates know only the latter.
@@ -52,7 +53,23 @@ _CALL = {
     "properties": {"id": _TEXT, "type": {"const": "function"}, "function": _FUNCTION, "index": {}},
     "additionalProperties": False,
 }
-_CALLS = {"type": "array", "items": _CALL}
+_CUSTOM_CALL = {
+    "type": "object",
+    "required": ["id", "type", "custom"],
+    "properties": {
+        "id": _TEXT,
+        "type": {"const": "custom"},
+        "custom": {
+            "type": "object",
+            "required": ["name", "input"],
+            "properties": {"name": _TEXT, "input": _TEXT},
+            "additionalProperties": False,
+        },
+        "index": {},
+    },
+    "additionalProperties": False,
+}
+_CALLS = {"type": "array", "items": {"anyOf": [_CALL, _CUSTOM_CALL]}}
 
 
 def _messages_schema() -> dict[str, Any]:
@@ -167,24 +184,30 @@ def _tool_calls(value: Any, role: str, path: str) -> tuple[ToolCall, ...]:
     return tuple(_tool_call(entry, f"{where}[{i}]") for i, entry in enumerate(value))
 
 
+_CALL_FIELDS = {"function": ("name", "arguments"), "custom": ("name", "input")}
+
+
 def _tool_call(value: Any, path: str) -> ToolCall:
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with id, type and function")
+    kind = value.get("type", "function")
+    if not isinstance(kind, str) or kind not in _CALL_FIELDS:
+        raise InvalidField(f"{path}.type", kind, "one of " + ", ".join(_CALL_FIELDS))
     for key in value:
-        if key not in ("id", "type", "function", "index"):
-            raise unknown_field(key, value[key], ("id", "type", "function"), f"{path}.")
-    if value.get("type", "function") != "function":
-        raise InvalidField(f"{path}.type", value["type"], '"function"')
-    function = value.get("function")
-    if not isinstance(function, dict):
-        raise InvalidField(f"{path}.function", function, "an object with name and arguments")
-    for key in function:
-        if key not in ("name", "arguments"):
-            raise unknown_field(key, function[key], ("name", "arguments"), f"{path}.function.")
+        if key not in ("id", "type", kind, "index"):
+            raise unknown_field(key, value[key], ("id", "type", kind), f"{path}.")
+    called, second = value.get(kind), _CALL_FIELDS[kind][1]
+    if not isinstance(called, dict):
+        raise InvalidField(f"{path}.{kind}", called, f"an object with name and {second}")
+    for key in called:
+        if key not in _CALL_FIELDS[kind]:
+            raise unknown_field(key, called[key], _CALL_FIELDS[kind], f"{path}.{kind}.")
+    where = f"{path}.{kind}.{second}"
+    given = called.get(second)
     return ToolCall(
         id=string(value.get("id"), f"{path}.id"),
-        name=string(function.get("name"), f"{path}.function.name"),
-        arguments=call_arguments(function.get("arguments"), f"{path}.function.arguments"),
+        name=string(called.get("name"), f"{path}.{kind}.name"),
+        arguments=call_arguments(given, where) if kind == "function" else {CUSTOM_INPUT: string(given, where)},
     )
 
 

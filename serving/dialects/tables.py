@@ -27,9 +27,12 @@ from ..readers import (
     string,
 )
 from ..request import MAX_CHOICES, Task
+from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
 from .messages import read_messages
 from .text_readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
+from .tool_fields import DATABRICKS as DATABRICKS_TOOLS
+from .tool_fields import tool_choice, tools_reader
 
 MAX_TOKENS = INT32_MAX
 MAX_CACHE_SALT = 256  # characters
@@ -141,19 +144,54 @@ ERROR_BEHAVIOR = (
     ),
 )
 
-NO_FORMATS = "structured output is not supported yet"
-NO_TOOLS = "tool calls are not supported yet"
+_FORMS = {
+    "guided_json": "a JSON schema that the text is held to",
+    "guided_regex": "a regular expression that the text matches as a whole",
+    "guided_choice": "texts, of which the text is one",
+    "guided_grammar": "a grammar in Lark's notation that the text is held to",
+}
+# What form the text must have: at most one of these in a request (``decode``).
+CONSTRAINTS = (
+    _field(
+        "response_format",
+        response_format,
+        "constraint.response_format",
+        'text, json_object, or json_schema with a schema that the text is held to, whatever "strict" says',
+    ),
+    _field(
+        "structured_outputs",
+        structured_outputs,
+        "constraint.structured_outputs",
+        "vLLM's: one of json, regex, choice, grammar and json_object",
+    ),
+    *(_field(name, GUIDED[name], f"constraint.{name}", words) for name, words in _FORMS.items()),
+    _field("guided_decoding_backend", BACKEND, None, note="there is one"),
+)
+_PARALLEL = "several calls may be made in one reply; false: one at most, and exactly one where one is required"
+TOOL_CHOICE = (
+    _field(
+        "tool_choice",
+        tool_choice,
+        "tool_choice",
+        "none, auto (the default where there are tools), required, the tool to call, or those that may be called",
+    ),
+    _field("parallel_tool_calls", boolean, "parallel_tool_calls", _PARALLEL, default=True),
+)
+TOOLS = (_field("tools", tools_reader(), "tools", "functions that the model may call"), *TOOL_CHOICE)
+DATABRICKS_TOOL_FIELDS = (
+    _field(
+        "tools",
+        tools_reader(DATABRICKS_TOOLS),
+        "tools",
+        f"functions that the model may call: at most {DATABRICKS_TOOLS.most}, each described and of at most "
+        f"{DATABRICKS_TOOLS.properties} properties",
+    ),
+    *TOOL_CHOICE,
+)
 CHAT = (
     _field("messages", read_messages, "messages", "a non-empty list of messages"),
     _field("logprobs", boolean, "sampling.logprobs", "log probabilities of the sampled tokens", default=False),
     _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives a token; needs logprobs"),
-    _field("response_format", one_of({"type": "text"}, why=NO_FORMATS), None, note="text is what is produced"),
-    _field(
-        "tool_choice",
-        one_of("none", "auto", why=NO_TOOLS),
-        None,
-        note="without tools neither value asks for anything",
-    ),
 )
 CHAT_TEMPLATE = (
     _field("chat_template", string, "chat_template", "name of one of the model's templates"),
@@ -177,6 +215,8 @@ COMPLETIONS = (
     _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives for each token"),
     _field("best_of", integer(1, MAX_CHOICES), "best_of", "must equal n: no ranking of hidden choices"),
 )
+NO_TOOLS = "tools are called in chats"
+_COMPLETIONS_WITHOUT_MEANING = (_field("parallel_tool_calls", boolean, None, note=NO_TOOLS),)
 USE_RAW_PROMPT = (_field("use_raw_prompt", boolean, "use_raw_prompt", "false: the chat template is applied"),)
 
 EMBEDDINGS = (
@@ -196,7 +236,6 @@ WITHOUT_MEANING = (
     _field("prompt_cache_key", string, None, note="a routing hint; the prefix cache needs none"),
     _field("safety_identifier", string, None, note="OpenAI's abuse reports only"),
     _field("modalities", one_of(["text"], why="the model writes text"), None, note="text is what is produced"),
-    _field("parallel_tool_calls", boolean, None, note="says how tools are called; there are none"),
 )
 DATABRICKS_WITHOUT_MEANING = (
     # mlflow.genai.to_predict_fn adds {"return_trace": true} and copes with an answer that has no trace
@@ -210,32 +249,31 @@ def _nothing(why: str) -> Reader[Any]:
     return one_of([], {}, why=why)
 
 
+_NEWER = "the newer tools and tool_choice say the same"
 NOT_BUILT: Mapping[str, Reader[Any]] = {
-    "tools": _nothing(NO_TOOLS),
-    "functions": _nothing(NO_TOOLS),
-    "function_call": _nothing(NO_TOOLS),
+    "functions": _nothing(_NEWER),
+    "function_call": one_of("none", "auto", [], {}, why=_NEWER),
     "audio": _nothing("the model writes text only"),
     "prediction": _nothing("predicted outputs are not supported"),
     "reasoning_effort": _nothing("the model has no such setting"),
     "verbosity": _nothing("the model has no such setting"),
     "web_search_options": _nothing("web search is not supported"),
-    "guided_json": _nothing(NO_FORMATS),
-    "guided_regex": _nothing(NO_FORMATS),
-    "guided_choice": _nothing(NO_FORMATS),
-    "guided_grammar": _nothing(NO_FORMATS),
+    "guided_whitespace_pattern": _nothing(WHITESPACE),
     "use_beam_search": one_of(False, why="beam search is not supported yet"),
     "watermark": one_of(False, why="watermarks are not supported"),
 }
+_COMPLETIONS_NOT_BUILT = {**NOT_BUILT, "tools": _nothing(NO_TOOLS)}
 
-_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, WITHOUT_MEANING)
+_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, CONSTRAINTS, WITHOUT_MEANING)
+_COMPLETE = (*_GENERATE, COMPLETIONS, _COMPLETIONS_WITHOUT_MEANING)
 
 OPENAI: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
-        fields=_by_name(*_GENERATE, CHAT, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS),
+        fields=_by_name(*_GENERATE, CHAT, TOOLS, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS),
         refused=NOT_BUILT,
     ),
-    "completions": Table(required="prompt", fields=_by_name(*_GENERATE, COMPLETIONS), refused=NOT_BUILT),
+    "completions": Table(required="prompt", fields=_by_name(*_COMPLETE), refused=_COMPLETIONS_NOT_BUILT),
     "embeddings": Table(required="input", fields=_by_name(COMMON, EMBEDDINGS)),
 }
 
@@ -250,14 +288,21 @@ DATABRICKS: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
         fields=_by_name(
-            *_GENERATE, TOP_K, CHAT, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS, ERROR_BEHAVIOR, *_DATABRICKS_ANY
+            *_GENERATE,
+            TOP_K,
+            CHAT,
+            DATABRICKS_TOOL_FIELDS,
+            CHAT_TEMPLATE,
+            MAX_COMPLETION_TOKENS,
+            ERROR_BEHAVIOR,
+            *_DATABRICKS_ANY,
         ),
         refused=NOT_BUILT,
     ),
     "completions": Table(
         required="prompt",
-        fields=_by_name(*_GENERATE, TOP_K, COMPLETIONS, USE_RAW_PROMPT, ERROR_BEHAVIOR, *_DATABRICKS_ANY),
-        refused=NOT_BUILT,
+        fields=_by_name(*_COMPLETE, TOP_K, USE_RAW_PROMPT, ERROR_BEHAVIOR, *_DATABRICKS_ANY),
+        refused=_COMPLETIONS_NOT_BUILT,
     ),
     "embeddings": Table(
         required="input", fields=_by_name(COMMON, EMBEDDINGS, INSTRUCTION, _EMBEDDING_EXTRAS, *_DATABRICKS_ANY)

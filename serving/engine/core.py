@@ -17,13 +17,14 @@ import torch
 from ..bundle import Bundle
 from ..checked import Checked
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Overloaded, ServingError, ShuttingDown
-from ..events import FinishReason, PromptScored
+from ..events import Finished, FinishReason, PromptScored
 from ..request import ValidRequest
 from ..settings import EngineSettings
 from ..stop_rule import StopReason
 from . import grammar_tokenizer, openmp
 from .adapter_registry import AdapterRegistry
 from .assembly import EngineParts, assemble
+from .beam_group import BeamGroup
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
 from .grammars import Compilation, Grammars
@@ -31,7 +32,7 @@ from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
 from .native import library
-from .request_check import check_request
+from .request_check import check_beams, check_request
 from .sampler import sample, score_prompt
 from .scheduler import Run
 from .sequence import Place, Sampled, SequenceGroup, SequenceState
@@ -139,12 +140,21 @@ class EngineCore:
         key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
         now = time.monotonic()
         groups = []
+        beams = request.sampling.beams
         for index in range(len(request.sequences)):
             if index % request.n == 0:
                 groups.append(SequenceGroup(request, request.sampling, key, self.info.max_kv_tokens, now))
-            groups[-1].add(index, self._next_id)
-            self._next_id += 1
+            if beams is None or index % request.n == 0:
+                self._add_member(groups[-1], index)
+        if beams is not None:
+            for group in groups:
+                first = group.members[0]
+                group.beams = BeamGroup(group, first, beams, list(range(first.index, first.index + request.n)))
         return groups
+
+    def _add_member(self, group: SequenceGroup, index: int) -> SequenceState:
+        self._next_id += 1
+        return group.add(index, self._next_id - 1)
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._inflight:
@@ -154,6 +164,8 @@ class EngineCore:
         if not continues and (queued := self._inflight.num_ahead_of(request)) >= self.settings.max_queued_requests:
             raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
         check_request(request, self.info)
+        if request.sampling is not None and request.sampling.beams is not None:
+            check_beams(request, self.info, self._parts.cache.num_tokens_total)
 
     def abort(self, request_id: str) -> None:
         """End a request early: its sequences get ``Finished("abort")``. An unknown or finished one is left alone."""
@@ -171,6 +183,20 @@ class EngineCore:
         sequence = inflight.find(index) if inflight is not None else None
         if sequence is not None:
             self._finish(sequence, "abort")
+        elif inflight is not None:
+            self._give_up(inflight, index)
+
+    def _give_up(self, inflight: InflightRequest, index: int) -> None:
+        """One text of a beam search is not wanted any more; the search ends with the last that is."""
+        for group in inflight.groups:
+            beams = group.beams
+            if not isinstance(beams, BeamGroup) or index not in beams.indexes:
+                continue
+            if len(beams.indexes) == 1:
+                self._finish(group.members[0], "abort")
+                return
+            beams.indexes.remove(index)
+            self._inflight.emit(inflight, Finished(index, "abort", num_cached_tokens=group.members[0].num_cached))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -230,11 +256,16 @@ class EngineCore:
         rows: list[int] = []
         places: list[Place] = []
         shares: list[tuple[SequenceState, int, int]] = []  # of the places: from, to
+        searches: dict[int, SequenceGroup] = {}  # all of whose beams have their logits
         at = 0
         for run in laid_out:
             first, at = at, at + run.num_logits
             here = run.places
-            if here:
+            beams = run.sequence.group.beams
+            if here and beams is not None:
+                if beams.take(run.sequence, logits[at - 1]):
+                    searches[id(beams)] = run.sequence.group
+            elif here:
                 shares.append((run.sequence, len(places), len(places) + len(here)))
                 rows += range(at - len(here), at)
                 places += here
@@ -244,6 +275,28 @@ class EngineCore:
             sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
             for sequence, start, end in shares:
                 self._deliver(sequence, sampled[start:end])
+        for group in searches.values():
+            self._search(group)
+
+    def _search(self, group: SequenceGroup) -> None:
+        """A step of a beam search."""
+        beams = group.beams
+        assert isinstance(beams, BeamGroup)
+        if not group.members or group.members[0].status == "finished":  # a sibling failed the request in this step
+            return
+        first = group.members[0]
+        try:
+            made = beams.advance(self._parts.cache, lambda: self._add_member(group, first.index))
+        except FloatingPointError:
+            for beam in group.members:
+                if beam.status == "running":
+                    self._parts.cache.wipe(beam.id)
+            self._fail(self._inflight.of(first), InternalError("the model produced numbers that are not finite"))
+            return
+        for beam in made:
+            self._scheduler.add(beam)
+        if beams.search.done:
+            self._finish(first, "stop")
 
     def _score(self, run: Run, logits: Any) -> None:
         sequence = run.sequence
@@ -332,10 +385,25 @@ class EngineCore:
     # -- the exits of a request -------------------------------------------------------------------------------------
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        """For a beam: its whole search, whose texts end as they do unless ``reason`` is "abort" or "deadline"."""
+        group = sequence.group
+        if isinstance(group.beams, BeamGroup):
+            if sequence.status != "finished":
+                self._finish_search(group, group.beams, reason)
+            return
         self._scheduler.finish(sequence)
         self._inflight.finish(sequence, reason)
         if self._grammars and sequence.request.request_id not in self._inflight:
             self._grammars.forget(sequence.request.request_id)
+
+    def _finish_search(self, group: SequenceGroup, beams: BeamGroup, reason: FinishReason) -> None:
+        for number, beam in enumerate(group.members):
+            self._scheduler.finish(beam, keep=number == 0)
+        texts = beams.texts(reason)
+        generated = sum(len(text.token_ids) for text in texts)
+        self._generated += generated
+        self._generated_provisioned += generated * group.request.provisioned
+        self._inflight.finish_search(group, texts)
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
         for sequence in inflight.unfinished:

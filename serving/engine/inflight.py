@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ServingError
@@ -11,6 +11,16 @@ from ..events import Event, Failed, Finished, FinishReason, TokenLogprob, Tokens
 from ..request import ValidRequest
 from .interface import Client, EngineOutput
 from .sequence import SequenceGroup, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedText:
+    """What sequence ``index`` of the request has got from a beam search."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    reason: FinishReason
 
 
 @dataclass(slots=True)
@@ -27,8 +37,9 @@ class InflightRequest:
         return [sequence for group in self.groups for sequence in group.members]
 
     def find(self, index: int) -> SequenceState | None:
-        """Unfinished sequence ``index``; None where there is none."""
-        return next((sequence for sequence in self.unfinished if sequence.index == index), None)
+        """Unfinished sequence ``index``, no beam; None where there is none."""
+        found = (sequence for sequence in self.unfinished if sequence.index == index and sequence.group.beams is None)
+        return next(found, None)
 
 
 class InflightRequests:
@@ -103,6 +114,26 @@ class InflightRequests:
         inflight = self.of(sequence)
         self.emit(inflight, finished)
         sequence.group.members.remove(sequence)
+        if not inflight.unfinished:
+            self.remove(inflight)
+
+    def finish_search(self, group: SequenceGroup, texts: Sequence[SearchedText]) -> None:
+        """The end of a search, and of its request where it was the last: each text whole, in one event."""
+        first = group.members[0]
+        inflight = self.of(first)
+        started = first.first_step_at or time.monotonic()
+        for text in texts:
+            if text.token_ids:
+                self.emit(inflight, Tokens(text.index, text.token_ids, text.logprobs, first.num_cached))
+            finished = Finished(
+                text.index,
+                text.reason,
+                num_cached_tokens=first.num_cached,
+                num_generated_tokens=len(text.token_ids),
+                queue_time=started - first.arrived_at,
+            )
+            self.emit(inflight, finished)
+        group.members.clear()
         if not inflight.unfinished:
             self.remove(inflight)
 

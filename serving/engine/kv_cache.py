@@ -77,11 +77,16 @@ class KVCache(ABC):
         """(tokens that could be reused now, owner of a running sequence worth waiting for, or None)."""
 
     @abstractmethod
-    def acquire(self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True) -> int | None:
-        """Make room for ``tokens`` and reuse the longest prefix known under ``key``: the number of tokens already
-        computed, at most ``len(tokens) - 1``; None when there is no room now.
+    def acquire(
+        self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True, source: int | None = None
+    ) -> int | None:
+        """Make room for ``tokens`` and reuse the longest prefix known under ``key``, or with ``source`` what they have
+        in common with that running sequence: the number of tokens already computed, at most ``len(tokens) - 1``; None
+        when there is no room now. A prefix that a running sequence holds is copied."""
 
-        A prefix that a running sequence holds is copied: acquiring a running sequence's tokens is how it is forked."""
+    @abstractmethod
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Give running sequence ``target`` the KV that ``source`` has of positions ``[start, stop)``."""
 
     @abstractmethod
     def grow(self, owner: int, num_tokens: int) -> bool:

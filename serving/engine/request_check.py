@@ -31,6 +31,27 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, most)
 
 
+def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> None:
+    """Raises ``InvalidField`` for a search that this engine could never run: all of its beams run at once, within
+    ``num_kv_tokens``."""
+    assert request.sampling is not None
+    beams = request.sampling.beams
+    assert beams is not None
+    grammar = request.sampling.grammar
+    if grammar is not None:
+        raise InvalidField(grammar.field, "a grammar", "null with beam search, whose beams are held to none")
+    if not request.n <= beams.width <= min(info.max_num_seqs, info.vocab_size):
+        most = min(info.max_num_seqs, info.vocab_size)
+        raise InvalidField("beam_width", beams.width, f"an integer in [n ({request.n}), {most}]")
+    if beams.num_groups < 1 or beams.width % beams.num_groups:
+        raise InvalidField("num_beam_groups", beams.num_groups, f"a divisor of the beam width, {beams.width}")
+    for sequence in request.sequences:
+        length = min(len(sequence.prompt_token_ids) + request.sampling.max_tokens, info.max_kv_tokens)
+        if length * beams.width > num_kv_tokens:
+            most = num_kv_tokens // length
+            raise InvalidField("beam_width", beams.width, f"at most {most}: so many texts of {length} tokens fit")
+
+
 def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, most: int) -> None:
     """``most``: tokens of the prompt; ``room``: what is resumed included."""
     if not prompt:

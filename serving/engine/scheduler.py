@@ -21,7 +21,7 @@ from itertools import islice
 
 from .best_effort import BestEffortBudget, StepLoad
 from .kv_cache import KVCache
-from .sequence import SHARED, Place, SequenceState, WaitReason
+from .sequence import SHARED, Place, SequenceGroup, SequenceState, WaitReason
 
 FORWARD = 32  # tokens that a grammar has decided, computed in a step beside one for every other sequence
 SHARES = 4  # prompts that share the prefill part of a step
@@ -52,7 +52,7 @@ class Run:
         return self.num_tokens if self.sequence.prompt_scores is not None else int(self.samples)
 
 
-def _arrival(sequence: SequenceState) -> tuple[bool, int, int]:
+def _arrival(sequence: SequenceState) -> tuple[bool, int, int, int]:
     return sequence.arrival
 
 
@@ -72,6 +72,7 @@ class Scheduler:
         self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
         self.budget = BestEffortBudget()
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
+        self._searches: list[SequenceGroup] = []  # whose beams have begun to run
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
         self.provisioned_prompt_tokens = 0
@@ -150,19 +151,31 @@ class Scheduler:
                     num_tokens += min(sequence.num_remaining - 1, FORWARD, spare)
                     spare -= num_tokens - 1
                 runs.append(Run(sequence, sequence.num_computed, num_tokens))
+        if self._searches:  # beams that were looked at may have been preempted with a later one
+            runs = [run for run in runs if run.sequence.status == "running"]
         return runs
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Room for the sequence's next token, at the cost of those that came after it, or of itself."""
         while not self.cache.grow(sequence.id, sequence.num_tokens):
-            last = self.running[-1]
-            self.preempt(last)
-            if last is sequence:
+            self.preempt(self.running[-1])
+            if sequence.status != "running":
                 return False
         return True
 
     def preempt(self, sequence: SequenceState, *, keep: bool = False) -> None:
-        """running → waiting: its KV is given up, or with ``keep`` stays for reuse until its room is needed."""
+        """running → waiting: its KV is given up, or with ``keep`` stays for reuse until its room is needed. Beams lose
+        theirs together: a search that has some of its places only would keep them for nothing."""
+        group = sequence.group
+        if group.beams is None:
+            self._preempt(sequence, keep)
+            return
+        for beam in [one for one in group.members if one.status == "running"]:
+            self._preempt(beam, keep)
+        group.beams.preempted()
+        self._searches.remove(group)
+
+    def _preempt(self, sequence: SequenceState, keep: bool) -> None:
         self._leave(sequence)
         self.cache.release(sequence.id, keep=keep)
         sequence.move("waiting")
@@ -179,6 +192,8 @@ class Scheduler:
         elif self.held.pop(sequence.id, None) is None and sequence.status == "waiting":
             self.waiting.remove(sequence)
         sequence.move("finished")
+        if sequence.group.beams is not None and sequence.group in self._searches:
+            self._searches.remove(sequence.group)  # a search ends with all of its beams
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
@@ -223,19 +238,40 @@ class Scheduler:
                 return
             if sequence.waits_for != "turn":
                 continue
-            if self._is_full:
+            while self._is_full(sequence):
                 self._displace()
             yield sequence
 
     def _wait_reason(self, sequence: SequenceState) -> WaitReason:
         """What keeps it from starting in this step, "turn" for nothing; whether memory suffices ``_start`` sees."""
-        if self._is_full and not self._can_displace(sequence):
+        if self._is_full(sequence) and not self._could_place(sequence):
             return "slot"
         return "prefix" if self._awaits_prefix(sequence) else "turn"
 
+    def _is_full(self, sequence: SequenceState) -> bool:
+        """Whether the places that are left are not enough for ``sequence``, and for the beams that start with it."""
+        return len(self.running) + self._reserved + self._places(sequence) > self.max_num_seqs
+
     @property
-    def _is_full(self) -> bool:
-        return len(self.running) >= self.max_num_seqs
+    def _reserved(self) -> int:
+        """Places kept for beams that do not run yet, of searches that have begun."""
+        if not self._searches:
+            return 0
+        return sum(g.beams.width - sum(m.status == "running" for m in g.members) for g in self._searches if g.beams)
+
+    def _places(self, sequence: SequenceState) -> int:
+        beams = sequence.group.beams
+        if beams is None:
+            return 1
+        return 0 if sequence.group in self._searches else beams.width
+
+    def _could_place(self, sequence: SequenceState) -> bool:
+        """Whether preempting best-effort sequences would make enough places for a provisioned one."""
+        if not sequence.provisioned:
+            return False
+        others = sum(1 if s.group.beams is None else 0 for s in self.running if not s.provisioned)
+        others += sum(g.beams.width for g in self._searches if g.beams and not g.members[0].provisioned)
+        return len(self.running) + self._reserved - others + self._places(sequence) <= self.max_num_seqs
 
     def _can_displace(self, sequence: SequenceState) -> bool:
         return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
@@ -258,10 +294,10 @@ class Scheduler:
 
     def _start(self, sequence: SequenceState) -> bool:
         reuse = sequence.prompt_scores is None
-        cached = self.cache.acquire(sequence.id, sequence.key, sequence.tokens, reuse=reuse)
-        while cached is None and self._can_displace(sequence):
+        cached = self._acquire(sequence, reuse)
+        while cached is None and (self._can_displace(sequence) or self._can_take_from(sequence)):
             self._displace()
-            cached = self.cache.acquire(sequence.id, sequence.key, sequence.tokens, reuse=reuse)
+            cached = self._acquire(sequence, reuse)
         if cached is None:
             sequence.waits_for = "memory"
             return False
@@ -269,6 +305,9 @@ class Scheduler:
         sequence.move("running")
         sequence.num_computed = cached
         insort(self.running, sequence, key=_arrival)
+        sequence.forked_from = None
+        if sequence.group.beams is not None and sequence.group not in self._searches:
+            self._searches.append(sequence.group)
         if sequence.first_step_at is None:
             sequence.first_step_at = time.monotonic()
             sequence.num_cached = min(cached, sequence.num_prompt)
@@ -276,6 +315,22 @@ class Scheduler:
             self.provisioned_prompt_tokens += sequence.num_prompt * sequence.provisioned
             self.prefix_query_tokens += sequence.num_tokens
         return True
+
+    def _can_take_from(self, sequence: SequenceState) -> bool:
+        """Whether a beam whose search has begun may take the memory of what arrived last, as running sequences may: two
+        searches would wait for each other's memory for ever."""
+        group = sequence.group
+        if group not in self._searches or self.running[-1].group is group:
+            return False
+        return self.running[-1].arrival > sequence.arrival
+
+    def _acquire(self, sequence: SequenceState, reuse: bool) -> int | None:
+        source = sequence.forked_from
+        if source is not None and source.status != "running":
+            source = sequence.forked_from = None
+        return self.cache.acquire(
+            sequence.id, sequence.key, sequence.tokens, reuse=reuse, source=source.id if source else None
+        )
 
     def _fill(self, runs: list[Run], budget: int) -> list[Run]:
         """Give what is left of the step to those that can use it, first come first."""
@@ -315,7 +370,7 @@ class Scheduler:
 
     def _best_effort_sequences(self) -> Iterator[SequenceState]:
         for sequence in [s for s in self.running if not s.provisioned]:
-            if sequence.status == "running":  # it may have lost its memory to one before it
+            if sequence.status == "running" and sequence.num_remaining:  # it may have lost its memory to one before it
                 yield sequence
         if not any(s.provisioned for s in self.waiting):
             yield from self._candidates(False)

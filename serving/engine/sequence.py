@@ -64,12 +64,22 @@ class Place(Protocol):
     def matching(self) -> Matching | None: ...
 
 
+class BeamSet(Protocol):
+    """What the scheduler knows of members that are beams of one search (``beam_group``): they start, step and lose
+    their memory together, and take ``width`` places of ``max_num_seqs``."""
+
+    @property
+    def width(self) -> int: ...
+    def preempted(self) -> None:
+        """They have lost their KV."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """The unfinished sequences of one prompt (of a request's ``n`` choices), and all that is the same for them.
 
-    ``key``: whose KV they may reuse, and who may reuse theirs. ``max_model_len``: tokens, prompt and completion
-    together. ``arrived_at``: seconds of ``time.monotonic()``.
+    ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
+    theirs. ``max_model_len``: tokens, prompt and completion together. ``arrived_at``: seconds of ``time.monotonic()``.
     """
 
     request: ValidRequest
@@ -78,6 +88,7 @@ class SequenceGroup:
     max_model_len: int
     arrived_at: float
     members: list[SequenceState] = field(default_factory=list)
+    beams: BeamSet | None = None
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""
@@ -91,13 +102,15 @@ class SequenceState:
 
     ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event.
     ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``matching`` is where it is in its
-    grammar, None until that is compiled and where there is none.
+    grammar, None until that is compiled and where there is none. A beam whose ``num_remaining`` is 0 waits for the
+    others of its search; ``forked_from`` is the beam whose KV a new one is to begin with.
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "forced_from", "group", "id", "index", "key",
-        "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_resumed", "num_tokens",
-        "prompt_scores", "provisioned", "request", "sampling", "seed", "status", "stop_rule", "unsent", "waits_for",
+        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "forced_from", "forked_from", "group", "id",
+        "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_resumed",
+        "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status", "stop_rule", "unsent",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -107,7 +120,9 @@ class SequenceState:
         self.request, self.sampling, self.key = request, group.sampling, group.key
         self.adapter = request.adapter
         self.provisioned = request.provisioned
-        self.arrival = (not request.provisioned, request.priority, id)
+        # beams come right after the first of their search, before all that arrived later
+        self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)
+        self.forked_from: SequenceState | None = None
         self.arrived_at = group.arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed
@@ -167,7 +182,7 @@ class SequenceState:
     @property
     def decodes(self) -> bool:
         """Whether it has its prompt: it goes on by a token, or by the few that its grammar has decided."""
-        return self.num_tokens - self.num_computed <= 1 or 0 < self.forced_from <= self.num_computed
+        return self.num_remaining == 1 or 0 < self.forced_from <= self.num_computed
 
     def extend(self, sampled: Iterable[Sampled]) -> StopReason | None:
         """Take the tokens that one step gave, up to the one that ends the sequence; what follows it is dropped.
@@ -204,6 +219,21 @@ class SequenceState:
         if matching.is_complete:
             return "stop"
         return reason if reason is not None or matching.look() else "stop"
+
+    def become(self, source: SequenceState) -> None:
+        """Take over the known tokens of another beam of the same prompt."""
+        self._tokens[self.num_prompt : source.num_tokens] = source.output
+        self.num_tokens = source.num_tokens
+        if self.status == "running":
+            self.num_computed = source.num_computed
+        else:
+            self.forked_from = source
+            self.first_step_at = source.first_step_at
+
+    def append(self, token_id: int) -> None:
+        """Take one token that a search chose."""
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
 
     def stop_reason(self) -> StopReason | None:
         """Why the sequence ends with its last known token, or None when it goes on."""

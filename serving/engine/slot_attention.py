@@ -59,10 +59,10 @@ class LayerViews:
         v, v_rows = views(offset + H * S * shape.key_dim, shape.value_dim)
         return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` tokens of slot ``source`` to slot ``target``."""
-        self.k[target, :, :length] = self.k[source, :, :length]
-        self.v[target, :, :length] = self.v[source, :, :length]
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        """Copy tokens ``[start, stop)`` of slot ``source`` to their places in slot ``target``."""
+        self.k[target, :, start:stop] = self.k[source, :, start:stop]
+        self.v[target, :, start:stop] = self.v[source, :, start:stop]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange the first ``length_a`` tokens of slot ``a`` with the first ``length_b`` of slot ``b``."""

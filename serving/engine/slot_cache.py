@@ -88,23 +88,32 @@ class SlotKVCache(KVCache):
         found = self.table.best_match(key, tokens)
         return found.length, found.wait_for
 
-    def acquire(self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True) -> int | None:
-        found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
-        source = found.source if found.length else None
-        if source is not None and source.is_idle and self._should_take_over(source, found.length, len(tokens)):
-            if not self._make_room(len(tokens) - source.charged, protected=source):
-                return None
-            self._trim(source, len(tokens))
-            self.table.activate(source, owner, key, tokens, found.length)
-            return found.length
-        slot = self._fresh_slot(len(tokens), protected=source)
-        if slot is None:
-            return None
+    def acquire(
+        self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True, source: int | None = None
+    ) -> int | None:
         if source is not None:
+            found = self.table.match_running(source, tokens)
+        else:
+            found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
+        slot = found.source if found.length else None
+        if slot is not None and slot.is_idle and self._should_take_over(slot, found.length, len(tokens)):
+            if not self._make_room(len(tokens) - slot.charged, protected=slot):
+                return None
+            self._trim(slot, len(tokens))
+            self.table.activate(slot, owner, key, tokens, found.length)
+            return found.length
+        fresh = self._fresh_slot(len(tokens), protected=slot)
+        if fresh is None:
+            return None
+        if slot is not None:
             for layer in self._layers:
-                layer.copy(source.index, slot.index, found.length)
-        self.table.activate(slot, owner, key, tokens, found.length if source else 0)
-        return slot.length
+                layer.copy(slot.index, fresh.index, 0, found.length)
+        self.table.activate(fresh, owner, key, tokens, found.length if slot else 0)
+        return fresh.length
+
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        for layer in self._layers:
+            layer.copy(self.slot_of(source), self.slot_of(target), start, stop)
 
     def _should_take_over(self, source: Slot, length: int, needed: int) -> bool:
         """Continue in the idle slot itself when little else is lost by that, or when a copy has no room."""

@@ -95,6 +95,11 @@ class SlotTable:
             wait_for = None
         return Match(best if best >= min(WORTH_REUSING, limit) else 0, source, wait_for)
 
+    def match_running(self, owner: int, tokens: TokenIds) -> Match:
+        """What ``tokens`` have in common with running sequence ``owner``, whatever its key."""
+        slot = self.by_owner[owner]
+        return Match(min(common_prefix(slot.tokens, tokens), slot.length, len(tokens) - 1), slot, None)
+
     def evictable(self, protected: Slot | None = None) -> list[Slot]:
         """Idle slots, least recently used first."""
         return sorted((s for s in self.slots if s.is_idle and s is not protected), key=lambda s: s.last_used)

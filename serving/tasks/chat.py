@@ -8,6 +8,7 @@ from ..errors import InvalidField
 from ..request import RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
 from .endpoint import EndpointView
+from .forms import check_choice
 from .prompts import Prompt, chat_prompt
 from .text import TextModel
 from .tool_messages import shown_tools
@@ -28,11 +29,12 @@ class Chat(NamedTuple):
 def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
     """Raises ``InvalidField`` for turns, ids of calls, variables or tools that the endpoint or the template does not
     take, ``ContextTooLong``."""
+    tools = tool_use(raw)
     prompt = chat_prompt(raw, endpoint)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
     if raw.thinking is False and raw.end != "open" and (reasoning or _always_reasons(raw, endpoint.text)):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
-    return Chat(prompt, tool_use(raw), reasoning)
+    return Chat(prompt, tools, reasoning)
 
 
 def _always_reasons(raw: RawChat, text: TextModel) -> bool:
@@ -41,7 +43,9 @@ def _always_reasons(raw: RawChat, text: TextModel) -> bool:
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:
-    """How calls are read: of the tools that may be called. None where there are none."""
+    """How calls are read: of the tools that may be called. None where there are none. Raises ``InvalidField`` for a
+    choice of a tool that is not there."""
+    check_choice(raw)
     tools = shown_tools(raw)
     if not tools:
         return None

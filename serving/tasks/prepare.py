@@ -21,6 +21,7 @@ from ..errors import InvalidField, RequestError
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Sequence, Task, ValidRequest
 from .chat import prepare_chat
 from .endpoint import EndpointView
+from .forms import grammar
 from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
 from .sampling import resolve, seeds
@@ -171,6 +172,7 @@ def _generation(
 ) -> ValidRequest:
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
+    held_to = grammar(asked, endpoint)
     if isinstance(raw, RawChat):
         prompt, tools, begins_in_reasoning = prepare_chat(raw, endpoint)
         prompts = [prompt]
@@ -184,7 +186,7 @@ def _generation(
     if asked.max_tokens == 0 and not echo:
         raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    sampling = resolve(asked, endpoint, longest, lengths, score_prompt=echo)
+    sampling = resolve(asked, endpoint, longest, lengths, held_to, score_prompt=echo)
     if sampling.prompt_logprobs is not None and not raw_prompt:
         raise InvalidField("echo", True, "false with logprobs, unless use_raw_prompt is true")
     return ValidRequest(

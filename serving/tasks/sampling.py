@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..constraint import Grammar
 from ..errors import ContextTooLong, InvalidField
 from ..request import RawSampling, Sampling
 from .endpoint import EndpointView
@@ -10,7 +11,13 @@ MASK = 2**64 - 1
 
 
 def resolve(
-    asked: RawSampling, endpoint: EndpointView, longest_prompt: int, own: RawSampling, score_prompt: bool = False
+    asked: RawSampling,
+    endpoint: EndpointView,
+    longest_prompt: int,
+    own: RawSampling,
+    grammar: Grammar | None = None,
+    *,
+    score_prompt: bool = False,
 ) -> Sampling:
     """``longest_prompt`` in tokens; ``own`` has the model's default lengths, which refuse no request. Raises
     ``InvalidField`` and, where max_tokens does not fit, ``ContextTooLong``."""
@@ -36,6 +43,7 @@ def resolve(
         stop_token_ids=_stop_token_ids(asked.stop_token_ids, eos, endpoint),
         logprobs=logprobs,
         prompt_logprobs=logprobs if score_prompt else None,
+        grammar=grammar,
     )
 
 

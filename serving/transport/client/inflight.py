@@ -143,16 +143,25 @@ class InflightRequest:
             return None
         self.attempt = self._to_resume()
         sequences = tuple(self._resumed(index) for index in self.attempt)
-        n = self.request.n if len(sequences) == len(self.request.sequences) else 1
+        n = self.request.n if self._searches or len(sequences) == len(self.request.sequences) else 1
         return msgspec.structs.replace(self.request, sequences=sequences, n=n)
 
+    @property
+    def _searches(self) -> bool:
+        return self.request.sampling is not None and self.request.sampling.beams is not None
+
     def _to_resume(self) -> list[int]:
-        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. Sequences
-        that do (the beams of one search) are to be named together here, for as long as one of them is open."""
-        return sorted(self.open)
+        """Sequences of the next attempt: each open one by itself, since none depends on another's tokens. The texts of
+        a beam search come together, so that all of a prompt's are searched for again while one of them is open."""
+        if not self._searches:
+            return sorted(self.open)
+        n = self.request.n
+        return [index for index in range(len(self.request.sequences)) if any(i // n == index // n for i in self.open)]
 
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]
+        if self._searches:  # a search has no tokens before it has its texts
+            return source
         resumed = source.resumed_token_ids + tuple(self.delivered[index])
         return msgspec.structs.replace(source, resumed_token_ids=resumed)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from probes import ANY, bounds
+from tool_probes import PROBES
 
 from mlflow_llm.serving.dialects import FIELDS, REFUSED_FIELDS
 from mlflow_llm.serving.dialects.fields import Table
@@ -27,6 +28,14 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
 CONTENTS = ["x", "", None, 5, [], ["x"], [{"type": "text", "text": "x"}], [{"type": "text"}], [{"type": "image_url"}]]
 CONTENTS += [[{"type": "text", "text": "x", "more": 1}], [{"type": "text", "text": None}]]
 CALLS = [None, [], {}, 5, [CALL], [{}], [CALL | {"type": "x"}], [CALL | {"id": None}], [CALL | {"more": 1}]]
+CUSTOM_CALL = {"id": "a", "type": "custom", "custom": {"name": "f", "input": "x"}}
+CALLS += [
+    [CUSTOM_CALL],
+    [CUSTOM_CALL | {"type": "function"}],
+    [CUSTOM_CALL | {"custom": {"name": "f"}}],
+    [CALL, CUSTOM_CALL],
+]
+CALLS += [[{"id": "a", "custom": {"name": "f", "input": "x"}}], [CUSTOM_CALL | {"custom": {"name": "f", "input": {}}}]]
 CALLS += [[CALL | {"function": {"name": "f", "arguments": given}}] for given in ({}, {"a": 1}, None, 5, [])]
 OTHERS = [{"refusal": given} for given in (None, [], {}, "x", False, 0)]
 OTHERS += [{"name": given} for given in (None, "x", 5)] + [{"colour": 1}, {"annotations": []}]
@@ -72,7 +81,7 @@ def test_schema_and_reader_take_the_same_values(table: Table) -> None:
     assert set(properties) == {*table.fields, *table.refused}
     for name, schema in properties.items():
         validator = jsonschema.Draft202012Validator(schema)
-        probes = [*ANY, *bounds(schema), *(messages() if name == "messages" else ())]
+        probes = [*ANY, *bounds(schema), *(messages() if name == "messages" else PROBES.get(name, ()))]
         for value in probes:
             body = {table.required: REQUIRED[table.required], name: value}
             assert validator.is_valid(value) == taken(table, body), (name, str(value)[:200])

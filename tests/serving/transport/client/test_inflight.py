@@ -7,7 +7,7 @@ import pytest
 from transport_place import completion
 
 from mlflow_llm.serving.events import Event, Finished, PromptScored, TokenLogprob, Tokens
-from mlflow_llm.serving.request import ValidRequest
+from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
 MAX_TOKENS = 1000
@@ -95,3 +95,23 @@ def test_tokens_of_an_earlier_attempt_count_towards_the_length() -> None:
     inflight, sink = running(msgspec.structs.replace(request, sequences=(brought,)), Tokens(0, (5, 6, 7)))
     assert inflight.continuation(MAX_TOKENS) is None
     assert sink[-1] == Finished(0, "length", num_generated_tokens=5)
+
+
+def test_texts_of_a_search_are_searched_for_together() -> None:
+    """A search one of whose texts is open is run again whole; what its caller has is not said again."""
+    request = completion(n=2, max_tokens=2)
+    sampling = msgspec.structs.replace(request.sampling, beams=Beams(width=3))
+    request = msgspec.structs.replace(request, sampling=sampling, sequences=request.sequences * 2)
+    done = [Tokens(0, (5, 6)), Finished(0, "length"), Tokens(1, (5, 7)), Finished(1, "length"), Tokens(2, (5, 6))]
+    inflight, sink = running(request, *done)
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert (again.n, again.sequences) == (2, request.sequences[2:])
+    inflight.deliver(Tokens(0, (5, 6)))
+    inflight.deliver(Finished(0, "length"))
+    inflight.deliver(Tokens(1, (5, 7)))
+    inflight.deliver(Finished(1, "length"))
+    said = [(event.index, type(event)) for event in sink]
+    assert said == [(0, Tokens), (0, Finished), (1, Tokens), (1, Finished), (2, Tokens), (2, Finished), (3, Tokens),
+                    (3, Finished)]  # fmt: skip
+    assert inflight.done

@@ -1,0 +1,177 @@
+"""Beam search over one prompt, as arithmetic: log probabilities in, which beams go on and how the search ends out.
+
+The rules are transformers' (5.x, ``GenerationMixin._beam_search``), to the rounding: scores are sums of log
+probabilities in float32; of the best ``keep`` continuations those that end are hypotheses if they are among the best
+``width``, and the best ``width`` of the others go on; a hypothesis counts by its sum over its length to the power of
+``length_penalty``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+EarlyStopping: TypeAlias = Literal["heuristic", "first", "never"]
+"""When a search with ``width`` hypotheses ends before its full length ("heuristic", "first" and "never" are
+transformers' False, True and "never"): where the best running beam, at its present length, is no better than the worst
+hypothesis; at once; where no longer text could be better."""
+
+NONE = np.float32(-1e9)  # of a place that has no beam or hypothesis
+
+
+class Fork(NamedTuple):
+    """A beam of the next step: beam ``parent`` of this one, and ``token_id`` after it."""
+
+    parent: int
+    token_id: int
+
+
+Note: TypeAlias = Callable[[list[Fork]], list[Any]]
+"""Asked in each step for something to remember of each candidate; what a hypothesis's tokens had comes with it."""
+
+
+class Trail(NamedTuple):
+    """What was remembered of a text's tokens, the last one first."""
+
+    before: Trail | None
+    note: Any
+
+    @staticmethod
+    def notes(trail: Trail | None) -> tuple[Any, ...]:
+        """From the first token to the last."""
+        found = []
+        while trail is not None:
+            found.append(trail.note)
+            trail = trail.before
+        return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A whole text, its ending token included; ``score`` is its sum of log probabilities over its penalised length.
+    ``notes`` are what was remembered of each token, () for nothing."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    notes: tuple[Any, ...] = ()
+
+
+class BeamSearch:
+    """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
+
+    ``step`` is called with the log probabilities of every running beam until ``done``; ``best`` then has the
+    hypotheses, the best one first.
+    """
+
+    def __init__(
+        self, width: int, max_tokens: int, ends: Collection[int], length_penalty: float, early_stopping: EarlyStopping
+    ) -> None:
+        self.width = width
+        self.done = False
+        self._max_tokens = max_tokens
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._penalty = length_penalty
+        self._early = early_stopping
+        self._keep = max(2, 1 + len(self._ends)) * width
+        self._length = 0
+        self._running = np.zeros((width, max_tokens), dtype=np.int32)
+        self._scores = np.full(width, NONE, dtype=np.float32)
+        self._scores[0] = 0.0  # all beams are the same prompt: only one of them may go on
+        self._finished = np.zeros((width, max_tokens), dtype=np.int32)
+        self._finished_scores = np.full(width, NONE, dtype=np.float32)
+        self._finished_lengths = np.zeros(width, dtype=np.int64)
+        self._is_finished = np.zeros(width, dtype=bool)
+        self._can_improve = True
+        self._trails: list[Trail | None] = [None] * width
+        self._finished_trails: list[Trail | None] = [None] * width
+
+    @property
+    def length(self) -> int:
+        """Tokens that each running beam has."""
+        return self._length
+
+    def tokens(self, beam: int) -> npt.NDArray[np.int32]:
+        """Token ids of a running beam, int32 [length], a view."""
+        return self._running[beam, : self._length]
+
+    def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
+        """The beams that go on, best first; none when the search is ``done``.
+
+        ``log_probs`` is a float32 tensor [width, V]: after the first token of each beam; at the first step of the
+        prompt alone, [1, V] or any number of equal rows.
+        """
+        scores = torch.from_numpy(self._scores[: len(log_probs)]).to(log_probs.device)
+        sums = (log_probs + scores[:, None]).reshape(-1)
+        size = log_probs.shape[-1]
+        found = torch.topk(sums, min(self._keep, len(sums)))
+        values, places = found.values.cpu().numpy(), found.indices.cpu().numpy()
+        parents, token_ids = places // size, places % size
+        ended = np.isin(token_ids, self._ends) | (self._length + 1 >= self._max_tokens)
+        extended = self._running[parents]
+        extended[:, self._length] = token_ids
+        candidates = [Fork(int(p), int(t)) for p, t in zip(parents, token_ids, strict=True)]
+        trails: list[Trail | None] = [None] * len(candidates)
+        if note is not None:
+            trails = [Trail(self._trails[c.parent], n) for c, n in zip(candidates, note(candidates), strict=True)]
+        self._collect(values, extended, trails, ended)
+        # stable: of equal scores the better candidate goes first, as it came
+        order = np.argsort(-(values + ended.astype(np.float32) * NONE), kind="stable")[: self.width]
+        self._running = extended[order]
+        self._trails = [trails[i] for i in order]
+        self._scores = (values + ended.astype(np.float32) * NONE)[order]
+        self._length += 1
+        self._judge(bool(ended.all()))
+        return () if self.done else [candidates[i] for i in order]
+
+    def _collect(
+        self, values: npt.NDArray[np.float32], texts: Any, trails: list[Trail | None], ended: npt.NDArray[np.bool_]
+    ) -> None:
+        """Keep the best hypotheses of those before and of ``texts`` that ended among the best ``width``."""
+        length = self._length + 1
+        now = ended & (np.arange(len(values)) < self.width)
+        scores = values / np.float32(length**self._penalty)
+        if self._early == "first" and self._is_finished.all():
+            scores = scores + NONE
+        if not self._can_improve:
+            scores = scores + NONE
+        scores = (scores + (~now).astype(np.float32) * NONE).astype(np.float32)
+        merged = np.concatenate((self._finished_scores, scores))
+        order = np.argsort(-merged, kind="stable")[: self.width]
+        self._finished_scores = merged[order]
+        self._finished = np.concatenate((self._finished, texts))[order]
+        self._finished_lengths = np.concatenate((self._finished_lengths, np.full(len(values), length)))[order]
+        self._is_finished = np.concatenate((self._is_finished, now))[order]
+        merged_trails = self._finished_trails + trails
+        self._finished_trails = [merged_trails[i] for i in order]
+
+    def _judge(self, all_ended: bool) -> None:
+        """Whether the search goes on: no hypothesis can improve, enough are there, or no beam can go on."""
+        longest = self._early == "never" and self._penalty > 0.0
+        length = self._max_tokens if longest else self._length
+        best = self._scores[0] / np.float32(length**self._penalty)
+        worst = np.where(self._is_finished, self._finished_scores.min(), NONE)
+        self._can_improve = self._can_improve and bool((best > worst).any())
+        full = self._early == "first" and bool(self._is_finished.all())
+        self.done = not self._can_improve or full or all_ended
+
+    def best(self, count: int) -> list[Hypothesis]:
+        """The best ``count`` hypotheses, at most ``width``; where the search is not ``done`` running beams, as far as
+        they are, after those that there are."""
+        found = [
+            Hypothesis(
+                tuple(self._finished[i, : self._finished_lengths[i]].tolist()),
+                float(self._finished_scores[i]),
+                Trail.notes(self._finished_trails[i]),
+            )
+            for i in range(self.width)
+            if self._is_finished[i]
+        ]
+        for beam in range(self.width) if self._length else ():
+            score = float(self._scores[beam]) / self._length**self._penalty
+            found.append(Hypothesis(tuple(self.tokens(beam).tolist()), score, Trail.notes(self._trails[beam])))
+        return found[: min(count, self.width)]

@@ -1,0 +1,165 @@
+"""Diverse beam search (Vijayakumar et al. 2018): groups of beams that are penalised for the tokens of earlier groups.
+
+The rules are those of transformers 4.55 (``_group_beam_search``, ``BeamSearchScorer``, Hamming diversity), the last
+release that had it: groups choose one after the other in each step, each keeps its own hypotheses, and the best of all
+are the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .beam_search import NONE, EarlyStopping, Fork, Hypothesis, Note, Trail
+
+
+class _Group:
+    """One group's beams, by their places in the search, and its best hypotheses."""
+
+    def __init__(self, size: int, early_stopping: EarlyStopping, length_penalty: float, max_tokens: int) -> None:
+        self.size = size
+        self.scores = np.full(size, NONE, dtype=np.float32)
+        self.scores[0] = 0.0
+        self.hypotheses: list[Hypothesis] = []
+        self.done = False
+        self._early, self._penalty, self._max_tokens = early_stopping, length_penalty, max_tokens
+
+    @property
+    def worst(self) -> float:
+        return min((one.score for one in self.hypotheses), default=1e9)
+
+    def add(self, token_ids: tuple[int, ...], total: float, length: int, trail: Trail | None) -> None:
+        """A text that has ended, or is cut: kept if it is among the best ``size``."""
+        score = total / length**self._penalty
+        if len(self.hypotheses) >= self.size:
+            if score <= self.worst:
+                return
+            self.hypotheses.remove(min(self.hypotheses, key=lambda one: one.score))
+        self.hypotheses.append(Hypothesis(token_ids, score, Trail.notes(trail)))
+
+    def judge(self, best: float, length: int) -> None:
+        """``best`` is the greatest sum of log probabilities of this step's candidates, of ``length`` tokens."""
+        if self.done or len(self.hypotheses) < self.size:
+            return
+        if self._early == "first":
+            self.done = True
+            return
+        longest = self._early == "never" and self._penalty > 0.0
+        self.done = self.worst >= best / (self._max_tokens if longest else length) ** self._penalty
+
+
+class GroupBeamSearch:
+    """``num_groups`` groups of ``width // num_groups`` beams of one prompt; otherwise like ``BeamSearch``.
+
+    ``filler`` is the token that the beams of a group that is done count with for the diversity of later groups
+    (transformers pads them).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        max_tokens: int,
+        ends: Collection[int],
+        length_penalty: float,
+        early_stopping: EarlyStopping,
+        *,
+        num_groups: int,
+        diversity_penalty: float,
+        filler: int,
+    ) -> None:
+        self.width = width
+        self.done = False
+        self._max_tokens = max_tokens
+        self._ends = frozenset(ends)
+        self._diversity = np.float32(diversity_penalty)
+        self._filler = filler
+        self._size = width // num_groups
+        self._groups = [_Group(self._size, early_stopping, length_penalty, max_tokens) for _ in range(num_groups)]
+        self._length = 0
+        self._running = np.zeros((width, max_tokens), dtype=np.int32)
+        self._trails: list[Trail | None] = [None] * width
+
+    @property
+    def length(self) -> int:
+        """Tokens that each running beam has."""
+        return self._length
+
+    def tokens(self, beam: int) -> npt.NDArray[np.int32]:
+        """Token ids of a running beam, int32 [length], a view."""
+        return self._running[beam, : self._length]
+
+    def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
+        """The beams that go on, group by group, as ``BeamSearch.step``. Those of a group that is done go on with the
+        filler and count for nothing."""
+        if len(log_probs) < self.width:
+            log_probs = log_probs[:1].expand(self.width, -1)
+        chosen: list[int] = []
+        forks: list[Fork] = []
+        trails: list[Trail | None] = []
+        for number, group in enumerate(self._groups):
+            first = number * self._size
+            mine, trail = [Fork(first, self._filler)] * self._size, [self._trails[first]] * self._size
+            if not group.done:
+                mine, trail = self._choose(group, first, log_probs[first : first + self._size], chosen, note)
+            forks += mine
+            trails += trail
+            chosen += [fork.token_id for fork in mine]
+        if not self._length:  # all beams are the prompt
+            forks = [Fork(0, fork.token_id) for fork in forks]
+        self._running = self._running[[fork.parent for fork in forks]]
+        self._running[:, self._length] = chosen
+        self._trails = trails
+        self._length += 1
+        self.done = all(group.done for group in self._groups) or self._length >= self._max_tokens
+        if self.done:
+            self._finish()
+        return () if self.done else forks
+
+    def _choose(
+        self, group: _Group, first: int, log_probs: Any, chosen: list[int], note: Note | None
+    ) -> tuple[list[Fork], list[Trail | None]]:
+        """What one group goes on with; texts that end are kept."""
+        if chosen:
+            counts = torch.bincount(torch.tensor(chosen), minlength=log_probs.shape[-1]).to(log_probs.device)
+            log_probs = log_probs - float(self._diversity) * counts
+        sums = (log_probs + torch.from_numpy(group.scores).to(log_probs.device)[:, None]).reshape(-1)
+        found = torch.topk(sums, min(max(2, 1 + len(self._ends)) * self._size, len(sums)))
+        length, size = self._length + 1, log_probs.shape[-1]
+        candidates = [Fork(first + place // size, place % size) for place in found.indices.tolist()]
+        trails: list[Trail | None] = [None] * len(candidates)
+        if note is not None:
+            trails = [Trail(self._trails[c.parent], n) for c, n in zip(candidates, note(candidates), strict=True)]
+        going: list[int] = []
+        values = found.values.tolist()
+        for rank, candidate in enumerate(candidates):
+            if candidate.token_id in self._ends:
+                if rank < self._size:
+                    text = (*self.tokens(candidate.parent).tolist(), candidate.token_id)
+                    group.add(text, values[rank], length, trails[rank])
+                continue
+            going.append(rank)
+            if len(going) == self._size:
+                break
+        group.scores = np.array([values[rank] for rank in going], dtype=np.float32)
+        group.judge(values[0], length)
+        return [candidates[rank] for rank in going], [trails[rank] for rank in going]
+
+    def _finish(self) -> None:
+        """Beams that are cut at the full length are hypotheses too."""
+        for number, group in enumerate(self._groups):
+            for i in () if group.done else range(self._size):
+                beam = number * self._size + i
+                group.add(tuple(self.tokens(beam).tolist()), float(group.scores[i]), self._length, self._trails[beam])
+
+    def best(self, count: int) -> list[Hypothesis]:
+        """The best ``count`` hypotheses of all groups, as ``BeamSearch.best``."""
+        found = [one for group in self._groups for one in group.hypotheses]
+        ranked = sorted(found, key=lambda one: one.score)[::-1]
+        if not self.done and self._length:
+            for beam in range(self.width):
+                ranked.append(Hypothesis(tuple(self.tokens(beam).tolist()), 0.0, Trail.notes(self._trails[beam])))
+        return ranked[: min(count, self.width)]
