@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from .request import Task
+from .request import Activation, Task
 from .tool_calls.formats import ToolFormat
 
 
@@ -29,6 +29,13 @@ class EmbeddingSpec(Struct, frozen=True, kw_only=True):
     max_length: int | None = None
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
+
+
+class CrossEncoderSpec(Struct, frozen=True, kw_only=True):
+    """What is made of the one number that a cross-encoder gives a pair, and the most tokens that a pair may have."""
+
+    activation: Activation = "sigmoid"
+    max_length: int | None = None
 
 
 class Bundle(Struct, frozen=True, kw_only=True):
@@ -45,4 +52,5 @@ class Bundle(Struct, frozen=True, kw_only=True):
     chat_templates: dict[str, str] = {}
     tool_formats: dict[str, ToolFormat] = {}
     embedding: EmbeddingSpec | None = None
+    cross_encoder: CrossEncoderSpec | None = None
     default_adapter: str | None = None

@@ -84,13 +84,20 @@ class Vector(Struct, frozen=True, kw_only=True):
     data: bytes
 
 
+class Score(Struct, frozen=True, kw_only=True):
+    """How well the texts of pair ``index`` fit each other."""
+
+    index: int
+    value: float
+
+
 class Done(Struct, frozen=True, kw_only=True):
     """The request is complete; the last piece of every successful reply."""
 
     usage: Usage
 
 
-Piece: TypeAlias = Delta | Ended | Vector | Done
+Piece: TypeAlias = Delta | Ended | Vector | Score | Done
 
 
 class ReplyCall(Struct, frozen=True, kw_only=True):
@@ -116,10 +123,11 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 class Reply(Struct, frozen=True, kw_only=True):
-    """A whole reply: choices or vectors in index order, and the usage."""
+    """A whole reply: choices, vectors or scores in index order, and the usage."""
 
     choices: tuple[Choice, ...] = ()
     vectors: tuple[bytes, ...] = ()
+    scores: tuple[float, ...] = ()
     usage: Usage
 
     @property

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from .constraint import Constraint, Grammar
 
-Task: TypeAlias = Literal["chat", "completions", "embeddings"]
+Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
+POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # a vector or a number a text: nothing is generated
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
@@ -167,7 +168,30 @@ class RawEmbedding(Raw, frozen=True, kw_only=True):
     timeout: float | None = None
 
 
-RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding
+class RawScore(Raw, frozen=True, kw_only=True):
+    """Texts to be compared: one query with each of the documents, or as many queries, each with its document.
+
+    ``names``: what the caller calls the two, in errors. ``ranked``: the documents are wanted in order of their scores,
+    ``top_n`` of them, themselves too where ``return_documents``. ``truncate`` is the most tokens that are kept of a
+    text or a pair, -1 as many as the model takes; ``truncate_documents`` of each document. ``activate`` False leaves a
+    cross-encoder's own numbers as they are.
+    """
+
+    task: ClassVar[Task] = "score"
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    names: tuple[str, str] = ("query", "documents")
+    ranked: bool = False
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate: int | None = None
+    truncate_documents: int | None = None
+    activate: bool | None = None
+    timeout: float | None = None
+
+
+RawRequest: TypeAlias = RawChat | RawCompletion | RawEmbedding | RawScore
 
 
 class Beams(Struct, frozen=True, kw_only=True):
@@ -241,6 +265,24 @@ class ToolUse(Struct, frozen=True, kw_only=True):
     parallel: bool = True
 
 
+Activation: TypeAlias = Literal["identity", "sigmoid", "tanh"]
+
+
+class Scoring(Struct, frozen=True, kw_only=True):
+    """What becomes of the engine's answers to a request of task "score".
+
+    ``num_queries``: the first of the sequences are queries, the others documents, and vectors are compared, those of
+    one query with each document's; 0: each sequence is a pair and its number the score, after ``activation``.
+    ``ranked``: best first, ``top_n`` of them, with ``documents`` where they are to be returned.
+    """
+
+    num_queries: int = 0
+    activation: Activation = "identity"
+    ranked: bool = False
+    top_n: int | None = None
+    documents: tuple[str, ...] | None = None
+
+
 class ValidRequest(Struct, frozen=True, kw_only=True):
     """The one request type below the dialects. Sequence ``i`` is choice ``i`` (prompts outer, n inner).
 
@@ -251,7 +293,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
     for embeddings. ``tools`` is None where none may be called. ``begins_in_reasoning``: the prompt's template has
     opened the reasoning that the reply goes on with. ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is
-    for ``tasks.embed``: engines give whole vectors.
+    for ``tasks.embed``: engines give whole vectors. ``scoring`` is for ``tasks.score``. ``second_from``: for pairs of
+    texts, from which token on each sequence has tokens of the second type; () where sequences are one text.
     """
 
     request_id: str
@@ -273,6 +316,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     suffix: str = ""
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    scoring: Scoring | None = None
+    second_from: tuple[int, ...] = ()
     truncate_on_timeout: bool = False
     truncated: bool = False
     created: int = 0

@@ -19,7 +19,7 @@ import numpy as np
 from ...serving.events import Event, is_terminal
 from ...serving.reply import Piece, Reply, Vector
 from ...serving.request import ValidRequest
-from ...serving.tasks import embed, generate
+from ...serving.tasks import embed, generate, score
 from ...serving.tasks.pieces import Run
 from .answers import Answer, Messages, StreamedText, Vectors, check_streamable, turns_of, vector_of
 from .errors import as_mlflow
@@ -78,12 +78,15 @@ class AsyncPieces:
     def __init__(self, session: Session, request: ValidRequest) -> None:
         self._queue = LoopQueue()
         engine: Any = session.engine
-        self._stream = engine.submit(request, self._queue)
-        self._run: Run = (
-            embed.Run(request)
-            if request.task == "embeddings"
-            else generate.Run(request, session.connect().text, self._stream)
-        )
+        submitted = score.for_engine(request) if request.task == "score" else request
+        self._stream = engine.submit(submitted, self._queue)
+        self._run: Run
+        if request.task == "score":
+            self._run = score.Run(request)
+        elif request.task == "embeddings":
+            self._run = embed.Run(request)
+        else:
+            self._run = generate.Run(request, session.connect().text, self._stream)
         self._left = len(request.sequences)
         self._ready: deque[Piece] = deque(self._run.begin())
         self._ended = False

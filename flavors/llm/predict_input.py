@@ -25,8 +25,9 @@ from ...serving.errors import InvalidField
 from ...serving.request import Task
 from .signature import request_fields
 
+SIDES = ("query", "documents", "text_1", "text_2")  # of comparisons, which one column alone never is
 MAX_DEPTH = 128  # above what any field may have, so that a deep field is refused by its own name
-FORMS = "an object with messages, prompt or input; a text; a list of either; or a DataFrame with a row for each"
+FORMS = "an object with messages, prompt, input or query; a text; a list of either; or a DataFrame with a row for each"
 SPARK = "a Spark DataFrame goes through mlflow.pyfunc.spark_udf, or .toPandas()"
 
 
@@ -62,21 +63,24 @@ def of_text(text: str | None, task: Task) -> dict[str, Any]:
     """The request for a bare text. A null is passed on, to be refused by its field's name."""
     if task == "chat":
         return {"messages": text if text is None else [{"role": "user", "content": text}]}
-    return {"prompt" if task == "completions" else "input": text}
+    return {{"completions": "prompt", "score": "query"}.get(task, "input"): text}
 
 
 def _of_frame(frame: pd.DataFrame, task: Task) -> list[dict[str, Any]]:
     columns = list(frame.columns)
-    if len(columns) == 1 and _holds_texts(frame.iloc[:, 0], columns[0]):
+    if len(columns) == 1 and _holds_texts(frame.iloc[:, 0], columns[0], task):
         return [of_text(None if _is_missing(cell) else cell, task) for cell in frame.iloc[:, 0]]
     _check(columns, frame)
     rows = (dict(zip(columns, row, strict=True)) for row in frame.itertuples(index=False, name=None))
     return [_plain({name: cell for name, cell in row.items() if not _is_missing(cell)}) for row in rows]
 
 
-def _holds_texts(column: pd.Series, name: Hashable) -> bool:
-    """Whether a frame's only column holds texts, under a name of the caller's own and not a misspelt field's."""
-    known = request_fields()
+def _holds_texts(column: pd.Series, name: Hashable, task: Task) -> bool:
+    """Whether a frame's only column holds texts, under a name of the caller's own and not a misspelt field's.
+
+    Names such as ``query`` and ``text`` are a caller's own where the model does not compare texts.
+    """
+    known = [field for field in request_fields() if task == "score" or field not in SIDES]
     if name in known or (isinstance(name, str) and nearest(name, known) is not None):
         return False
     return all(isinstance(cell, str) or _is_missing(cell) for cell in column)

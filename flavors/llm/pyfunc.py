@@ -29,7 +29,7 @@ from .signature_enforcement import Given
 
 logger = logging.getLogger(__name__)
 
-CONTENT = ("messages", "prompt", "input")  # of which each row has its own
+CONTENT = ("messages", "prompt", "input", "query", "documents", "text_1", "text_2")  # of which each row has its own
 PROGRESS_FROM = 9  # rows
 PROGRESS = "MLFLOW_LLM_PROGRESS"
 

@@ -25,7 +25,7 @@ from ...serving.errors import Aborted, ServingError, ShuttingDown
 from ...serving.reply import Piece, Reply
 from ...serving.request import Task, ValidRequest
 from ...serving.settings import EngineSettings
-from ...serving.tasks import embed, generate
+from ...serving.tasks import embed, generate, score
 from ...serving.tasks.cache_salt import CacheSalts
 from ...serving.tasks.endpoint import EndpointView, Profile
 from ...serving.tasks.prepare import Limits, prepare
@@ -122,6 +122,8 @@ class Session:
         """The pieces of the reply as they are generated; closing the iterator aborts the request."""
         if request.task == "embeddings":
             return embed.run(self.engine, request)
+        if request.task == "score":
+            return score.run(self.engine, request)
         return generate.run(self.engine, request, self.connect().text)
 
     def reply(self, request: ValidRequest, stop: threading.Event | None = None) -> Reply:

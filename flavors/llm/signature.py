@@ -17,6 +17,7 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 from ...serving.dialects import FIELDS, REFUSED_FIELDS
+from ...serving.dialects.fields import CONTENT
 from ...serving.dialects.tables import MLFLOW
 from ...serving.request import Task
 
@@ -30,6 +31,7 @@ REPLY_FIELDS = {
     "model": DataType.string,
     "choices": AnyType(),
     "data": AnyType(),
+    "results": AnyType(),
     "usage": AnyType(),
 }
 
@@ -44,6 +46,7 @@ EXAMPLES: dict[Task, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16},
     "completions": {"prompt": "Once upon a time", "max_tokens": 16},
     "embeddings": {"input": ["The quick brown fox"]},
+    "score": {"query": "What is a fox?", "documents": ["An animal.", "A colour."]},
 }
 
 
@@ -60,7 +63,7 @@ def params_schema() -> ParamSchema:
     kinds: dict[str, set[str]] = {}
     for table in MLFLOW.values():
         for name, field in table.fields.items():
-            if field.target is not None and name not in (table.required, "stream"):
+            if field.target is not None and name not in (table.required, "stream", *CONTENT):
                 kinds.setdefault(name, set()).add(str(field.read.schema.get("type")))
     one = {name: PARAM_TYPES.get(kind.pop()) for name, kind in kinds.items() if len(kind) == 1}
     fields = [ParamSpec(name, kind, default=None) for name, kind in one.items() if kind is not None]

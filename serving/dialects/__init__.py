@@ -10,11 +10,20 @@ from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
+from .rerank import RerankDialect
 from .responses import ResponsesDialect
 from .tables import FIELDS, REFUSED_FIELDS
 
 DIALECTS: dict[str, Dialect] = {
-    d.name: d for d in (OpenAIDialect(), ResponsesDialect(), AnthropicDialect(), DatabricksDialect(), MlflowDialect())
+    d.name: d
+    for d in (
+        OpenAIDialect(),
+        ResponsesDialect(),
+        AnthropicDialect(),
+        RerankDialect(),
+        DatabricksDialect(),
+        MlflowDialect(),
+    )
 }
 FALLBACK = DIALECTS["mlflow"]
 

@@ -11,6 +11,7 @@ from ..errors import InvalidField
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
 from .constraint_fields import only
 from .fields import Table, task_of
+from .scoring_fields import read_score
 from .tool_fields import chosen
 
 
@@ -21,6 +22,8 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawReq
     if name == "embeddings":
         inputs, _ = found.pop("inputs")
         return RawEmbedding(inputs=inputs, **found)
+    if name == "score":
+        return read_score(found)
     sampling = {key.removeprefix("sampling."): found.pop(key) for key in list(found) if key.startswith("sampling.")}
     _join_max_tokens(found, sampling)
     if constraints := [found.pop(key) for key in list(found) if key.startswith("constraint.")]:

@@ -10,13 +10,14 @@ from typing import Any
 from ..errors import InvalidField
 from ..request import RawRequest, Task
 from .decode import decode
-from .fields import unknown_field
+from .fields import CONTENT, unknown_field
 from .tables import FIELDS, MLFLOW, REFUSED_FIELDS
 
 _CONTENT: Mapping[Task, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": ""}]},
     "completions": {"prompt": ""},
     "embeddings": {"input": ""},
+    "score": {"query": "", "documents": ""},
 }
 
 
@@ -30,7 +31,8 @@ def request_defaults(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 # What tools there are is for who calls them: a reply with a call to a caller that knows none would be of no use.
 _TOOLS = ("tools", "tool_choice")
-NO_DEFAULT = ("messages", "prompt", "input", "model", "adapter", "stream", "stream_options", *_TOOLS, *REFUSED_FIELDS)
+_SIDES = ("documents", "text_2")
+NO_DEFAULT = (*CONTENT, *_SIDES, "model", "adapter", "stream", "stream_options", *_TOOLS, *REFUSED_FIELDS)
 
 
 def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:

@@ -90,14 +90,24 @@ def nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name[:64], list(known), n=1)), None)
 
 
+# The field that says which task a body is for.
+CONTENT: Mapping[str, Task] = {
+    "messages": "chat",
+    "prompt": "completions",
+    "input": "embeddings",
+    "query": "score",
+    "text_1": "score",
+}
+
+
 def task_of(body: Any, task: Task | None) -> Task:
-    """The task a body asks for: ``messages`` chat, ``prompt`` completions, ``input`` embeddings."""
+    """The task a body asks for, by its ``CONTENT``."""
     if not isinstance(body, dict):
         raise InvalidField("body", body, "a JSON object")
     if task is not None:
         return task
-    names: dict[str, Task] = {"messages": "chat", "prompt": "completions", "input": "embeddings"}
-    found = [name for name in names if body.get(name) is not None]
+    found = [name for name in CONTENT if body.get(name) is not None]
     if len(found) != 1:
-        raise InvalidField("body", sorted(map(str, body))[:8], "exactly one of messages, prompt and input")
-    return names[found[0]]
+        *names, last = CONTENT
+        raise InvalidField("body", sorted(map(str, body))[:8], f"exactly one of {', '.join(names)} and {last}")
+    return CONTENT[found[0]]

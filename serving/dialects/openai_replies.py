@@ -12,6 +12,7 @@ import msgspec
 from ..errors import ServingError
 from ..reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
+from .scoring_replies import score_reply
 
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -70,6 +71,8 @@ def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
     """The object of a reply that is not streamed: a chat completion, a text completion, or a list of embeddings."""
     if request.task == "embeddings":
         return _embeddings(request, whole, style)
+    if request.task == "score":
+        return score_reply(request, whole, model_name(request))
     choice = _chat_choice if request.task == "chat" else _text_choice
     choices = [choice(request, entry, style) for entry in whole.choices]
     return {**head(request), "choices": choices, "usage": usage(request, whole.usage, style)}

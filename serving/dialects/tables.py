@@ -6,6 +6,7 @@ MLflow signature lists exactly these, and ``schema`` of each table goes into the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..request import MAX_CHOICES, Task
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
 from .messages import read_messages
+from .scoring_fields import ScoreTable, query, texts
 from .text_readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
 from .tool_fields import DATABRICKS as DATABRICKS_TOOLS
 from .tool_fields import tool_choice, tools_reader
@@ -224,6 +226,33 @@ EMBEDDINGS = (
     _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "keep the first values and renormalise"),
     _field("encoding_format", one_of("float", "base64"), "encoding_format", default="float"),
 )
+TRUNCATION = (
+    _field(
+        "truncate_prompt_tokens",
+        integer(-1, MAX_TOKENS),
+        "truncate",
+        "cut each text or pair to so many tokens, -1: to what the model takes; by default longer ones are refused",
+    ),
+    _field("use_activation", boolean, "activate", "false: a cross-encoder's own number, as it is"),
+)
+QUERY = (
+    _field("query", query, "queries", "the text that documents are compared with"),
+    _field("documents", texts, "documents", "a text or a list of them, each a string or an object with text"),
+)
+RANKING = (
+    _field("top_n", integer(0, MAX_TOKENS), "top_n", "so many of the best; 0: all"),
+    _field("return_documents", boolean, "return_documents", "the documents' texts beside their scores"),
+    _field("max_tokens_per_doc", integer(1, MAX_TOKENS), "truncate_documents", "cut each document to so many tokens"),
+)
+PAIRS = (
+    _field("text_1", texts, "queries", "a text, or as many as text_2 has"),
+    _field("text_2", texts, "documents", "a text or a list of them"),
+)
+OTHER_PAIRS = tuple(
+    dataclasses.replace(field, name=name)
+    for field, names in zip(PAIRS, (("queries", "data_1"), ("documents", "items", "data_2")), strict=True)
+    for name in names
+)
 INSTRUCTION = (_field("instruction", string, "instruction", "put before each input, as the model's card says"),)
 
 # Fields that ask for something of another service around the model; the reason is each field's note.
@@ -275,11 +304,20 @@ OPENAI: Mapping[Task, Table] = {
     ),
     "completions": Table(required="prompt", fields=_by_name(*_COMPLETE), refused=_COMPLETIONS_NOT_BUILT),
     "embeddings": Table(required="input", fields=_by_name(COMMON, EMBEDDINGS)),
+    "score": ScoreTable(
+        required="text_1",
+        fields=_by_name(COMMON, PAIRS, OTHER_PAIRS, TRUNCATION),
+        forms=(("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")),
+    ),
 }
+RERANK = ScoreTable(
+    required="query", fields=_by_name(COMMON, QUERY, RANKING, TRUNCATION), forms=(("query", "documents"),)
+)
 
+TIMEOUT = _field("timeout", number(0, 86400, above=True), "timeout", "seconds this request may take")
 _EMBEDDING_EXTRAS = (
     _field("error_behavior", one_of("error", "truncate"), "error_behavior", "truncate: cut a long input"),
-    _field("timeout", number(0, 86400, above=True), "timeout", "seconds this request may take"),
+    TIMEOUT,
 )
 _DATABRICKS_ANY = (ADAPTER, DATABRICKS_WITHOUT_MEANING)
 
@@ -307,9 +345,14 @@ DATABRICKS: Mapping[Task, Table] = {
     "embeddings": Table(
         required="input", fields=_by_name(COMMON, EMBEDDINGS, INSTRUCTION, _EMBEDDING_EXTRAS, *_DATABRICKS_ANY)
     ),
+    "score": ScoreTable(
+        required="query",
+        fields=_by_name(COMMON, QUERY, PAIRS, RANKING, TRUNCATION, (TIMEOUT,), *_DATABRICKS_ANY),
+        forms=(("query", "documents"), ("text_1", "text_2")),
+    ),
 }
 
-# The pyfunc form takes what either accepts.
+# The pyfunc form takes what either accepts; comparisons of texts have no form of OpenAI's.
 MLFLOW: Mapping[Task, Table] = {
     task: Table(
         required=OPENAI[task].required,
@@ -317,12 +360,14 @@ MLFLOW: Mapping[Task, Table] = {
         refused=OPENAI[task].refused,
     )
     for task in OPENAI
-}
+    if task != "score"
+} | {"score": DATABRICKS["score"]}
 
 FIELDS: Mapping[Task, tuple[str, ...]] = {
     "chat": tuple(MLFLOW["chat"].fields),
     "completions": tuple(MLFLOW["completions"].fields),
     "embeddings": tuple(MLFLOW["embeddings"].fields),
+    "score": tuple(MLFLOW["score"].fields),
 }
 # Named so that a signature carries them to where they are refused, rather than dropping them unseen.
 REFUSED_FIELDS: tuple[str, ...] = tuple(NOT_BUILT)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import sqlalchemy as sa
 
 from ..metering.authorization import Caller
 from ..metering.tables import endpoint_tags, limits
+from ..request import Task
 from .config import EndpointConfig, config_to_wire
 
-_TASK_NAMES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
+_TASK_NAMES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
 def endpoint_to_wire(connection: sa.Connection, row: sa.Row, config: Callable[[int], EndpointConfig]) -> dict[str, Any]:

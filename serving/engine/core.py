@@ -18,7 +18,7 @@ from ..bundle import Bundle
 from ..checked import Checked
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Overloaded, ServingError, ShuttingDown
 from ..events import Finished, FinishReason, PromptScored
-from ..request import ValidRequest
+from ..request import POOLED, ValidRequest
 from ..settings import EngineSettings
 from ..stop_rule import StopReason
 from . import grammar_tokenizer, openmp
@@ -87,7 +87,7 @@ class EngineCore:
             self._inflight.refuse(request, client, error)
             return
         inflight = self._inflight.add(request, client)
-        if request.task == "embeddings":
+        if request.task in POOLED:
             self._embeddings.add(request)
             return
         inflight.groups = self._groups(request, adapter)
@@ -172,7 +172,7 @@ class EngineCore:
         inflight = self._inflight.get(request_id)
         if inflight is None:
             return
-        if inflight.request.task == "embeddings":
+        if inflight.request.task in POOLED:
             self._fail(inflight, Aborted("the request was aborted"))
         for sequence in inflight.unfinished:
             self._finish(sequence, "abort")
@@ -361,7 +361,7 @@ class EngineCore:
             deadline = inflight.request.deadline
             if deadline is None or now < deadline:
                 continue
-            if inflight.request.task == "embeddings":
+            if inflight.request.task in POOLED:
                 self._fail(inflight, DeadlineExceeded("the time limit passed before the embeddings were computed"))
             for sequence in inflight.unfinished:
                 self._finish(sequence, "deadline")

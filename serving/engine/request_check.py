@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ContextTooLong, InvalidField
-from ..request import ValidRequest
+from ..request import POOLED, ValidRequest
 from .interface import EngineInfo
 
 NO_GRAMMARS = "nothing: this engine has no structured output"
@@ -11,8 +11,8 @@ NO_GRAMMARS = "nothing: this engine has no structured output"
 
 def check_request(request: ValidRequest, info: EngineInfo) -> None:
     """Raises ``InvalidField`` or ``ContextTooLong`` for what the model of ``info`` cannot run."""
-    embeds = request.task == "embeddings"
-    generates = info.tasks != ("embeddings",)
+    embeds = request.task in POOLED
+    generates = not POOLED.issuperset(info.tasks)
     if request.task not in info.tasks and (embeds or not generates):
         raise InvalidField("task", request.task, " or ".join(info.tasks))
     if not request.sequences:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from ..errors import InvalidField
-from ..request import Raw, Task
+from ..request import POOLED, Raw, Task
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .route import Request
 from .server import Server
@@ -30,7 +30,7 @@ def check_limits(server: Server, request: Request, meant: list[ServedEntity], ta
         return
     names = {one.endpoint for one in meant}
     paid = all(one.mode is not None and not one.mode.profile.reserves for one in meant)
-    embeds = task == "embeddings" or any("embeddings" in one.tasks for one in meant)
+    embeds = task in POOLED or any(not POOLED.isdisjoint(one.tasks) for one in meant)
     server.ledger.check(
         key_id=request.caller.key_id,
         tenant=request.caller.tenant,

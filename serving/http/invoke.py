@@ -17,7 +17,7 @@ from ..observability.access_record import AccessRecord
 from ..reply import Done, Piece, Reply
 from ..request import RawRequest, ValidRequest
 from ..routing.served_endpoints import ServedEntity
-from ..tasks import embed, generate
+from ..tasks import embed, generate, score
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
@@ -138,6 +138,8 @@ def _start(
 def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
     if valid.task == "embeddings":
         return embed.run(entity.engine, valid)
+    if valid.task == "score":
+        return score.run(entity.engine, valid)
     on_tokens = None if admission is None else lambda _, count: admission.count(count)
     return generate.run(entity.engine, valid, entity.view.text, on_tokens)
 

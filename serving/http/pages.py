@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as installed_version
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import structs
 
@@ -12,6 +12,7 @@ from ..engine.interface import EngineInfo, Health
 from ..errors import NotFound, ShuttingDown, Unauthenticated, Unavailable
 from ..metering.authorization import UNKNOWN, Caller
 from ..observability import metrics
+from ..request import Task
 from ..routing.replica_set import BEST_FIRST
 from ..routing.served_endpoints import ServedEntity
 from .answer import Answer, json_answer
@@ -19,7 +20,7 @@ from .route import Auth, Listener, Request, Route
 from .server import Server
 
 SHOWN_TO_ALL = ("status", "kernels", "kernels_reason")  # of an endpoint's health; the rest counts every tenant's work
-TASK_TYPES = {"chat": "llm/v1/chat", "completions": "llm/v1/completions", "embeddings": "llm/v1/embeddings"}
+TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
 def _model(entity: ServedEntity, caller: Caller, adapter: str | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..engine.interface import Engine
 from ..errors import from_kind
 from ..events import Embedded, Failed, Finished, Tokens
-from ..request import Sampling, Sequence, ValidRequest
+from ..request import POOLED, Sampling, Sequence, ValidRequest
 
 SECONDS = 5.0  # about what a calibration may take
 DEADLINE = 120.0  # seconds that a request of it may take at most
@@ -52,7 +52,7 @@ def calibrate(
     callers = max(1, min(callers, info.max_num_seqs))
     prompt_tokens = max(1, min(prompt_tokens, info.max_model_len // 2))
     new_tokens = max(1, min(new_tokens, info.max_model_len - prompt_tokens))
-    if set(info.tasks) == {"embeddings"}:
+    if POOLED.issuperset(info.tasks):
         return _calibrate_prefill(engine, callers, prompt_tokens, clock)
     _together(engine, 1, prompt_tokens, 1)
     began = clock()
@@ -123,7 +123,7 @@ def _request(engine: Engine, caller: int, prompt_tokens: int, new_tokens: int) -
     prompt = tuple((start + position * 104_729) % vocabulary for position in range(prompt_tokens))
     return ValidRequest(
         request_id=f"calibration-{stamp}-{caller}",
-        task="completions" if new_tokens else "embeddings",
+        task="completions" if new_tokens else engine.info.tasks[0],
         model="calibration",
         sequences=(Sequence(prompt_token_ids=prompt),),
         provisioned=True,

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from ..errors import RequestError
 from .tracing import SpanRecord
 
-SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING"}
+SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}
 
 
 def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:

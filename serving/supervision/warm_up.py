@@ -8,7 +8,7 @@ import uuid
 from ..engine.interface import Engine
 from ..errors import EngineDied, from_kind
 from ..events import Embedded, Failed, Finished
-from ..request import Sampling, Sequence, ValidRequest
+from ..request import POOLED, Sampling, Sequence, ValidRequest
 
 
 def generate_one(engine: Engine, *, timeout: float = 120.0) -> float:
@@ -20,7 +20,7 @@ def generate_one(engine: Engine, *, timeout: float = 120.0) -> float:
         task=task,
         model="",
         sequences=(Sequence(prompt_token_ids=(0,)),),
-        sampling=None if task == "embeddings" else Sampling(max_tokens=1, temperature=0.0),
+        sampling=None if task in POOLED else Sampling(max_tokens=1, temperature=0.0),
         deadline=time.monotonic() + timeout,
     )
     stream = engine.submit(request)

@@ -11,10 +11,11 @@ import dataclasses
 import msgspec
 
 from ..errors import ContextTooLong
-from ..request import RawCompletion, RawEmbedding, RawRequest, RawSampling
+from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, RawScore
 from .endpoint import EndpointView
 from .prepare import check_task, prepare, with_defaults
 from .prompts import embedding_limit, instructed, is_raw
+from .scored_texts import pair_limit
 
 MOST = 2**18  # tokens of a prompt that are counted at least, however short the context: encoding them takes a second
 
@@ -25,19 +26,23 @@ def most(endpoint: EndpointView) -> int:
 
 
 def room(endpoint: EndpointView) -> int:
-    """Tokens that the model takes: prompt and completion together, or one input."""
-    return endpoint.context if endpoint.generates else embedding_limit(endpoint)
+    """Tokens that the model takes: prompt and completion together, or one input, or a pair of texts."""
+    if endpoint.generates:
+        return endpoint.context
+    return pair_limit(endpoint) if "score" in endpoint.info.tasks else embedding_limit(endpoint)
 
 
-def prompt_tokens(raw: RawRequest, endpoint: EndpointView) -> tuple[int, ...]:
-    """The token ids of the first prompt or input of ``raw``: template, tools, instruction and special tokens included.
+def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: EndpointView) -> tuple[int, ...]:
+    """The token ids of the first prompt or input of ``given``, with template, tools, instruction and special tokens.
 
-    What ``raw`` says of sampling has no say here. Raises what ``prepare`` does, ``ContextTooLong`` above ``most``.
+    What ``given`` says of sampling has no say here. Raises what ``prepare`` does, ``ContextTooLong`` above ``most``.
     """
-    check_task(raw.task, endpoint)
+    check_task(given.task, endpoint)
+    raw: RawRequest = given
     own = endpoint.defaults(raw.task)
     if own is not None:
         raw = with_defaults(raw, own)
+    assert not isinstance(raw, RawScore)
     if isinstance(raw, RawEmbedding):
         text = instructed(raw, endpoint)[0]
         _check_size(text, endpoint, "input")

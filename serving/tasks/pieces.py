@@ -8,7 +8,7 @@ from typing import Protocol
 from ..engine.interface import EventStream
 from ..errors import ServingError, from_kind
 from ..events import Event, Failed
-from ..reply import CallDelta, Choice, Delta, Ended, Piece, Reply, ReplyCall, Usage, Vector
+from ..reply import CallDelta, Choice, Delta, Ended, Piece, Reply, ReplyCall, Score, Usage, Vector
 
 
 class Pieces:
@@ -88,6 +88,7 @@ def gather(pieces: Iterable[Piece]) -> Reply:
     """A whole reply of its pieces."""
     choices: dict[int, _Gathered] = {}
     vectors: dict[int, bytes] = {}
+    scores: dict[int, float] = {}
     usage = Usage(prompt_tokens=0)
     for piece in pieces:
         if isinstance(piece, Delta):
@@ -96,11 +97,14 @@ def gather(pieces: Iterable[Piece]) -> Reply:
             choices.setdefault(piece.index, _Gathered()).ended = piece
         elif isinstance(piece, Vector):
             vectors[piece.index] = piece.data
+        elif isinstance(piece, Score):
+            scores[piece.index] = piece.value
         else:
             usage = piece.usage
     return Reply(
         choices=tuple(choices[index].choice(index) for index in sorted(choices)),
         vectors=tuple(vectors[index] for index in sorted(vectors)),
+        scores=tuple(scores[index] for index in sorted(scores)),
         usage=usage,
     )
 

@@ -18,17 +18,29 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
-from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Sequence, Task, ValidRequest
+from ..request import (
+    RawChat,
+    RawCompletion,
+    RawEmbedding,
+    RawRequest,
+    RawSampling,
+    RawScore,
+    Scoring,
+    Sequence,
+    Task,
+    ValidRequest,
+)
 from .chat import prepare_chat
 from .endpoint import EndpointView
 from .forms import grammar
 from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
 from .sampling import resolve, seeds
+from .scored_texts import encoder_texts, pairs
 
 T = TypeVar("T", bound=Struct)
 MASK = 2**64 - 1
-CONTENT: Mapping[Task, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input"}
+CONTENT: Mapping[Task, str] = {"chat": "messages", "completions": "prompt", "embeddings": "input", "score": "query"}
 # As defaults these give way to what the request says and to the room in the context, which ``sampling.resolve`` knows.
 LENGTHS = ("max_tokens", "min_tokens")
 
@@ -86,7 +98,7 @@ def prepare(
     if own is not None:
         raw = with_defaults(raw, own)
     _check_rules(raw, endpoint)
-    timeout = raw.timeout if isinstance(raw, RawEmbedding) else raw.sampling.timeout
+    timeout = raw.timeout if isinstance(raw, RawEmbedding | RawScore) else raw.sampling.timeout
     head = _Head(
         request_id=request_id or uuid.uuid4().hex,
         created=int(time.time()) if created is None else created,
@@ -97,8 +109,10 @@ def prepare(
     )
     if isinstance(raw, RawEmbedding):
         valid = _embedding(raw, endpoint, head)
+    elif isinstance(raw, RawScore):
+        valid = _score(raw, endpoint, head)
     else:
-        lengths = RawSampling() if own is None or isinstance(own, RawEmbedding) else own.sampling
+        lengths = RawSampling() if own is None or isinstance(own, RawEmbedding | RawScore) else own.sampling
         valid = _generation(raw, endpoint, head, task, lengths)
     check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
     return valid
@@ -106,14 +120,14 @@ def prepare(
 
 def check_task(task: Task, endpoint: EndpointView) -> None:
     """Raises ``RequestError`` for what the endpoint's model does not do."""
-    if task not in endpoint.info.tasks:
+    if task not in endpoint.info.tasks and not (task == "score" and "embeddings" in endpoint.info.tasks):
         field = CONTENT[task]
         raise RequestError(f"{field}: this model does {', '.join(endpoint.info.tasks)}, not {task}", param=field)
 
 
 def with_defaults(raw: RawRequest, own: RawRequest) -> RawRequest:
     """``raw`` with the model's own fields where it says nothing."""
-    if isinstance(raw, RawEmbedding) or isinstance(own, RawEmbedding):
+    if isinstance(raw, RawEmbedding | RawScore) or isinstance(own, RawEmbedding | RawScore):
         return _filled(raw, own)
     return _filled(raw, own, sampling=_filled(raw.sampling, own.sampling, without=LENGTHS))
 
@@ -134,6 +148,8 @@ def _check_rules(raw: RawRequest, endpoint: EndpointView) -> None:
     if isinstance(raw, RawEmbedding):
         n, error_behavior, stops = None, raw.error_behavior, None
         _check_embedding(raw, endpoint)
+    elif isinstance(raw, RawScore):
+        n, error_behavior, stops = None, None, None
     else:
         n, error_behavior, stops = raw.sampling.n, raw.sampling.error_behavior, raw.sampling.stop
     if n is not None and n != 1 and not profile.allow_n:
@@ -226,6 +242,35 @@ def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidR
         dimensions=raw.dimensions,
         encoding_format=raw.encoding_format or "float",
         truncated=any(entry.truncated for entry in inputs),
+        created=head.created,
+        deadline=head.deadline,
+    )
+
+
+def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
+    if len(raw.documents) > endpoint.profile.max_prompts:
+        allowed = f"at most {endpoint.profile.max_prompts}"
+        raise InvalidField(raw.names[1], f"{len(raw.documents)} texts", allowed)
+    crosses = "score" in endpoint.info.tasks
+    if not crosses and raw.activate is not None:
+        raise InvalidField("use_activation", raw.activate, "null: this model's scores are cosines, as they are")
+    texts = pairs(raw, endpoint) if crosses else encoder_texts(raw, endpoint)
+    spec = endpoint.text.cross_encoder
+    scoring = Scoring(
+        num_queries=0 if crosses else len(raw.queries),
+        activation="identity" if spec is None or raw.activate is False else spec.activation,
+        ranked=raw.ranked,
+        top_n=raw.top_n or None,
+        documents=raw.documents if raw.ranked and raw.return_documents is not False else None,
+    )
+    return ValidRequest(
+        request_id=head.request_id,
+        task="score",
+        model=head.model,
+        adapter=head.adapter,
+        sequences=tuple(Sequence(prompt_token_ids=ids) for ids in texts.sequences),
+        second_from=texts.second_from,
+        scoring=scoring,
         created=head.created,
         deadline=head.deadline,
     )

@@ -15,10 +15,9 @@ from ..errors import ContextTooLong, InvalidField
 from ..request import ChatEnd, Message, RawChat, RawCompletion, RawEmbedding, RawSampling
 from .conversation import check_turns, template_messages, template_variables, thinking_variables, with_system
 from .endpoint import EndpointView
+from .text import BEGINNING
 from .tool_messages import check_tool_messages
 from .tool_prompts import template_name, with_tools
-
-BEGINNING = 16  # characters of an embedding input for each token that it may have: more than any language's words need
 
 
 class Prompt(NamedTuple):
@@ -73,7 +72,7 @@ def embedding_inputs(raw: RawEmbedding, endpoint: EndpointView) -> list[Prompt]:
     naming ``input[i]``."""
     if len(raw.inputs) > endpoint.profile.max_prompts:
         raise InvalidField("input", f"{len(raw.inputs)} inputs", f"at most {endpoint.profile.max_prompts}")
-    found = _embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
+    found = embedded_texts(raw, endpoint) if isinstance(raw.inputs[0], str) else _embedded_tokens(raw, endpoint)
     limit = embedding_limit(endpoint)
     prompts = []
     for i, (ids, cut) in enumerate(found):
@@ -189,7 +188,7 @@ def _instruction(raw: RawEmbedding, endpoint: EndpointView) -> str:
     return raw.instruction if not raw.instruction or raw.instruction[-1].isspace() else raw.instruction + " "
 
 
-def _embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
+def embedded_texts(raw: RawEmbedding, endpoint: EndpointView) -> Iterator[tuple[tuple[int, ...], bool]]:
     """``(ids, cut)`` of each text. The beginning decides, however long the rest: only a beginning of very few tokens
     needs the whole text."""
     limit, prefix, text = embedding_limit(endpoint), _instruction(raw, endpoint), endpoint.text

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the server's settings import this module, and commands and 
 
 MAX_REPLY_BYTES = 32 * 2**20  # of a server's, unless its settings say otherwise
 LOGPROB = 96  # bytes: token, number and bytes of one alternative
+SCORE = 64  # bytes of one score in its object
 NUMBER = {"float": 20, "base64": 6}  # bytes of one value of a vector
 
 
@@ -59,6 +60,8 @@ def fixed_size(request: ValidRequest, dimensions: int) -> int:
     """Bytes that the reply will have whatever is generated: what it repeats of the request, and vectors."""
     if request.task == "embeddings":
         return len(request.sequences) * NUMBER[request.encoding_format] * (request.dimensions or dimensions)
+    if request.scoring is not None:
+        return len(request.sequences) * SCORE + _bytes(request.scoring.documents or ())
     return _repeated(request)
 
 

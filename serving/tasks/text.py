@@ -6,6 +6,7 @@ made. Templates are rendered in processes of their own (``rendering``).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from ..bundle import Bundle, EmbeddingSpec
+from ..bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
 from ..confined import Refused
 from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
@@ -23,6 +24,7 @@ from ..token_bytes import byte_table
 from ..tool_calls.detect import detect_or_generic
 from ..tool_calls.formats import ToolFormat
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
 from .special_token_injection import InjectionGuard, unmarked
 from .tokenizer_check import check_tokenizer
@@ -30,6 +32,7 @@ from .tokenizer_check import check_tokenizer
 CHUNK = 65536  # characters tokenised at a time while only asking whether a text can fit
 SHORT = 2048  # characters or tokens, which take less time than to hand the lock to and fro
 GROUP = 64  # texts tokenised at a time, before one of them is found too long
+BEGINNING = 16  # characters of a text for each token that it may have: more than any language's words need
 DEFAULT_TEMPLATE = "default"
 
 
@@ -47,6 +50,7 @@ class TextModel:
         self._tables = byte_table(self._backend, self._special_ids)
         self.templates = _templates(bundle, self._hf)
         self.embedding: EmbeddingSpec | None = bundle.embedding
+        self.cross_encoder: CrossEncoderSpec | None = bundle.cross_encoder
         self.eos_token_ids = eos_ids(bundle.model_dir, self._hf)
         self.vocab_size = len(self._hf)
         self._bos: str | None = self._hf.bos_token
@@ -82,6 +86,42 @@ class TextModel:
     def encode_input(self, text: str) -> tuple[int, ...]:
         """Token ids of a text to be embedded, with the model's special tokens and nothing cut."""
         return tuple(_encoding(self._backend, text, True).ids)
+
+    def encode_plain(self, texts: Sequence[str], limit: int) -> list[tuple[int, ...]]:
+        """Token ids of each text without special tokens; of one with more than ``limit``, more than that at least."""
+        found: list[tuple[int, ...]] = []
+        for start in range(0, len(texts), GROUP):
+            group = texts[start : start + GROUP]
+            beginnings = [text[: BEGINNING * limit] for text in group]
+            for text, encoding in zip(group, _encodings(self._backend, beginnings, False), strict=True):
+                ids = tuple(encoding.ids)
+                if len(text) > BEGINNING * limit and len(ids) <= limit:
+                    ids = tuple(_encoding(self._backend, text, False).ids)
+                found.append(ids)
+        return found
+
+    def shortened(self, token_ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
+        """``token_ids`` of a text with its special tokens, cut at the text's end to ``limit`` tokens."""
+        tail = self._tail
+        kept = limit - len(tail)
+        return (
+            token_ids[:kept] + tail
+            if kept > 0 and token_ids[len(token_ids) - len(tail) :] == tail
+            else token_ids[:limit]
+        )
+
+    @functools.cached_property
+    def _tail(self) -> tuple[int, ...]:
+        """The special tokens behind a text."""
+        plain = self._backend.encode("a", add_special_tokens=False)
+        whole = self._backend.post_process(plain)
+        owners = whole.sequence_ids
+        return tuple(whole.ids[owners.index(0) + len(plain.ids) :])
+
+    @functools.cached_property
+    def pairs(self) -> PairTemplate:
+        """How two texts are put together. Raises ``PackagingError``."""
+        return PairTemplate(self._backend, typed="token_type_ids" in self._hf.model_input_names)
 
     def _embedder(self, limit: int) -> Tokenizer:
         found = self._embedders.get(limit)

@@ -25,7 +25,7 @@ from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, He
 from ..engine.request_check import NO_GRAMMARS
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
 from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
-from ..request import ValidRequest
+from ..request import POOLED, ValidRequest
 from ..settings import EngineSettings, SecondsOrZero
 from ..stop_rule import StopReason, StopRule
 
@@ -195,7 +195,7 @@ class InstantCore:
             return []
         now = time.monotonic()
         for running in batch:
-            if running.request.task == "embeddings":
+            if running.request.task in POOLED:
                 self._embed(running)
             else:
                 self._decode(running, now)

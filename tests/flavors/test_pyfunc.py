@@ -93,7 +93,7 @@ def test_arrays_of_a_parquet_row_are_lists():
 @pytest.mark.parametrize(
     ("given", "reported"),
     [
-        (5, "body: 5 is not allowed; expected an object with messages, prompt or input; a text"),
+        (5, "body: 5 is not allowed; expected an object with messages, prompt, input or query; a text"),
         (None, "body: None"),
         ([5], "row 0: 5"),
         (["a", None], "row 1: None"),

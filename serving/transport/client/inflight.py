@@ -8,7 +8,7 @@ import msgspec
 
 from ...errors import ServingError
 from ...events import Event, Failed, Finished, FinishReason, PromptScored, Tokens
-from ...request import ValidRequest
+from ...request import POOLED, ValidRequest
 from ...stop_rule import StopRule
 
 Phase = Literal["running", "pausing", "paused"]
@@ -114,7 +114,7 @@ class InflightRequest:
     def should_pause(self) -> bool:
         """Whether the reader is too slow. The sink is asked again after ``paused`` is set: a reader that has just
         emptied it did not see that."""
-        if self.phase != "running" or self.request.task == "embeddings" or not self.sink.is_full:
+        if self.phase != "running" or self.request.task in POOLED or not self.sink.is_full:
             return False
         self.sink.paused = True
         if self.sink.is_drained:

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...engine.interface import Client, EngineOutput
 from ...events import Failed, Tokens, is_terminal
 from ...journal import Journal, JournalEntry
-from ...request import ValidRequest
+from ...request import POOLED, ValidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class MeteredRequests:
     def begin(self, client: Client, request: ValidRequest, root: str) -> None:
         """Count ``request`` in the journal under ``root``; "" counts nothing. ``client``: as the core returns it with
         the request's events."""
-        journal = self._journal(root) if root and request.task != "embeddings" else None
+        journal = self._journal(root) if root and request.task not in POOLED else None
         if journal is None:
             return
         try:

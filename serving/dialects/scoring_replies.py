@@ -1,0 +1,42 @@
+"""The objects of replies with scores: vLLM's list of them, and the ranking of Jina's and Cohere's APIs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..reply import Reply
+from ..request import ValidRequest
+
+
+def score_reply(request: ValidRequest, whole: Reply, model: str) -> dict[str, Any]:
+    """Scores in the order of the texts; where a ranking was asked for, the documents' places, best first."""
+    usage = {"prompt_tokens": whole.usage.prompt_tokens, "total_tokens": whole.usage.total_tokens}
+    if request.scoring is not None and request.scoring.ranked:
+        return {
+            "id": "rerank-" + request.request_id,
+            "model": model,
+            "results": ranking(request, whole),
+            "usage": usage,
+        }
+    return {
+        "id": "score-" + request.request_id,
+        "object": "list",
+        "created": request.created,
+        "model": model,
+        "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(whole.scores)],
+        "usage": usage,
+    }
+
+
+def ranking(request: ValidRequest, whole: Reply) -> list[dict[str, Any]]:
+    """Best first; of equal scores the one that came first in the request."""
+    assert request.scoring is not None
+    scores, documents = whole.scores, request.scoring.documents
+    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    found: list[dict[str, Any]] = []
+    for index in order[: request.scoring.top_n]:
+        entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if documents is not None:
+            entry["document"] = {"text": documents[index]}
+        found.append(entry)
+    return found
