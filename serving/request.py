@@ -24,6 +24,20 @@ MAX_PROMPTS = 2048  # or inputs of one request
 MAX_MESSAGES = 4096
 
 
+EarlyStopping: TypeAlias = Literal["heuristic", "first", "never"]
+
+
+class RawBeams(Struct, frozen=True, kw_only=True):
+    """What a caller may say of a beam search; see ``Beams``. ``field`` is what the width is called there."""
+
+    width: int
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping | None = None
+    num_groups: int | None = None
+    diversity_penalty: float | None = None
+    field: str = "beam_width"
+
+
 class RawSampling(Struct, frozen=True, kw_only=True):
     """What a caller may say of sampling; None means the default of the endpoint's profile."""
 
@@ -50,6 +64,7 @@ class RawSampling(Struct, frozen=True, kw_only=True):
     error_behavior: ErrorBehavior | None = None
     timeout: float | None = None
     constraint: Constraint | None = None
+    beams: RawBeams | None = None
 
 
 class Raw(Struct, frozen=True, kw_only=True):
@@ -201,14 +216,16 @@ class Beams(Struct, frozen=True, kw_only=True):
     A text's score is its sum of log probabilities over its length to the power of ``length_penalty``.
     ``early_stopping`` "heuristic", "first" and "never" are transformers' False, True and "never". More than one
     ``num_groups`` (a divisor of the width) is diverse beam search: a group's log probabilities are lowered by
-    ``diversity_penalty`` for each earlier group's beam that has chosen the token in this step.
+    ``diversity_penalty`` for each earlier group's beam that has chosen the token in this step. ``field`` is what the
+    width is called in the request, for errors.
     """
 
     width: int
     length_penalty: float = 1.0
-    early_stopping: Literal["heuristic", "first", "never"] = "heuristic"
+    early_stopping: EarlyStopping = "heuristic"
     num_groups: int = 1
     diversity_penalty: float = 0.0
+    field: str = "beam_width"
 
 
 class Sampling(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import InvalidField
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
+from .beam_fields import beams_of
 from .constraint_fields import only
 from .fields import Table, task_of
 from .scoring_fields import read_score
@@ -28,6 +29,8 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawReq
     _join_max_tokens(found, sampling)
     if constraints := [found.pop(key) for key in list(found) if key.startswith("constraint.")]:
         sampling["constraint"] = only(constraints)
+    if (beams := beams_of(found, sampling, body)) is not None:
+        sampling["beams"] = beams
     if found.get("include_usage") and not found.get("stream"):
         raise InvalidField("stream_options", body["stream_options"], "null unless stream is true")
     if name == "chat":
@@ -37,10 +40,6 @@ def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawReq
             found["tool_choice"] = chosen(found["tool_choice"], found.get("tools"))
         return RawChat(sampling=msgspec.convert(sampling, RawSampling), **found)
     prompts, batched = found.pop("prompts")
-    best_of = found.pop("best_of", None)
-    n = sampling.get("n") or 1
-    if best_of is not None and best_of != n:
-        raise InvalidField("best_of", best_of, f"n ({n}): choices are not ranked")
     if sampling.get("top_logprobs") is not None:
         sampling["logprobs"] = True
     return RawCompletion(prompts=prompts, batched=batched, sampling=msgspec.convert(sampling, RawSampling), **found)

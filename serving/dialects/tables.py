@@ -28,6 +28,7 @@ from ..readers import (
     string,
 )
 from ..request import MAX_CHOICES, Task
+from .beam_fields import BEAMS
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
 from .messages import read_messages
@@ -215,7 +216,6 @@ COMPLETIONS = (
     _field("suffix", string, "suffix", "appended to the end of each completion"),
     _field("echo", boolean, "echo", "return the prompt together with the completion", default=False),
     _field("logprobs", integer(0, 20), "sampling.top_logprobs", "alternatives for each token"),
-    _field("best_of", integer(1, MAX_CHOICES), "best_of", "must equal n: no ranking of hidden choices"),
 )
 NO_TOOLS = "tools are called in chats"
 _COMPLETIONS_WITHOUT_MEANING = (_field("parallel_tool_calls", boolean, None, note=NO_TOOLS),)
@@ -288,12 +288,11 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
     "verbosity": _nothing("the model has no such setting"),
     "web_search_options": _nothing("web search is not supported"),
     "guided_whitespace_pattern": _nothing(WHITESPACE),
-    "use_beam_search": one_of(False, why="beam search is not supported yet"),
     "watermark": one_of(False, why="watermarks are not supported"),
 }
 _COMPLETIONS_NOT_BUILT = {**NOT_BUILT, "tools": _nothing(NO_TOOLS)}
 
-_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, CONSTRAINTS, WITHOUT_MEANING)
+_GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, BEAMS, CONSTRAINTS, WITHOUT_MEANING)
 _COMPLETE = (*_GENERATE, COMPLETIONS, _COMPLETIONS_WITHOUT_MEANING)
 
 OPENAI: Mapping[Task, Table] = {

@@ -66,7 +66,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         kv_cache_memory=memory,
         threads=torch.get_num_threads(),
         pid=os.getpid(),
-        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir)),
+        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True),
     )
     scheduler = Scheduler(
         cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens

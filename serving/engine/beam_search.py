@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-EarlyStopping: TypeAlias = Literal["heuristic", "first", "never"]
-"""When a search with ``width`` hypotheses ends before its full length ("heuristic", "first" and "never" are
-transformers' False, True and "never"): where the best running beam, at its present length, is no better than the worst
-hypothesis; at once; where no longer text could be better."""
+from ..request import EarlyStopping
 
 NONE = np.float32(-1e9)  # of a place that has no beam or hypothesis
 
@@ -63,6 +60,10 @@ class Hypothesis:
 
 class BeamSearch:
     """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
+
+    The search ends before its full length where it has ``width`` hypotheses and, with ``early_stopping`` "heuristic",
+    the best running beam is no better at its present length than the worst of them; "first": at once; "never": where no
+    longer text could be better (transformers' False, True and "never").
 
     ``step`` is called with the log probabilities of every running beam until ``done``; ``best`` then has the
     hypotheses, the best one first.

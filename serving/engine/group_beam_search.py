@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .beam_search import NONE, EarlyStopping, Fork, Hypothesis, Note, Trail
+from ..request import EarlyStopping
+from .beam_search import NONE, Fork, Hypothesis, Note, Trail
 
 
 class _Group:

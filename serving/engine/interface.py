@@ -34,13 +34,15 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
     ``resumes``: a request with ``resumed_token_ids`` goes on with the text that it would have had; without, one that
     has delivered tokens ends with its engine, and is not paused for a slow reader. ``adapters``: LoRA adapters, loaded
-    and unloaded while it runs. ``structured_output``: generation within a grammar. ``provisioned``: it keeps the
+    and unloaded while it runs. ``structured_output``: generation within a grammar.
+    ``beam_search``: ``Sampling.beams``. ``provisioned``: it keeps the
     pace of provisioned requests beside best-effort ones.
     """
 
     resumes: bool = True
     adapters: bool = True
     structured_output: bool = False
+    beam_search: bool = False
     provisioned: bool = True
 
 

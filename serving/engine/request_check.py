@@ -42,14 +42,14 @@ def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> 
         raise InvalidField(grammar.field, "a grammar", "null with beam search, whose beams are held to none")
     if not request.n <= beams.width <= min(info.max_num_seqs, info.vocab_size):
         most = min(info.max_num_seqs, info.vocab_size)
-        raise InvalidField("beam_width", beams.width, f"an integer in [n ({request.n}), {most}]")
+        raise InvalidField(beams.field, beams.width, f"an integer in [n ({request.n}), {most}]")
     if beams.num_groups < 1 or beams.width % beams.num_groups:
         raise InvalidField("num_beam_groups", beams.num_groups, f"a divisor of the beam width, {beams.width}")
     for sequence in request.sequences:
         length = min(len(sequence.prompt_token_ids) + request.sampling.max_tokens, info.max_kv_tokens)
         if length * beams.width > num_kv_tokens:
             most = num_kv_tokens // length
-            raise InvalidField("beam_width", beams.width, f"at most {most}: so many texts of {length} tokens fit")
+            raise InvalidField(beams.field, beams.width, f"at most {most}: so many texts of {length} tokens fit")
 
 
 def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, most: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ..constraint import Grammar
 from ..errors import ContextTooLong, InvalidField
-from ..request import RawSampling, Sampling
+from ..request import Beams, RawBeams, RawSampling, Sampling
 from .endpoint import EndpointView
 
 MASK = 2**64 - 1
@@ -28,7 +30,7 @@ def resolve(
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     eos = () if asked.ignore_eos else endpoint.text.eos_token_ids
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
-    return Sampling(
+    resolved = Sampling(
         max_tokens=max_tokens,
         min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
         temperature=_or(asked.temperature, profile.default_temperature),
@@ -45,6 +47,24 @@ def resolve(
         prompt_logprobs=logprobs if score_prompt else None,
         grammar=grammar,
     )
+    return resolved if asked.beams is None else _searched(resolved, asked, asked.beams, endpoint)
+
+
+def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: EndpointView) -> Sampling:
+    """As a beam search: nothing is drawn, so that the model's own temperature and truncation mean nothing."""
+    if not endpoint.info.capabilities.beam_search:
+        raise InvalidField(raw.field, raw.width, "null: this model's engine has no beam search")
+    if asked.stop:
+        raise InvalidField("stop", list(asked.stop), "null with beam search; stop_token_ids end its texts")
+    beams = Beams(
+        width=raw.width,
+        length_penalty=_or(raw.length_penalty, 1.0),
+        early_stopping=raw.early_stopping or "heuristic",
+        num_groups=raw.num_groups or 1,
+        diversity_penalty=_or(raw.diversity_penalty, 0.0),
+        field=raw.field,
+    )
+    return msgspec.structs.replace(sampling, beams=beams, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)
 
 
 def seeds(first: int, count: int) -> list[int]:

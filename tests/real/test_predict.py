@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from mlflow.exceptions import MlflowException
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.serving.errors import InvalidField, NotFound
@@ -106,6 +106,26 @@ def test_every_field_has_its_effect(model):
         assert holds(reply), (name, reply)
     twice = model.predict([plain | {"temperature": 1.5, "seed": 11}] * 2)
     assert twice[0]["choices"] == twice[1]["choices"]
+
+
+def test_a_search_has_the_texts_of_generate(model, smollm2_dir):
+    """``use_beam_search`` gives what ``generate(num_beams=…)`` does, best first; the tokens that are sent count."""
+    prompt = "The best thing about autumn is"
+    asked = {"prompt": prompt, "use_beam_search": True, "best_of": 4, "n": 2, "max_tokens": 12, "length_penalty": 0.5}
+    reply = model.predict(asked)
+    base = AutoModelForCausalLM.from_pretrained(smollm2_dir)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    ids = tokenizer(prompt, return_tensors="pt")
+    out = base.generate(
+        **ids, num_beams=4, num_return_sequences=2, length_penalty=0.5, max_new_tokens=12, do_sample=False,
+        repetition_penalty=None, pad_token_id=0,
+    )  # fmt: skip
+    new = out[:, ids["input_ids"].shape[1] :]
+    assert [c["text"] for c in reply["choices"]] == tokenizer.batch_decode(new, skip_special_tokens=True)
+    assert reply["usage"]["completion_tokens"] == 24
+    (streamed,) = {c["index"]: c["text"] for chunk in model.predict_stream(asked | {"n": 1})
+                   for c in chunk["choices"] if c["text"]}.values()  # fmt: skip
+    assert streamed == reply["choices"][0]["text"]
 
 
 def test_params_are_for_all_rows(model):

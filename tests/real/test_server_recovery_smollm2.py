@@ -30,6 +30,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"model": "assistant:pirate"} | STREAM),
     ("completions", LENGTH | {"prompt": "The quick brown fox", "temperature": 0}),
     ("completions", LENGTH | {"prompt": ["Once", "Twice"], **SAMPLED} | STREAM),
+    ("completions", LENGTH | {"prompt": "Once upon a time", "use_beam_search": True, "best_of": 3, "n": 2} | STREAM),
 ]
 
 
@@ -95,8 +96,8 @@ def undisturbed(server: Server) -> list[Any]:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_caller_can_tell(server: Server, undisturbed: list[Any], fault: signal.Signals) -> None:
-    """Chat, an adapter's too, and completions, greedy and sampled, streamed and whole, one and two choices, under way
-    when the engine is killed or stopped: texts, ends and counts are those of an undisturbed run."""
+    """Chat, an adapter's too, and completions, greedy, sampled and searched, streamed and whole, one and two choices,
+    under way when the engine is killed or stopped: texts, ends and counts are those of an undisturbed run."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         before = server.health()["steps"]
         answers = [pool.submit(server.post, *request) for request in REQUESTS]

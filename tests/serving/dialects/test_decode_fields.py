@@ -111,7 +111,11 @@ def test_every_sampling_field_arrives(dialect):
         ("tools", ""),
         ("guided_json", False),
         ("watermark", 0),
-        ("use_beam_search", True),
+        ("use_beam_search", 1),
+        ("length_penalty", 1.0),  # of a search that is none
+        ("early_stopping", True),
+        ("num_beam_groups", 2),
+        ("diversity_penalty", 0.5),
         ("audio", {"voice": "x"}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),

@@ -1,0 +1,87 @@
+"""Beam search in the words of vLLM: ``use_beam_search`` with ``best_of`` beams, of which the best ``n`` are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidField
+from ..readers import boolean, integer, number, one_of
+from ..request import MAX_CHOICES, EarlyStopping, RawBeams
+from .fields import Field
+
+_EARLY: Mapping[Any, EarlyStopping] = {False: "heuristic", True: "first", "never": "never"}
+_PENALTY = number(-10, 10)
+
+BEAMS = (
+    Field(
+        name="use_beam_search",
+        read=boolean,
+        target="beams.use",
+        description="search for the most probable texts instead of sampling: best_of beams, the best n are sent",
+        default=False,
+    ),
+    Field(
+        name="best_of",
+        read=integer(1, MAX_CHOICES),
+        target="beams.best_of",
+        description="beams of a search (default n); without use_beam_search it must equal n",
+    ),
+    Field(
+        name="length_penalty",
+        read=_PENALTY,
+        target="beams.length_penalty",
+        description="of a search: a text's log probability is divided by its length to this power; default 1",
+    ),
+    Field(
+        name="early_stopping",
+        read=one_of(False, True, "never"),
+        target="beams.early_stopping",
+        description="of a search: end it when best_of texts are complete (true), when no better one is likely (false, "
+        "the default), when no better one is possible (never)",
+    ),
+    Field(
+        name="num_beam_groups",
+        read=integer(1, MAX_CHOICES),
+        target="beams.num_groups",
+        description="of a search: groups that are kept different by diversity_penalty; a divisor of best_of",
+    ),
+    Field(
+        name="diversity_penalty",
+        read=number(0, 100),
+        target="beams.diversity_penalty",
+        description="of a search with groups: taken off a token's log probability for each earlier group that chose it",
+    ),
+)
+
+# what a search does not do, with the values that ask for nothing
+_DRAWS: Mapping[str, Any] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "typical_p": 1}
+
+
+def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[str, Any]) -> RawBeams | None:
+    """Take the fields of a search out of ``found``; None where none is asked for. Raises ``InvalidField`` for fields
+    that say something of a search that is none, or of sampling that there is not."""
+    given = {key.removeprefix("beams."): found.pop(key) for key in list(found) if key.startswith("beams.")}
+    n = sampling.get("n") or 1
+    best_of = given.pop("best_of", None)
+    if not given.pop("use", False):
+        if best_of is not None and best_of != n:
+            raise InvalidField("best_of", best_of, f"n ({n}) unless use_beam_search is true: choices are not ranked")
+        for field in BEAMS:
+            if field.target is not None and field.target.removeprefix("beams.") in given:
+                raise InvalidField(field.name, body[field.name], "null unless use_beam_search is true")
+        return None
+    for name, nothing in _DRAWS.items():
+        if sampling.get(name) not in (None, nothing):
+            raise InvalidField(name, body[name], f"null or {nothing} with use_beam_search: nothing is drawn")
+    width = best_of or n
+    if width < n:
+        raise InvalidField("best_of", best_of, f"at least n ({n})")
+    groups = given.get("num_groups", 1)
+    if width % groups:
+        raise InvalidField("num_beam_groups", groups, f"a divisor of the number of beams, {width}")
+    if given.get("diversity_penalty") and groups == 1:
+        raise InvalidField("diversity_penalty", given["diversity_penalty"], "0 unless num_beam_groups is at least 2")
+    if "early_stopping" in given:
+        given["early_stopping"] = _EARLY[given["early_stopping"]]
+    return RawBeams(width=width, field="best_of" if best_of is not None else "n", **given)
