@@ -133,8 +133,8 @@ class AsyncPieces:
 class AsyncTextStream(StreamedText):
     """A reply as it is generated: ``async for`` yields pieces of its text (one choice).
 
-    ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
-    before. ``close``, or leaving an ``async with`` early, aborts the request. Iterating raises the ``MlflowException``
+    ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
+    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving an ``async with`` early, aborts the request. Iterating raises the ``MlflowException``
     that the request fails with.
     """
 

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...serving.dialects import openai_replies
 from ...serving.errors import InvalidField
-from ...serving.reply import Choice, Delta, Done, Ended, Piece, Usage
+from ...serving.reply import Choice, Delta, Done, Ended, Piece, ReplyCall, Usage
 from ...serving.request import ValidRequest
+from ...serving.tasks.pieces import Gathered
 
 Messages = str | Sequence[Mapping[str, Any]]
 Vectors = npt.NDArray[np.float32]
@@ -22,8 +24,10 @@ class Answer:
     """A whole reply. ``str(answer)`` is the text of its first choice.
 
     Attributes:
-        choices: one for each prompt and each of ``n``, in order: text, finish reason, tool calls, log probabilities.
-        usage: tokens of the prompt (``prompt_tokens``, ``cached_tokens``) and of all choices (``completion_tokens``).
+        choices: one for each prompt and each of ``n``, in order: text, reasoning, tool calls, finish reason, log
+            probabilities.
+        usage: tokens of the prompt (``prompt_tokens``, ``cached_tokens``) and of all choices (``completion_tokens``,
+            of which ``reasoning_tokens``).
     """
 
     choices: tuple[Choice, ...]
@@ -40,6 +44,21 @@ class Answer:
         return [choice.text for choice in self.choices]
 
     @property
+    def reasoning(self) -> str:
+        """What the model thought before the text of the first choice; "" where it does not say."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ReplyCall, ...]:
+        """The tools that the first choice calls: ``id``, ``name`` and ``arguments``, which are JSON."""
+        return self.choices[0].calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The first choice as a message in OpenAI's form, to be sent back before what the tools have answered."""
+        return openai_replies.message(self.choices[0])
+
+    @property
     def finish_reason(self) -> str:
         """Why the first choice ended: ``stop``, ``length`` or ``tool_calls``."""
         return self.choices[0].finish_reason
@@ -50,7 +69,8 @@ class Answer:
     def __repr__(self) -> str:
         more = f", {len(self.choices)} choices" if len(self.choices) > 1 else ""
         tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens} tokens"
-        return f"Answer({self.text!r}, {self.finish_reason}, {tokens}{more})"
+        calls = "".join(f", {call.name}({call.arguments})" for call in self.tool_calls)
+        return f"Answer({self.text!r}{calls}, {self.finish_reason}, {tokens}{more})"
 
 
 class StreamedText:
@@ -58,6 +78,8 @@ class StreamedText:
 
     def __init__(self) -> None:
         self.text = ""
+        self.reasoning = ""
+        self._calls = Gathered()
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
 
@@ -69,8 +91,16 @@ class StreamedText:
             self.finish_reason = piece.finish_reason
         elif isinstance(piece, Delta):
             self.text += piece.text
+            if piece.reasoning or piece.calls:
+                self.reasoning += piece.reasoning
+                self._calls.add(piece)
             return piece.text
         return ""
+
+    @property
+    def tool_calls(self) -> tuple[ReplyCall, ...]:
+        """The tools that have been called so far, the last one with as much of its arguments as there is."""
+        return self._calls.calls
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.text!r}, {self.finish_reason or 'running'})"

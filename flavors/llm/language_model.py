@@ -21,8 +21,8 @@ from .session import Session
 class TextStream(StreamedText):
     """A reply as it is generated: iterating yields pieces of its text (one choice).
 
-    ``text`` is what has been yielded so far; ``usage`` and ``finish_reason`` are set when the iteration has ended, None
-    before. ``close``, or leaving a ``with`` early, aborts the request. Iterating raises the ``MlflowException`` that
+    ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
+    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving a ``with`` early, aborts the request. Iterating raises the ``MlflowException`` that
     the request fails with.
     """
 
@@ -104,7 +104,8 @@ class LanguageModel:
             messages: messages in OpenAI's form (``[{"role": "user", "content": "Hi"}]``), or the user's text.
             adapter: the adapter that answers; None is the model's default.
             stream: give a ``TextStream`` instead of waiting for the whole ``Answer``.
-            fields: any other request field by its name, such as ``max_tokens=64``.
+            fields: any other request field by its name, such as ``max_tokens=64``, ``tools=[…]`` or
+                ``response_format={"type": "json_object"}``, in OpenAI's form.
 
         Raises:
             MlflowException: ``InvalidField`` for a field that is not allowed, ``ContextTooLong`` for too many tokens,

@@ -8,7 +8,8 @@ from itertools import chain
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import RawRequest, Task
+from ..request import RawEmbedding, RawRequest, Task
+from ..structured.grammar import grammar_of
 from .decode import decode
 from .fields import CONTENT, unknown_field
 from .tables import FIELDS, MLFLOW, REFUSED_FIELDS
@@ -43,10 +44,19 @@ def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
             raise unknown_field(name, value, known, f"{parent}.")
     for task in MLFLOW:
         try:
-            defaults_of(values)(task)
+            _check_form(defaults_of(values)(task))
         except InvalidField as error:
             error.rename(f"{parent}.{error.param}")
             raise
+
+
+def _check_form(raw: RawRequest | None) -> None:
+    """Raises ``InvalidField`` for a form that no text can be held to."""
+    if raw is None or isinstance(raw, RawEmbedding):
+        return
+    constraint = raw.sampling.constraint
+    if constraint is not None and constraint.kind != "text":
+        grammar_of(constraint)
 
 
 def defaults_of(values: Mapping[str, Any]) -> Callable[[Task], RawRequest | None]:

@@ -81,14 +81,14 @@ def reply(request: ValidRequest, whole: Reply, style: Style) -> dict[str, Any]:
 def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[str, Any]:
     return {
         "index": choice.index,
-        "message": _message(choice),
+        "message": message(choice),
         "logprobs": chat_logprobs(request, choice.logprobs),
         "finish_reason": finish_reason(choice.finish_reason),
     }
 
 
-def _message(choice: Choice) -> dict[str, Any]:
-    """``content`` is null where there are calls and no text; reasoning and calls are left out where there are none."""
+def message(choice: Choice) -> dict[str, Any]:
+    """A choice as a message of the assistant, which a client may send back. ``content`` is null where there are calls and no text; reasoning and calls are left out where there are none."""
     found: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         found["reasoning_content"] = choice.reasoning

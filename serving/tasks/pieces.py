@@ -86,15 +86,15 @@ def failure(event: Failed) -> ServingError:
 
 def gather(pieces: Iterable[Piece]) -> Reply:
     """A whole reply of its pieces."""
-    choices: dict[int, _Gathered] = {}
+    choices: dict[int, Gathered] = {}
     vectors: dict[int, bytes] = {}
     scores: dict[int, float] = {}
     usage = Usage(prompt_tokens=0)
     for piece in pieces:
         if isinstance(piece, Delta):
-            choices.setdefault(piece.index, _Gathered()).add(piece)
+            choices.setdefault(piece.index, Gathered()).add(piece)
         elif isinstance(piece, Ended):
-            choices.setdefault(piece.index, _Gathered()).ended = piece
+            choices.setdefault(piece.index, Gathered()).ended = piece
         elif isinstance(piece, Vector):
             vectors[piece.index] = piece.data
         elif isinstance(piece, Score):
@@ -109,7 +109,9 @@ def gather(pieces: Iterable[Piece]) -> Reply:
     )
 
 
-class _Gathered:
+class Gathered:
+    """The pieces of one choice."""
+
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
         self.ended: Ended | None = None
@@ -123,14 +125,16 @@ class _Gathered:
             index=index,
             text="".join(delta.text for delta in self.deltas),
             reasoning="".join(delta.reasoning for delta in self.deltas),
-            calls=self._calls(),
+            calls=self.calls,
             finish_reason=ended.finish_reason,
             stop_reason=ended.stop_reason,
             token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
             logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
         )
 
-    def _calls(self) -> tuple[ReplyCall, ...]:
+    @property
+    def calls(self) -> tuple[ReplyCall, ...]:
+        """As whole as they are yet."""
         found: dict[int, list[CallDelta]] = {}
         for delta in self.deltas:
             for call in delta.calls:
