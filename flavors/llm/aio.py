@@ -134,8 +134,8 @@ class AsyncTextStream(StreamedText):
     """A reply as it is generated: ``async for`` yields pieces of its text (one choice).
 
     ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
-    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving an ``async with`` early, aborts the request. Iterating raises the ``MlflowException``
-    that the request fails with.
+    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving an ``async with`` early,
+    aborts the request. Iterating raises the ``MlflowException`` that the request fails with.
     """
 
     def __init__(self, pieces: AsyncPieces) -> None:

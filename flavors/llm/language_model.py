@@ -22,8 +22,8 @@ class TextStream(StreamedText):
     """A reply as it is generated: iterating yields pieces of its text (one choice).
 
     ``text`` is what has been yielded so far, ``reasoning`` and ``tool_calls`` what was said beside it; ``usage`` and
-    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving a ``with`` early, aborts the request. Iterating raises the ``MlflowException`` that
-    the request fails with.
+    ``finish_reason`` are set when the iteration has ended, None before. ``close``, or leaving a ``with`` early, aborts
+    the request. Iterating raises the ``MlflowException`` that the request fails with.
     """
 
     def __init__(self, session: Session, request: ValidRequest) -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import InvalidField
-from ..request import RawEmbedding, RawRequest, Task
+from ..request import RawChat, RawCompletion, RawRequest, Task
 from ..structured.grammar import grammar_of
 from .decode import decode
 from .fields import CONTENT, unknown_field
@@ -52,9 +52,7 @@ def check_defaults(values: Mapping[str, Any], parent: str = "defaults") -> None:
 
 def _check_form(raw: RawRequest | None) -> None:
     """Raises ``InvalidField`` for a form that no text can be held to."""
-    if raw is None or isinstance(raw, RawEmbedding):
-        return
-    constraint = raw.sampling.constraint
+    constraint = raw.sampling.constraint if isinstance(raw, RawChat | RawCompletion) else None
     if constraint is not None and constraint.kind != "text":
         grammar_of(constraint)
 

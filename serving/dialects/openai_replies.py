@@ -88,7 +88,8 @@ def _chat_choice(request: ValidRequest, choice: Choice, style: Style) -> dict[st
 
 
 def message(choice: Choice) -> dict[str, Any]:
-    """A choice as a message of the assistant, which a client may send back. ``content`` is null where there are calls and no text; reasoning and calls are left out where there are none."""
+    """A choice as a message of the assistant, which a client may send back. ``content`` is null where there are calls
+    and no text; reasoning and calls are left out where there are none."""
     found: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if choice.calls else "")}
     if choice.reasoning:
         found["reasoning_content"] = choice.reasoning
