@@ -309,9 +309,11 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
     theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
     for embeddings. ``tools`` is None where none may be called. ``begins_in_reasoning``: the prompt's template has
-    opened the reasoning that the reply goes on with. ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is
-    for ``tasks.embed``: engines give whole vectors. ``scoring`` is for ``tasks.score``. ``second_from``: for pairs of
-    texts, from which token on each sequence has tokens of the second type; () where sequences are one text.
+    opened the reasoning that the reply goes on with. ``read_as``: the chat template in whose format reasoning and calls
+    are read out of the reply; None where it is text alone. ``index_by_prompt`` is the endpoint's profile's.
+    ``dimensions`` is for ``tasks.embed``: engines give whole vectors. ``scoring`` is for ``tasks.score``.
+    ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second type; () where
+    sequences are one text.
     """
 
     request_id: str
@@ -327,6 +329,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     tools: ToolUse | None = None
     begins_in_reasoning: bool = False
+    read_as: str | None = None
     stream: bool = False
     include_usage: bool = False
     echo: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from ..tool_calls.argument_types import argument_types
 from .endpoint import EndpointView
 from .forms import check_choice
 from .prompts import Prompt, chat_prompt
-from .text import TextModel
+from .text import DEFAULT_TEMPLATE, TextModel
 from .tool_messages import shown_tools
 from .tool_prompts import template_name
 
@@ -19,22 +19,26 @@ END = 16  # tokens at a prompt's end that hold the mark of reasoning
 
 class Chat(NamedTuple):
     """``tools`` None: no call is read. ``begins_in_reasoning``: the reply goes on with reasoning that the prompt has
-    opened."""
+    opened. ``read_as``: the template in whose format calls and reasoning are read out of it; None where there are none.
+    """
 
     prompt: Prompt
     tools: ToolUse | None
     begins_in_reasoning: bool
+    read_as: str | None
 
 
 def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
     """Raises ``InvalidField`` for turns, ids of calls, variables or tools that the endpoint or the template does not
     take, ``ContextTooLong``."""
-    tools = tool_use(raw)
+    tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint)
+    if tools is None and endpoint.text.tool_format(template).reasoning is None:
+        return Chat(prompt, None, begins_in_reasoning=False, read_as=None)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
     if raw.thinking is False and raw.end != "open" and (reasoning or _always_reasons(raw, endpoint.text)):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
-    return Chat(prompt, tools, reasoning)
+    return Chat(prompt, tools, reasoning, read_as=template or DEFAULT_TEMPLATE)
 
 
 def _always_reasons(raw: RawChat, text: TextModel) -> bool:

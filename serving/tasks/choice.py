@@ -11,13 +11,14 @@ from ..events import PromptScored, TokenLogprob, Tokens
 from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
 from ..request import Sampling, ValidRequest
 from ..stop_rule import StopRule
-from .detokenize import starts
+from .detokenize import Detokenizer, starts
 from .stops import Match, StopMatcher
 from .text import TextModel
 
 
 class ChoiceText:
-    """``num_tokens`` counts up to and including the token that ended the text; ``matched`` is the stop string's match.
+    """``num_tokens`` counts up to and including the token that ended the text, ``num_reasoning_tokens`` those of them
+    that are reasoning; ``matched`` is the stop string's match.
 
     A token's log probabilities go out with the text it begins: tokens whose text was trimmed away with a stop string,
     and the end-of-text token, have none in the reply.
@@ -29,7 +30,7 @@ class ChoiceText:
         self._sampling: Sampling = request.sampling
         self._index = index
         self._text = text
-        self._detokenizer = text.detokenizer(request.skip_special_tokens)
+        self._detokenizer = self._new_detokenizer()
         self._stops = StopMatcher(request.stop)
         self._no_stops = not request.stop
         rule = StopRule(request.sampling)
@@ -38,7 +39,11 @@ class ChoiceText:
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
         self.matched: Match | None = None
+        self.num_reasoning_tokens = 0
         self.num_tokens = self._resume()
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return self._text.detokenizer(self._request.skip_special_tokens)
 
     def _resume(self) -> int:
         """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not sent again."""
@@ -68,7 +73,7 @@ class ChoiceText:
         yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))
 
     def push(self, event: Tokens) -> Iterator[Piece]:
-        """One delta for the event's tokens, and ``Ended`` where a stop string is complete."""
+        """What the event's tokens say, counted once, and ``Ended`` where a stop string is complete."""
         parts: list[str] = []
         taken: list[int] = []
         for position, token_id in enumerate(event.token_ids):
@@ -84,24 +89,29 @@ class ChoiceText:
         text = "".join(parts)
         if self.matched is not None:
             text += self._trim(self.matched)
-        yield self._delta(text, tuple(taken))
+        yield from self._deltas(text, tuple(taken))
         if self.matched is not None:
             yield from self._ended("stop", self.matched.stop)
 
     def end(self, reason: ReplyFinish) -> Iterator[Piece]:
         """The text still held, and ``Ended`` with the engine's reason."""
-        rest = self._detokenizer.flush()
-        self._pushed += len(rest)
-        text, self.matched = self._stops.push(rest, self._may_match(self.num_tokens))
-        if self.matched is not None:
-            reason, text = "stop", text + self._trim(self.matched)
-        else:
-            text += self._stops.flush()
+        text = self._rest()
         delta = self._delta(text, (), final=True)
         if delta.text or delta.logprobs:
             yield delta
-        stop = self.matched.stop if self.matched is not None else None
-        yield from self._ended(reason, stop if stop is not None else self._stop_token())
+        yield from self._ended_by(reason)
+
+    def _rest(self) -> str:
+        """The text still held; sets ``matched``."""
+        rest = self._detokenizer.flush()
+        self._pushed += len(rest)
+        text, self.matched = self._stops.push(rest, self._may_match(self.num_tokens))
+        return text + (self._stops.flush() if self.matched is None else self._trim(self.matched))
+
+    def _ended_by(self, reason: ReplyFinish) -> Iterator[Piece]:
+        if self.matched is not None:
+            return self._ended("stop", self.matched.stop)
+        return self._ended(reason, self._stop_token())
 
     def _feed(self, token_id: int, count: int) -> str:
         """The text that ``token_id`` makes certain, stop strings matched; sets ``matched``."""
@@ -122,6 +132,9 @@ class ChoiceText:
             self._waiting.pop()
         return match.stop if kept else ""
 
+    def _deltas(self, text: str, token_ids: tuple[int, ...]) -> Iterator[Delta]:
+        yield self._delta(text, token_ids)
+
     def _delta(self, text: str, token_ids: tuple[int, ...], final: bool = False) -> Delta:
         logprobs = self._released(final) if self._waiting else ()
         return Delta(index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=logprobs)
@@ -138,7 +151,7 @@ class ChoiceText:
         if self._request.suffix:
             yield Delta(index=self._index, text=self._request.suffix)
         # a cut prompt is an answer to less than was asked, which is what "length" says
-        reason = "length" if self._request.truncated and reason == "stop" else reason
+        reason = "length" if self._request.truncated and reason in ("stop", "tool_calls") else reason
         yield Ended(index=self._index, finish_reason=reason, stop_reason=stop_reason)
 
     def _stop_token(self) -> int | None:

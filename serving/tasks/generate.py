@@ -11,6 +11,7 @@ from ..events import Embedded, Event, Failed, Finished, PromptScored, Tokens
 from ..reply import Delta, Done, Piece, Usage
 from ..request import ValidRequest
 from .choice import ChoiceText
+from .parsed_choice import ParsedChoice
 from .pieces import Pieces, all_pieces, failure, gather
 from .text import TextModel
 
@@ -43,7 +44,8 @@ class Run:
         self._request = request
         self._on_tokens = on_tokens or _ignore
         self._stream = stream
-        self._choices = [ChoiceText(request, index, text) for index in range(len(request.sequences))]
+        kind = ChoiceText if request.read_as is None else ParsedChoice
+        self._choices = [kind(request, index, text) for index in range(len(request.sequences))]
         self._open = set(range(len(self._choices)))
         self._reported: set[int] = set()
         self._cached = [0] * len(self._choices)
@@ -107,4 +109,5 @@ class Run:
             prompt_tokens=self._request.num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(self._cached[:: self._request.n]),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
         )

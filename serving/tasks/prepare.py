@@ -190,10 +190,10 @@ def _generation(
     n = asked.n or 1
     held_to = grammar(asked, endpoint)
     if isinstance(raw, RawChat):
-        prompt, tools, begins_in_reasoning = prepare_chat(raw, endpoint)
+        prompt, tools, begins_in_reasoning, read_as = prepare_chat(raw, endpoint)
         prompts = [prompt]
     else:
-        prompts, tools, begins_in_reasoning = completion_prompts(raw, endpoint), None, False
+        prompts, tools, begins_in_reasoning, read_as = completion_prompts(raw, endpoint), None, False, None
     if n * len(prompts) > profile.max_sequences:
         most = profile.max_sequences // len(prompts)
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
@@ -220,6 +220,7 @@ def _generation(
         skip_special_tokens=asked.skip_special_tokens is not False,
         tools=tools,
         begins_in_reasoning=begins_in_reasoning,
+        read_as=read_as,
         stream=raw.stream,
         include_usage=raw.include_usage,
         echo=tuple(prompt.text for prompt in prompts) if echo else (),

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -23,6 +23,7 @@ from ..request import ChatEnd
 from ..token_bytes import byte_table
 from ..tool_calls.detect import detect_or_generic
 from ..tool_calls.formats import ToolFormat
+from ..tool_calls.parser import special_stand_ins
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from .pair_template import PairTemplate
 from .rendering import Renderer, TemplateReads, read_template
@@ -34,6 +35,15 @@ SHORT = 2048  # characters or tokens, which take less time than to hand the lock
 GROUP = 64  # texts tokenised at a time, before one of them is found too long
 BEGINNING = 16  # characters of a text for each token that it may have: more than any language's words need
 DEFAULT_TEMPLATE = "default"
+
+
+class Reading(NamedTuple):
+    """A format of calls and reasoning, and the special tokens that its readers look for: what stands for each in the
+    text that they get, by the token's text and by its id."""
+
+    format: ToolFormat
+    stand_ins: dict[str, str]
+    by_id: dict[int, str]
 
 
 class TextModel:
@@ -62,6 +72,7 @@ class TextModel:
         self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._formats = self._tool_formats(bundle)
+        self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
         self._renderer = Renderer(self._hf)
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
@@ -207,6 +218,17 @@ class TextModel:
     def tool_format(self, template: str | None) -> ToolFormat:
         """How calls and reasoning are written after a template. Raises as ``template`` does."""
         return self._formats[self.template(template)]
+
+    def reading(self, template: str | None) -> Reading:
+        """How a reply after a template is read. Raises as ``template`` does."""
+        source = self.template(template)
+        found = self._readings.get(source)
+        if found is None:
+            format = self._formats[source]
+            stand_ins = special_stand_ins(self.special_tokens, format)
+            by_id = {self.special_tokens[token]: char for token, char in stand_ins.items()}
+            found = self._readings[source] = Reading(format, stand_ins, by_id)
+        return found
 
     def takes_system(self, template: str | None) -> bool:
         """Whether a template writes a system message down. Raises as ``template`` does, ``Overloaded``."""
