@@ -49,13 +49,13 @@ def _schema_or_its_text(value: Any, path: str) -> dict[str, Any]:
 
 
 @reader(type="string", minLength=1)
-def _written(value: Any, path: str) -> str:
+def written(value: Any, path: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidField(path, value, "a text that is not empty")
     return string(value, path)
 
 
-_CHOICES = list_of(_written, f"a list of 1 to {MAX_CHOICES} texts that are not empty", least=1, most=MAX_CHOICES)
+_CHOICES = list_of(written, f"a list of 1 to {MAX_CHOICES} texts that are not empty", least=1, most=MAX_CHOICES)
 
 _JSON_SCHEMA = record(
     name=Entry(NAME, required="a name for the form"),
@@ -112,9 +112,9 @@ def _guided(read: Reader[Any], kind: Any) -> Reader[Constraint]:
 
 KINDS: Mapping[str, Reader[Constraint]] = {
     "json": _guided(_schema_or_its_text, "json_schema"),
-    "regex": _guided(_written, "regex"),
+    "regex": _guided(written, "regex"),
     "choice": _guided(_CHOICES, "choice"),
-    "grammar": _guided(_written, "lark"),
+    "grammar": _guided(written, "lark"),
 }
 GUIDED: Mapping[str, Reader[Constraint]] = {f"guided_{name}": read for name, read in KINDS.items()}
 BACKEND = one_of("auto", "guidance", "llguidance", why="grammars are llguidance's")

@@ -13,11 +13,13 @@ import msgspec
 
 from ..errors import InvalidField
 from ..readers import Entry, Reader, boolean, integer, list_of, one_of, reader, record, refused, short_text, string
-from ..request import Message, RawChat, RawSampling, Tool
+from ..request import Message, RawChat, RawSampling
+from .constraint_fields import only
 from .fields import Field, Table
 from .responses_input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
-from .responses_tools import check_choice, read_text, read_tool_choice, read_tools
+from .responses_tools import read_text, read_tool_choice, read_tools
 from .tables import MAX_TOKENS, OPENAI
+from .tool_fields import chosen
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -75,7 +77,7 @@ _OWN = (
     _field("max_output_tokens", integer(1, MAX_TOKENS), "sampling.max_tokens", "tokens to generate at most"),
     _field("top_logprobs", integer(0, 20), "sampling.top_logprobs", f"alternatives a token; include has {LOGPROBS}"),
     _field("include", _INCLUDE, "include", "what the reply has beside its texts"),
-    _field("text", read_text, "sampling.constraint", "what the text is held to"),
+    _field("text", read_text, "constraint.text", "what the text is held to"),
     _field("tools", read_tools, "tools", "functions and custom tools that the model may call"),
     _field("tool_choice", read_tool_choice, "tool_choice", "auto unless given"),
     _field("parallel_tool_calls", boolean, "parallel_tool_calls", "false: one call at most; true unless given"),
@@ -124,7 +126,8 @@ _SHARED = (
     "model", "user", "stream", "temperature", "top_p", "cache_salt", "stop", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens",
     "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "timeout", "chat_template",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend",
 )  # fmt: skip
 
 TABLE = Table(
@@ -143,9 +146,10 @@ def read_response_request(body: dict[str, Any]) -> RawChat:
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
     echoed |= {"max_output_tokens": sampling.get("max_tokens"), "top_logprobs": sampling.get("top_logprobs") or 0}
     _ask_logprobs(sampling, found.pop("include", ()))
-    tools: tuple[Tool, ...] = found.pop("tools", ())
-    if (choice := found.get("tool_choice")) is not None:
-        check_choice(choice, tools, body["tool_choice"])
+    if constraints := [one for one in _taken(found, "constraint.").values() if one is not None]:
+        sampling["constraint"] = only(constraints)
+    if "tool_choice" in found:
+        found["tool_choice"] = chosen(found["tool_choice"], found.get("tools"))
     if (instructions := found.pop("instructions", None)) is not None:
         found["messages"] = (Message(role="system", content=instructions), *found["messages"])
     effort = found.pop("reasoning", {}).get("effort")
@@ -155,7 +159,6 @@ def read_response_request(body: dict[str, Any]) -> RawChat:
         found["chat_template_kwargs"] = _with_effort(found.get("chat_template_kwargs", {}), effort)
     return RawChat(
         sampling=msgspec.convert(sampling, RawSampling),
-        tools=tools or None,
         echoed=_json(echoed),
         **found,
     )

@@ -5,7 +5,6 @@ Source of the format: the API reference of ``/v1/responses``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,26 +12,31 @@ from ..constraint import Constraint
 from ..errors import InvalidField
 from ..readers import (
     Entry,
+    Reader,
     any_of,
     boolean,
     list_of,
-    obj,
     one_of,
     one_of_types,
     reader,
     record,
     refused,
     string,
-    text,
     type_of,
 )
 from ..request import Tool, ToolChoice
-from .responses_input import MAX_NAME, NO_TOOLS_OF_ITS_OWN
+from .constraint_fields import NAME, json_object, written
+from .responses_input import NO_TOOLS_OF_ITS_OWN
+from .tool_fields import CHOICES, MAX_TOOLS, SYNTAXES, AskedChoice, Named, custom_syntax, tool_parameters
 
-MAX_TOOLS = 4096
+_NAMED = Entry(NAME, required="the name of the tool")
 
-_NAME = text(re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}"), f"1 to {MAX_NAME} letters, digits, _ and -")
-_NAMED = Entry(_NAME, required="the name of the tool")
+
+@reader(type="object", properties={"type": {"const": "object"}})
+def _parameters(value: Any, path: str) -> dict[str, Any] | None:
+    return tool_parameters(value, path, None)
+
+
 _SHOWN = {
     "allowed_callers": Entry(one_of(["direct"], why=NO_TOOLS_OF_ITS_OWN)),
     "defer_loading": Entry(one_of(False, why="all tools are shown to the model")),
@@ -41,15 +45,15 @@ _FUNCTION = record(
     type=type_of("function"),
     name=_NAMED,
     description=Entry(string),
-    parameters=Entry(obj, "the JSON schema of the object of its arguments"),
+    parameters=Entry(_parameters, "the JSON schema of the object of its arguments"),
     strict=Entry(boolean, "the arguments are held to the schema; true unless given"),
     output_schema=Entry(refused("what a tool answers is not shown to the model beforehand")),
     **_SHOWN,
 )
 _GRAMMAR = record(
     type=type_of("grammar"),
-    syntax=Entry(one_of("lark", "regex"), required='"lark" or "regex"'),
-    definition=Entry(string, required="the grammar, or the expression"),
+    syntax=Entry(one_of(*SYNTAXES), required="one of " + ", ".join(SYNTAXES)),
+    definition=Entry(written, required="the grammar, or the expression"),
 )
 _CUSTOM = record(
     type=type_of("custom"),
@@ -76,7 +80,7 @@ def _tool(value: Any, path: str) -> Tool:
     custom, form = found["type"] == "custom", found.get("format", {})
     syntax = None
     if form.get("type") == "grammar":
-        syntax = Constraint(kind=form["syntax"], value=form["definition"], field=f"{path}.format.definition")
+        syntax = custom_syntax({name: form[name] for name in ("syntax", "definition")}, f"{path}.format")
     return Tool(
         name=found["name"],
         kind=found["type"],
@@ -102,49 +106,39 @@ def read_tools(value: Any, path: str) -> tuple[Tool, ...]:
     return tools
 
 
-_CHOICE: Mapping[str, Any] = {
-    "function": record(type=type_of("function"), name=_NAMED),
-    "custom": record(type=type_of("custom"), name=_NAMED),
+_NAMES: Mapping[str, Reader[dict[str, Any]]] = {
+    kind: record(type=type_of(kind), name=_NAMED) for kind in ("function", "custom")
 }
 _ALLOWED = record(
     type=type_of("allowed_tools"),
-    mode=Entry(one_of("auto", "required"), required='"auto" or "required"'),
+    mode=Entry(one_of("auto", "required"), required="auto or required"),
     tools=Entry(
-        list_of(one_of_types(_CHOICE, _REFUSED, "a tool"), "a list of at least one tool", least=1, most=MAX_TOOLS),
+        list_of(one_of_types(_NAMES, _REFUSED, "a tool"), f"a list of 1 to {MAX_TOOLS} tools", least=1, most=MAX_TOOLS),
         required="the tools that may be called, by type and name",
     ),
 )
-_MODES = one_of("none", "auto", "required")
-_OBJECTS = one_of_types({**_CHOICE, "allowed_tools": _ALLOWED}, _REFUSED, '"none", "auto", "required" or an object')
+_WORDS = one_of(*CHOICES)
+_OBJECTS = one_of_types({**_NAMES, "allowed_tools": _ALLOWED}, _REFUSED, "none, auto, required or an object")
 
 
-@reader(**any_of(_MODES.schema, _OBJECTS.schema))
-def read_tool_choice(value: Any, path: str) -> ToolChoice:
-    """Which tools there are is for ``check_choice`` to say."""
+@reader(**any_of(_WORDS.schema, _OBJECTS.schema))
+def read_tool_choice(value: Any, path: str) -> AskedChoice:
+    """A word, the tool to call, or those that may be called."""
     if isinstance(value, str):
-        return ToolChoice(mode=_MODES(value, path))
+        return AskedChoice(ToolChoice(mode=_WORDS(value, path)))
     found = _OBJECTS(value, path)
-    if found["type"] == "allowed_tools":
-        return ToolChoice(mode=found["mode"], names=tuple(dict.fromkeys(tool["name"] for tool in found["tools"])))
-    return ToolChoice(mode="required", names=(found["name"],), named=True)
-
-
-def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], given: Any) -> None:
-    """Raises ``InvalidField`` for a choice of what is not among ``tools``; ``given`` is the field as it was sent."""
-    if choice.mode == "required" and not tools:
-        raise InvalidField("tool_choice", given, "none or auto where there are no tools")
-    entries = [] if isinstance(given, str) else given.get("tools", [given])
-    kinds = {tool.name: tool.kind for tool in tools}
-    for i, entry in enumerate(entries):
-        if kinds.get(entry["name"]) != entry["type"]:
-            path = "tool_choice.name" if entry is given else f"tool_choice.tools[{i}].name"
-            raise InvalidField(path, entry["name"], f"the name of one of the tools of type {entry['type']}")
+    if found["type"] != "allowed_tools":
+        named = Named(found["name"], found["type"], f"{path}.name")
+        return AskedChoice(ToolChoice(mode="required", names=(named.name,), named=True), (named,))
+    allowed = tuple(Named(one["name"], one["type"], f"{path}.tools[{i}].name") for i, one in enumerate(found["tools"]))
+    names = tuple(dict.fromkeys(named.name for named in allowed))
+    return AskedChoice(ToolChoice(mode=found["mode"], names=names), allowed)
 
 
 _SCHEMA_FORMAT = record(
     type=type_of("json_schema"),
-    name=Entry(_NAME, required="a name of the format"),
-    schema=Entry(obj, required="a JSON schema"),
+    name=Entry(NAME, required="a name for the form"),
+    schema=Entry(json_object, required="a JSON schema"),
     description=Entry(string, "for people; the model is held to the schema"),
     strict=Entry(boolean, "the text is held to the schema either way"),
 )
@@ -167,8 +161,10 @@ _TEXT = record(
 
 @reader(**_TEXT.schema)
 def read_text(value: Any, path: str) -> Constraint | None:
-    """What the text is held to; None for any text."""
-    found = _TEXT(value, path).get("format", {"type": "text"})
+    """What the text is held to; None where that is not said."""
+    found = _TEXT(value, path).get("format")
+    if found is None:
+        return None
     if found["type"] == "json_schema":
         return Constraint(kind="json_schema", value=found["schema"], field=f"{path}.format.schema")
-    return Constraint(kind="json_object", field=f"{path}.format") if found["type"] == "json_object" else None
+    return Constraint(kind=found["type"], field=f"{path}.format")

@@ -122,7 +122,7 @@ def _function(value: Any, path: str, bounds: Bounds) -> Tool:
     return Tool(
         name=NAME(value.get("name"), f"{path}.name"),
         description=_description(value.get("description"), f"{path}.description", bounds.described),
-        parameters=_parameters(value.get("parameters"), f"{path}.parameters", bounds.properties),
+        parameters=tool_parameters(value.get("parameters"), f"{path}.parameters", bounds.properties),
         strict=value.get("strict") is not None and boolean(value["strict"], f"{path}.strict"),
     )
 
@@ -133,7 +133,7 @@ def _description(value: Any, path: str, needed: bool) -> str | None:
     return None if value is None else string(value, path)
 
 
-def _parameters(value: Any, path: str, most: int | None) -> dict[str, Any] | None:
+def tool_parameters(value: Any, path: str, most: int | None) -> dict[str, Any] | None:
     if value is None:
         return None
     found = json_object(value, path)

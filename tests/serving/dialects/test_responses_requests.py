@@ -113,8 +113,9 @@ def test_values_that_ask_for_nothing() -> None:
     }  # fmt: skip
     raw = read(**asked)
     assert raw.tool_choice == ToolChoice(mode="auto")
-    for name in ("messages", "sampling", "tools", "chat_template_kwargs", "thinking"):
+    for name in ("messages", "sampling", "chat_template_kwargs", "thinking"):
         assert getattr(raw, name) == getattr(plain, name)
+    assert not raw.tools
 
 
 @pytest.mark.parametrize(
@@ -147,16 +148,15 @@ def test_values_that_ask_for_nothing() -> None:
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading", "shown"),
         ({"tools": [NOTE | {"format": {"type": "grammar", "syntax": "ebnf"}}]}, "tools[0].format.definition", "gramm"),
         ({"tools": {"type": "function"}}, "tools", "list"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "no tools"),
-        ({"tool_choice": {"type": "function", "name": "f"}, "tools": [WEATHER]}, "tool_choice.name", "one of the"),
         ({"tool_choice": {"type": "custom", "name": "weather"}, "tools": [WEATHER]}, "tool_choice.name", "custom"),
         ({"tool_choice": {"type": "web_search_preview"}, "tools": [WEATHER]}, "tool_choice.type", "no tools of its"),
         (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "weather"}]},
+             "tools": [WEATHER]},
             "tool_choice.tools[0].name",
-            "one of the tools",
+            "a custom tool",
         ),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex", "text.format says"),
         ({"max_output_tokens": 0}, "max_output_tokens", "[1, "),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "[1, 1]"),
@@ -325,11 +325,15 @@ def test_formats() -> None:
     """What the text is held to, with the field that says it."""
     schema = {"type": "object"}
     asked = {"type": "json_schema", "name": "a", "schema": schema, "strict": True, "description": "b"}
-    assert read(text={"format": {"type": "text"}}).sampling.constraint is None
+    assert read(text={"verbosity": "medium"}).sampling.constraint is None
+    found = read(text={"format": {"type": "text"}}).sampling.constraint
+    assert found == Constraint(kind="text", field="text.format")
     found = read(text={"format": {"type": "json_object"}}).sampling.constraint
     assert found == Constraint(kind="json_object", field="text.format")
     found = read(text={"format": asked}).sampling.constraint
     assert found == Constraint(kind="json_schema", value=schema, field="text.format.schema")
+    found = read(structured_outputs={"regex": "a+"}, text={"format": {"type": "text"}}).sampling.constraint
+    assert found == Constraint(kind="regex", value="a+", field="structured_outputs.regex")
 
 
 def test_logprobs() -> None:
@@ -392,7 +396,10 @@ def test_errors_have_the_names_of_this_api(param: str | None, message: str, expe
         (b"{", "body"),
         (b'{"input": "\\ud800"}', "input"),
         (b'{"input": "x", "instructions": "\\ud800"}', "instructions"),
-        (b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": "\\ud800"}}]}', "tools"),
+        (
+            b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": "\\ud800"}}]}',
+            "tools[0].parameters",
+        ),
         (b'{"input": "x", "metadata": {"\\ud800": ""}}', "metadata"),
         (b'{"input": "x", "seed": 1' + b"0" * 400 + b"}", "seed"),
         (b'{"input": ' + b"[" * 5000 + b"]" * 5000 + b"}", None),
