@@ -46,6 +46,19 @@ def test_openai_raises(observed: Running, base: str, task: str) -> None:
         assert caught.value.chunks > 2  # type: ignore[attr-defined]
 
 
+def test_a_response_has_failed(observed: Running) -> None:
+    """openai: the events of a response up to the time limit, then an error and the response as failed."""
+    ask = {"model": "assistant", "input": "Hi", "max_output_tokens": 4000, "temperature": 0, "extra_headers": LIMIT}
+    with openai.OpenAI(base_url=f"{observed.url}/v1", api_key="x", max_retries=0) as client:
+        *events, error, last = client.responses.create(**ask, stream=True)
+    assert (error.type, error.code) == ("error", "timeout")
+    assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
+    assert last.response.error.message == error.message
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(texts) > 2
+    assert last.response.output_text == "".join(texts)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_langchain_raises(observed: Running, base: str) -> None:
     """langchain-openai hands that error on."""
