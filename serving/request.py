@@ -39,9 +39,11 @@ class RawBeams(Struct, frozen=True, kw_only=True):
 
 
 class RawSampling(Struct, frozen=True, kw_only=True):
-    """What a caller may say of sampling; None means the default of the endpoint's profile."""
+    """What a caller may say of sampling; None means the default of the endpoint's profile. ``clip_max_tokens``: of more
+    tokens than the context leaves, as many as it leaves, instead of a refusal."""
 
     max_tokens: int | None = None
+    clip_max_tokens: bool | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -306,14 +308,14 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``deadline`` is seconds of ``time.monotonic()``, which all processes of a host share; None for none. ``priority``:
     lower runs first. ``provisioned``: within a provisioned reserve; it runs before all others and its pace is kept
     whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
-    cut for ``error_behavior: truncate``. ``cache_salt`` is whose prefixes the sequences may reuse, and who may reuse
-    theirs: requests of the same salt (``tasks.cache_salt``); None shares with no other request. ``sampling`` is None
-    for embeddings. ``tools`` is None where none may be called. ``begins_in_reasoning``: the prompt's template has
-    opened the reasoning that the reply goes on with. ``read_as``: the chat template in whose format reasoning and calls
-    are read out of the reply; None where it is text alone. ``index_by_prompt`` is the endpoint's profile's.
-    ``dimensions`` is for ``tasks.embed``: engines give whole vectors. ``scoring`` is for ``tasks.score``.
-    ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second type; () where
-    sequences are one text.
+    cut for ``error_behavior: truncate``, ``clipped`` that max_tokens is less than was asked for. ``cache_salt`` is
+    whose prefixes the sequences may reuse, and who may reuse theirs: requests of the same salt (``tasks.cache_salt``);
+    None shares with no other request. ``sampling`` is None for embeddings. ``tools`` is None where none may be called.
+    ``begins_in_reasoning``: the prompt's template has opened the reasoning that the reply goes on with. ``read_as``:
+    the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
+    ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
+    ``scoring`` is for ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has
+    tokens of the second type; () where sequences are one text.
     """
 
     request_id: str
@@ -340,6 +342,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     second_from: tuple[int, ...] = ()
     truncate_on_timeout: bool = False
     truncated: bool = False
+    clipped: bool = False
     created: int = 0
     deadline: float | None = None
     priority: int = 0

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ServingError
+from ..errors import ContextTooLong, ServingError
 from ..reply import Reply
 from ..request import RawRequest, Task, ValidRequest
 from .anthropic_replies import Stream, message
@@ -92,7 +92,10 @@ def error_body(error: ServingError) -> dict[str, Any]:
 
 
 def _message(error: ServingError) -> str:
-    """With the field that the caller sent where the message begins with another name of it."""
+    """With the field that the caller sent where the message begins with another name of it. Agents know a prompt that
+    is too long by these words, and make it shorter."""
+    if isinstance(error, ContextTooLong):
+        return f"prompt is too long: {error.message}"
     if error.param is None or not error.message.startswith(error.param):
         return error.message
     for pattern, name in _NAMES:

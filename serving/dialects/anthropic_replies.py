@@ -44,6 +44,8 @@ def _end(request: ValidRequest, finish: str, stop: str | int | None, called: boo
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if finish == "stop" and isinstance(stop, str) and stop in request.stop:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    if finish == "length" and request.clipped:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     return {"stop_reason": "end_turn" if finish == "tool_calls" else STOP_REASONS[finish], "stop_sequence": None}
 
 

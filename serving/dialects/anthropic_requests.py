@@ -170,7 +170,11 @@ def _stop_sequences(value: Any, path: str) -> tuple[str, ...]:
 
 BODY = record(
     **_COUNTED,
-    max_tokens=Entry(integer(1, MAX_TOKENS), "tokens to generate at most", required=f"an integer in [1, {MAX_TOKENS}]"),
+    max_tokens=Entry(
+        integer(1, MAX_TOKENS),
+        "tokens to generate at most; beyond the context, up to it",
+        required=f"an integer in [1, {MAX_TOKENS}]",
+    ),
     stream=Entry(boolean, "send server-sent events; false unless given"),
     stop_sequences=Entry(_stop_sequences, "strings that end the text; not part of it"),
     temperature=Entry(number(0, 1), "0 is deterministic; 1, or the model's own, unless given"),
@@ -198,6 +202,7 @@ def read_message_request(body: dict[str, Any]) -> RawChat:
         raise InvalidField("thinking.budget_tokens", budget, f"less than max_tokens ({max_tokens})")
     sampling = RawSampling(
         max_tokens=max_tokens,
+        clip_max_tokens=True,
         temperature=found.get("temperature"),
         top_p=found.get("top_p"),
         top_k=found.get("top_k"),

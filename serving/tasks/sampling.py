@@ -93,7 +93,7 @@ def _max_tokens(given: RawSampling, endpoint: EndpointView, longest_prompt: int,
         return min(room, default or room)
     if asked <= room:
         return asked
-    if given.error_behavior == "truncate":
+    if given.error_behavior == "truncate" or given.clip_max_tokens:
         return room
     text = (
         f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and this model's maximum context "

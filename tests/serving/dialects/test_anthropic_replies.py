@@ -13,7 +13,7 @@ from anthropic.types.shared import ErrorType
 from pydantic import TypeAdapter
 
 from mlflow_llm.serving.dialects import DIALECTS
-from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, RequestError, ServingError, walk
+from mlflow_llm.serving.errors import ContextTooLong, DeadlineExceeded, InvalidField, RequestError, ServingError, walk
 from mlflow_llm.serving.reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, Usage
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 
@@ -243,6 +243,15 @@ def test_fields_have_the_callers_names(field: str, named: str) -> None:
     """What is refused below the dialect is said of the field that was sent."""
     message = json.loads(CODEC.error(InvalidField(field, 1, "2")).body)["error"]["message"]
     assert message == f"{named}: 1 is not allowed; expected 2"
+
+
+def test_a_context_that_is_full() -> None:
+    """A text that ended because the context did, before max_tokens, says so; a prompt over it is named in the API's
+    words."""
+    reply = Reply(choices=(Choice(index=0, text="a", finish_reason="length"),), usage=USAGE)
+    assert json.loads(CODEC.encode(request(clipped=True), reply).body)["stop_reason"] == "model_context_window_exceeded"
+    refused = json.loads(CODEC.error(ContextTooLong("messages: 9 tokens", param="messages")).body)
+    assert refused["error"]["message"] == "prompt is too long: messages: 9 tokens"
 
 
 def test_when_to_come_back() -> None:

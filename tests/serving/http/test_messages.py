@@ -94,6 +94,14 @@ def test_a_reply_goes_on_where_it_was_begun(claude: anthropic.Anthropic, client:
     assert expected == PROMPT + len("The answer is (")
 
 
+def test_more_tokens_than_there_is_room_for(claude: anthropic.Anthropic) -> None:
+    """The text goes on to the end of the context, and says that it ended there."""
+    long = [{"role": "user", "content": "a" * 4000}]
+    found = claude.messages.create(**ASK | {"messages": long, "max_tokens": 5000})
+    assert found.stop_reason == "model_context_window_exceeded"
+    assert found.usage.input_tokens + found.usage.output_tokens == 4096
+
+
 def test_stop_sequences(claude: anthropic.Anthropic) -> None:
     """The one that ended the text is named and is not part of it."""
     ask = ASK | {"max_tokens": 64, "extra_body": {"temperature": 0}}
@@ -109,7 +117,12 @@ def test_stop_sequences(claude: anthropic.Anthropic) -> None:
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error", "nobody"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens: 0 is not allowed"),
-        ({"max_tokens": 9999}, anthropic.BadRequestError, "invalid_request_error", "max_tokens: 9999 does not fit"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 5000}]},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+            "prompt is too long: messages: 50",
+        ),
         ({"stop_sequences": ["a" * 9000]}, anthropic.BadRequestError, "invalid_request_error", "stop_sequences: "),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error", "messages: "),
         (
