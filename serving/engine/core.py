@@ -31,6 +31,7 @@ from .grammars import Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
+from .masks import Masks
 from .native import library
 from .request_check import check_beams, check_request
 from .sampler import sample, score_prompt
@@ -57,6 +58,7 @@ class EngineCore:
         self._wake: Callable[[], None] = _ignore
         vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, vocab_size, trust_remote_code=trust)
+        self._masks = Masks()
         self._grammars = Grammars(read, lambda: self._wake())
         self._next_id = 0
         self._generated = self._generated_provisioned = 0
@@ -252,7 +254,15 @@ class EngineCore:
 
     def _forward(self, runs: list[Run]) -> None:
         """Run, score prompts, and sample at every place that a run has (``Run.places``): 0 to n tokens a sequence."""
-        laid_out, logits = self._runner.forward(runs)
+        constrained = [run.sequence for run in runs if run.sequence.matching is not None and run.places]
+        if constrained:
+            self._masks.begin([one.matching for one in constrained if one.matching is not None])
+        try:
+            laid_out, logits = self._runner.forward(runs)
+        finally:
+            if constrained:
+                self._masks.end()
+        over = self._end_complete(constrained) if constrained else frozenset()
         rows: list[int] = []
         places: list[Place] = []
         shares: list[tuple[SequenceState, int, int]] = []  # of the places: from, to
@@ -265,11 +275,11 @@ class EngineCore:
             if here and beams is not None:
                 if beams.take(run.sequence, logits[at - 1]):
                     searches[id(beams)] = run.sequence.group
-            elif here:
+            elif here and run.sequence not in over:
                 shares.append((run.sequence, len(places), len(places) + len(here)))
                 rows += range(at - len(here), at)
                 places += here
-            if run.sequence.prompt_scores is not None:
+            if run.sequence.prompt_scores is not None and run.sequence.status == "running":
                 self._score(run, logits[first:at])
         if places:
             sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
@@ -297,6 +307,20 @@ class EngineCore:
             self._scheduler.add(beam)
         if beams.search.done:
             self._finish(first, "stop")
+
+    def _end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
+        """Those that are found to be at their end, or at a dead one, when it is known what may come next."""
+        over = []
+        for sequence in sequences:
+            assert sequence.matching is not None
+            try:
+                if not sequence.matching.check():
+                    over.append(sequence)
+                    self._finish(sequence, "stop")
+            except InternalError as error:
+                over.append(sequence)
+                self._lose(sequence, error)
+        return frozenset(over)
 
     def _score(self, run: Run, logits: Any) -> None:
         sequence = run.sequence
@@ -468,6 +492,7 @@ class EngineCore:
             for inflight in self._inflight:
                 self._fail(inflight, ShuttingDown("the engine is shutting down"))
             self._grammars.close()
+            self._masks.close()
             if self._parts.cache is not None:
                 self._parts.cache.close()
         return self._inflight.drain()

@@ -5,7 +5,7 @@
     sampled ──► follow ──► consume ──► complete? "stop"
                               │
                               ├──► forced tokens (fast-forward), appended without a forward of their own
-                              └──► look: the mask of the next token, which the sampler puts on its row
+                              └──► the mask of the next token (``Masks``), which the sampler puts on its row
 
 Ends of text are no part of a grammar here: llguidance knows one token as its end, which is behind the model's
 vocabulary. Where it allows that one, the request's own ends are allowed in its place.
@@ -31,55 +31,68 @@ WORD = 32
 
 
 class Matching:
-    """The matcher of one sequence. ``allowed`` is the mask of its next token, after ``look``.
+    """The matcher of one sequence. ``allowed`` is the mask of its next token, where ``is_known``: ``Masks`` computes it
+    while the model computes that token's logits.
 
     ``ends`` are the token ids that end the text where the grammar may end.
     """
 
-    __slots__ = ("_matcher", "_vocab_size", "allowed", "ends", "fast_forward")
+    __slots__ = ("_vocab_size", "allowed", "ends", "fast_forward", "is_known", "matcher")
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], fast_forward: bool) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._vocab_size = vocab_size
         self.ends = tuple(ends)
         self.fast_forward = fast_forward
-        self.allowed: Mask = np.zeros(vocab_size // WORD + 1, dtype=np.uint32)
+        self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
+        self.is_known = False
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._vocab_size // WORD + 1
 
     def consume(self, token_ids: Iterable[int]) -> None:
         """Raises ``InternalError`` for tokens that do not go on within the grammar."""
         tokens = list(token_ids)
-        if tokens and not self._matcher.consume_tokens(tokens):
-            raise self._error()
+        if tokens:
+            self.is_known = False
+            if not self.matcher.consume_tokens(tokens):
+                raise self._error()
 
     @property
     def is_complete(self) -> bool:
         """Whether the text can only end here."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def forced(self) -> list[int]:
         """The tokens that must come next, in the way that the tokenizer would have them; [] where there is a choice."""
-        return self._matcher.compute_ff_tokens() if self.fast_forward else []
+        return self.matcher.compute_ff_tokens() if self.fast_forward else []
 
-    def look(self) -> bool:
-        """Take the mask of the next token into ``allowed``; False where the text can only end.
+    def take(self, mask: Mask) -> None:
+        """The matcher's mask of this place."""
+        self.allowed, self.is_known = mask, True
+
+    def check(self) -> bool:
+        """Put the request's own ends in the place of the grammar's; False where the text can only end.
 
         Raises ``InternalError`` where neither a token nor the end is allowed.
         """
-        allowed = self.allowed
-        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
-        if self._matcher.is_error():
+        if self.matcher.is_error():
             raise self._error()
+        allowed = self.allowed
         word, bit = divmod(self._vocab_size, WORD)
         end = np.uint32(1 << bit)
         may_end = bool(allowed[word] & end)
+        if not may_end:
+            if not allowed.any():
+                raise InternalError("the grammar allows no token here")
+            return True
         allowed[word] &= ~end
         if not allowed.any():
-            if may_end:
-                return False
-            raise InternalError("the grammar allows no token here")
-        if may_end:
-            for token_id in self.ends:
-                allowed[token_id // WORD] |= np.uint32(1 << token_id % WORD)
+            return False
+        for token_id in self.ends:
+            allowed[token_id // WORD] |= np.uint32(1 << token_id % WORD)
         return True
 
     def stops_to_forbid(self, stop_ids: Sequence[int]) -> Sequence[int]:
@@ -90,7 +103,7 @@ class Matching:
         return stop_ids if allowed.any() else self.ends
 
     def _error(self) -> InternalError:
-        return InternalError(f"the text cannot go on within its grammar: {short(self._matcher.get_error())}")
+        return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
 
 
 def unpacked(masks: Mask, vocab_size: int) -> Any:

@@ -218,7 +218,7 @@ class SequenceState:
             matching.consume(forced[: self.num_tokens - first])
         if matching.is_complete:
             return "stop"
-        return reason if reason is not None or matching.look() else "stop"
+        return reason
 
     def become(self, source: SequenceState) -> None:
         """Take over the known tokens of another beam of the same prompt."""

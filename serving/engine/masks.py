@@ -1,0 +1,57 @@
+"""Masks computed while the model's forward runs, on a thread beside: llguidance lets go of the interpreter lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .matching import Matching
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+
+class Masks:
+    """Used by the engine's thread. Between ``begin`` and ``end`` the matchings are not to be touched."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+        self._job: Future[None] | None = None
+        self._matchings: Sequence[Matching] = ()
+        self._rows: Any = None
+
+    def begin(self, matchings: Sequence[Matching]) -> None:
+        """Compute the masks of those that have none for their place."""
+        self._matchings = [matching for matching in matchings if not matching.is_known]
+        if not self._matchings:
+            return
+        if self._pool is None:
+            from llguidance import LLExecutor
+
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            self._executor = LLExecutor(num_threads=1)  # its default takes most of the processors
+        self._rows = np.zeros((len(self._matchings), self._matchings[0].num_words), dtype=np.uint32)
+        self._job = self._pool.submit(self._compute)
+
+    def _compute(self) -> None:
+        assert self._executor is not None
+        rows = self._rows
+        pairs = [(matching.matcher, i) for i, matching in enumerate(self._matchings)]
+        self._executor.unsafe_compute_mask_ptr(pairs, rows.ctypes.data, rows.strides[0], len(rows))
+
+    def end(self) -> None:
+        """Wait for them, and hand them out."""
+        if self._job is not None:
+            self._job.result()
+            self._job = None
+            for matching, row in zip(self._matchings, self._rows, strict=True):
+                matching.take(row)
+        self._matchings = ()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
