@@ -357,7 +357,7 @@ class Scheduler:
                 break
             if sequence.status == "waiting" and not self._start(sequence):
                 break
-            if sequence.num_remaining == 1 and not self._make_room(sequence):
+            if sequence.decodes and not self._make_room(sequence):
                 break
             num_tokens = max(1, min(num_tokens, sequence.num_remaining))
             run = Run(sequence, sequence.num_computed, num_tokens)
