@@ -60,7 +60,8 @@ class Conjunction:
         self._made: dict[Any, Form] = {}
         self._depth = 0
         self._scalars = Scalars(self.keywords)
-        self._containers = Containers(self.keywords, self.of)
+        self._containers = Containers(self.keywords, self.of, self._is_beneath)
+        self._ancestors: dict[str, frozenset[str]] = {}
 
     def of(self, places: list[Place], level: int) -> Form:
         """What all of these places allow at a level of nesting."""
@@ -99,6 +100,7 @@ class Conjunction:
         self._refuse(place)
         if any(has(place, name) for name in _ASSERTIONS):
             simples[place.pointer] = place
+            self._ancestors[place.pointer] = self._ancestors.get(place.pointer, above) & above
         beside = []
         for keyword in ("anyOf", "oneOf"):
             if get(place, keyword) is not None:
@@ -134,6 +136,10 @@ class Conjunction:
                     branches[1] = _made_up(at, "with", {**with_it, "allOf": [asked]})
                 found.append(Group(kind="anyOf", place=at, branches=tuple(branches), ancestors=above))
         return found
+
+    def _is_beneath(self, place: Place, other: Place) -> bool:
+        """Whether a place is one of those that another one brings in: all that it evaluates is evaluated there."""
+        return other.pointer in self._ancestors.get(place.pointer, frozenset()) or place.synthetic
 
     # ---- what may be chosen ----
 

@@ -6,6 +6,7 @@ An object that names properties has no others, and a tuple no items behind it, u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -19,14 +20,22 @@ from mlflow_llm.serving.structured.keywords import Keywords
 MAX_ITEMS = 1_000  # of an array that says how many it has
 MAX_CHOSEN = 6  # properties or items of which all choices are written out
 
+_BEGINNING = re.compile(
+    r"\^([\w -]+)(?![\w -]|[*?{|])(?!.*\|)", re.DOTALL
+)  # and nothing that makes it another beginning
 _OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties")
 
 
 class Containers:
     """``of(places, level)`` makes the form of a part."""
 
-    def __init__(self, keywords: Keywords, of: Callable[[list[Place], int], Form]) -> None:
-        self.keywords, self.of = keywords, of
+    def __init__(
+        self,
+        keywords: Keywords,
+        of: Callable[[list[Place], int], Form],
+        is_beneath: Callable[[Place, Place], bool],
+    ) -> None:
+        self.keywords, self.of, self.is_beneath = keywords, of, is_beneath
 
     def leaves(self, name: str, places: tuple[Place, ...], level: int) -> list[Leaf]:
         """The forms of a type under the rules of all places; none where they contradict each other."""
@@ -131,9 +140,13 @@ class Containers:
         return self._counted(leaf, places)
 
     def _refuse_in_objects(self, places: tuple[Place, ...]) -> None:
-        for place in places[1:]:
+        for place in places:
             if self.keywords.get(place, "unevaluatedProperties") not in (None, True):
-                raise self.keywords.unsupported(place, "unevaluatedProperties", "it where allOf or $ref stand")
+                others = [other for other in places if other is not place and not self.is_beneath(other, place)]
+                if any(self.keywords.has(other, own) for other in others for own in _OWN_NAMES):
+                    raise self.keywords.unsupported(
+                        place, "unevaluatedProperties", "it beside allOf or $ref, not in them"
+                    )
         with_patterns = next((place for place in places if self.keywords.has(place, "patternProperties")), None)
         for place in places:
             if (
@@ -160,14 +173,18 @@ class Containers:
                 parts.append(place.child("properties", name))
             elif self.keywords.get(place, "additionalProperties") is not None and not self._has_patterns(place):
                 parts.append(place.child("additionalProperties"))
-        return self._part(parts, level)
+        return self._part(parts or self._children(places, "unevaluatedProperties"), level)
 
     def _has_patterns(self, place: Place) -> bool:
         return bool(self.keywords.get(place, "patternProperties"))
 
     def _add_patterns(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
         for place in places:
-            for pattern in self.keywords.get(place, "patternProperties") or ():
+            own = self.keywords.get(place, "patternProperties") or {}
+            if any(not _begin_apart(one, other) for one, other in combinations(own, 2)):
+                instead = "one pattern, or patterns that begin with different texts (^a, ^b)"
+                raise self.keywords.unsupported(place, "patternProperties", instead)
+            for pattern in own:
                 at = place.child("patternProperties", pattern)
                 leaf.patterns[whole_text_pattern(pattern, self._refusal(at, pattern))] = self.of([at], level)
 
@@ -232,6 +249,13 @@ class Containers:
         sizes = range(fewest, int(min(largest, len(optional))) + 1)
         chosen = [names for size in sizes for names in combinations(optional, size)]
         return [_with(leaf, list(names), list(names)) for names in chosen]
+
+
+def _begin_apart(one: str, other: str) -> bool:
+    """Whether no name can match both expressions, by the texts that they begin with."""
+    found = [_BEGINNING.match(each) for each in (one, other)]
+    texts = [each[1] for each in found if each]
+    return len(texts) == 2 and not texts[0].startswith(texts[1]) and not texts[1].startswith(texts[0])
 
 
 def _with(leaf: Leaf, kept: list[str], required: list[str]) -> Leaf:
