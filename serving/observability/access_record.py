@@ -8,10 +8,13 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+import msgspec
+
 from .. import logs
 from ..errors import Aborted
-from ..reply import Delta, Done, Ended, Piece, Usage, Vector
+from ..reply import Choice, Delta, Done, Ended, Piece, Usage, Vector
 from ..request import ValidRequest
+from ..tasks.pieces import Gathered
 from . import metrics, tracing
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
@@ -30,7 +33,7 @@ class AccessRecord:
     """Times are seconds on the monotonic clock. ``finish`` logs and counts it; a second call does nothing.
 
     ``headers`` are those that a successful answer gets beside the dialect's own. ``reply_id`` is the id in the reply's
-    ``id`` and in the ledger. ``body`` is kept, and ``replies`` (text by choice) gathered, only where content is traced.
+    ``id`` and in the ledger. ``body`` is kept, and ``replies`` gathered (by choice), only where content is traced.
     """
 
     request_id: str
@@ -44,7 +47,7 @@ class AccessRecord:
     tracer: Tracer = tracing.OFF
     reply_id: str = ""
     body: bytes | None = None
-    replies: dict[int, list[str]] | None = None
+    replies: dict[int, Gathered] | None = None
     reasons: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
     key: str | None = None
@@ -73,6 +76,8 @@ class AccessRecord:
             self._see_tokens(piece)
         elif isinstance(piece, Ended):
             self.finish_reason = self.reasons[piece.index] = piece.finish_reason
+            if self.replies is not None:
+                self.replies.setdefault(piece.index, Gathered())  # one that says nothing is a choice too
         elif isinstance(piece, Done):
             self.usage = piece.usage
         elif isinstance(piece, Vector):
@@ -86,8 +91,9 @@ class AccessRecord:
             self.delivered += delta.num_tokens
             # tokens that came together with the choice's first one say nothing of the time between tokens
             self.counts[delta.index] = self.counts[delta.index] + delta.num_tokens if delta.index in self.counts else 0
-        if self.replies is not None:
-            self.replies.setdefault(delta.index, []).append(delta.text)
+        if self.replies is not None and (delta.text or delta.reasoning or delta.calls):
+            said = msgspec.structs.replace(delta, token_ids=(), logprobs=())
+            self.replies.setdefault(delta.index, Gathered()).add(said)
 
     @property
     def ttft(self) -> float | None:
@@ -161,7 +167,7 @@ class AccessRecord:
         end = time.time_ns()
         start = end - int(seconds * 1e9)
         counts, replies = self._counts(), self.replies or {}
-        texts = [("".join(replies[i])[:MAX_CONTENT], self.reasons.get(i)) for i in sorted(replies)]
+        shown = [(_shortened(replies[i].choice(i)), self.reasons.get(i)) for i in sorted(replies)]
         return SpanRecord(
             trace=self.trace,
             request_id=self.request_id,
@@ -180,5 +186,13 @@ class AccessRecord:
             cached_tokens=counts["cached"],
             completion_tokens=counts["completion"],
             body=self.body,
-            replies=None if self.replies is None else texts,
+            replies=None if self.replies is None else shown,
         )
+
+
+def _shortened(choice: Choice) -> Choice:
+    """With no more of each text than a span carries."""
+    calls = [msgspec.structs.replace(call, arguments=call.arguments[:MAX_CONTENT]) for call in choice.calls]
+    return msgspec.structs.replace(
+        choice, text=choice.text[:MAX_CONTENT], reasoning=choice.reasoning[:MAX_CONTENT], calls=tuple(calls)
+    )

@@ -9,7 +9,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
+from ..dialects.openai_replies import message
 from ..errors import RequestError
+from ..reply import Choice
 from .tracing import SpanRecord
 
 SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}
@@ -59,10 +61,16 @@ def outputs(record: SpanRecord) -> Any:
     if record.replies is None:
         return None
     chat = record.task == "chat"
-    shown = [({"message": {"role": "assistant", "content": t}} if chat else {"text": t}) for t, _ in record.replies]
+    shown = [({"message": message(choice)} if chat else {"text": choice.text}) for choice, _ in record.replies]
     reasons = [reason for _, reason in record.replies]
     choices = [{"index": i, **c, "finish_reason": reasons[i]} for i, c in enumerate(shown)]
     return {"model": model(record), "choices": choices}
+
+
+def preview(reply: tuple[Choice, str | None]) -> str:
+    """The text of a choice, or the calls that it makes instead of one."""
+    choice, _ = reply
+    return choice.text or "\n".join(f"{call.name}({call.arguments})" for call in choice.calls)
 
 
 def inputs(record: SpanRecord) -> Any:
@@ -101,7 +109,7 @@ def semantic_attributes(record: SpanRecord) -> dict[str, Any]:
         "gen_ai.response.id": record.reply_id or None,
         "gen_ai.response.finish_reasons": [record.finish_reason] if record.finish_reason else None,
         "gen_ai.input.messages": None if record.body is None else record.body.decode(errors="replace"),
-        "gen_ai.output.messages": None if record.replies is None else json.dumps([t for t, _ in record.replies]),
+        "gen_ai.output.messages": None if record.replies is None else json.dumps(list(map(preview, record.replies))),
         **_facts(record),
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -133,7 +141,7 @@ def trace_info(record: SpanRecord, experiment_id: str) -> Any:
         state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
         client_request_id=record.request_id,
         request_preview=None if record.body is None else record.body.decode(errors="replace")[:1000],
-        response_preview=None if record.replies is None else "\n".join(t for t, _ in record.replies)[:1000],
+        response_preview=None if record.replies is None else "\n".join(map(preview, record.replies))[:1000],
         trace_metadata=metadata,
         tags={
             "mlflow.traceName": f"{record.task or 'request'} {record.endpoint}",

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
+from ..reply import Choice
 from . import metrics
 
 SOCKET = "traces.sock"
@@ -41,7 +42,8 @@ class TraceContext(NamedTuple):
 
 class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A finished request. Times are nanoseconds since the epoch. ``body`` and ``replies`` are there where content is
-    traced: the request as it came, and (text, finish reason) of each choice."""
+    traced: the request as it came, and (choice, finish reason) of each, None where it was broken
+    off."""
 
     trace: TraceContext
     request_id: str
@@ -60,7 +62,7 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     body: bytes | None = None
-    replies: list[tuple[str, str | None]] | None = None
+    replies: list[tuple[Choice, str | None]] | None = None
 
 
 def parse(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
