@@ -1,14 +1,15 @@
-"""A chat as the engine gets it: its prompt with the tools in it, how calls in its texts are read."""
+"""A chat as the engine gets it: its prompt with the tools in it, what its texts are held to, how calls are read."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..constraint import Grammar
 from ..errors import InvalidField
 from ..request import RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
 from .endpoint import EndpointView
-from .forms import check_choice
+from .forms import chat_grammar, check_choice
 from .prompts import Prompt, chat_prompt
 from .text import DEFAULT_TEMPLATE, TextModel
 from .tool_messages import shown_tools
@@ -20,25 +21,29 @@ END = 16  # tokens at a prompt's end that hold the mark of reasoning
 class Chat(NamedTuple):
     """``tools`` None: no call is read. ``begins_in_reasoning``: the reply goes on with reasoning that the prompt has
     opened. ``read_as``: the template in whose format calls and reasoning are read out of it; None where there are none.
-    """
+    ``grammar`` None: any text."""
 
     prompt: Prompt
     tools: ToolUse | None
     begins_in_reasoning: bool
     read_as: str | None
+    grammar: Grammar | None
 
 
 def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
-    """Raises ``InvalidField`` for turns, ids of calls, variables or tools that the endpoint or the template does not
-    take, ``ContextTooLong``."""
+    """Raises ``InvalidField`` for turns, ids of calls, variables, tools or forms that the endpoint or the template does
+    not take, ``ContextTooLong``."""
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint)
-    if tools is None and endpoint.text.tool_format(template).reasoning is None:
-        return Chat(prompt, None, begins_in_reasoning=False, read_as=None)
+    format = endpoint.text.tool_format(template)
+    if tools is None and format.reasoning is None:
+        held_to = chat_grammar(raw, endpoint, format, in_reasoning=False)
+        return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to)
     reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
     if raw.thinking is False and raw.end != "open" and (reasoning or _always_reasons(raw, endpoint.text)):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
-    return Chat(prompt, tools, reasoning, read_as=template or DEFAULT_TEMPLATE)
+    held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
+    return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to)
 
 
 def _always_reasons(raw: RawChat, text: TextModel) -> bool:

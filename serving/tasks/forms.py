@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ..constraint import Constraint, ConstraintKind, Grammar
 from ..errors import InvalidField
-from ..request import RawChat, RawSampling
+from ..request import RawChat, RawSampling, Tool, ToolChoice
 from ..structured.grammar import grammar_of
+from ..tool_calls.forced import call_grammar
+from ..tool_calls.formats import ToolFormat
 from .endpoint import EndpointView
+from .tool_messages import shown_tools
 
 CACHED, CACHED_BYTES = 64, 2**18  # grammars kept, and the JSON that each may be of: clients send the same ones again
 NO_GRAMMARS = "null: structured output is not supported by this endpoint's engine"
@@ -39,6 +44,74 @@ def grammar(sampling: RawSampling, endpoint: EndpointView) -> Grammar | None:
         raise InvalidField(constraint.field, constraint.kind, NO_GRAMMARS)
     value = msgspec.json.encode(constraint.value)
     return _cached(constraint.kind, value, constraint.field) if len(value) <= CACHED_BYTES else grammar_of(constraint)
+
+
+def chat_grammar(raw: RawChat, endpoint: EndpointView, format: ToolFormat, *, in_reasoning: bool) -> Grammar | None:
+    """What the texts of a chat are held to: calls that must be or must be valid, and the form of a text that is none;
+    after reasoning where the model has it. Raises ``InvalidField`` naming the field."""
+    response = grammar(raw.sampling, endpoint)
+    tools = shown_tools(raw)
+    if not tools and response is None:
+        return None
+    asked = _Asked(
+        format=format,
+        tools=tools,
+        choice=raw.tool_choice,
+        parallel=raw.parallel_tool_calls is not False,
+        response=response,
+        special=endpoint.text.special_tokens,
+        in_reasoning=in_reasoning,
+    )
+    key = msgspec.json.encode(asked)
+    found = _cached_calls(key) if len(key) <= CACHED_BYTES else _calls(asked)
+    if found is not None and not endpoint.info.capabilities.structured_output:
+        field, value = _why_held(raw)
+        raise InvalidField(field, value, NO_GRAMMARS)
+    return found
+
+
+class _Asked(Struct, frozen=True):
+    """The arguments of ``call_grammar``."""
+
+    format: ToolFormat
+    tools: tuple[Tool, ...]
+    choice: ToolChoice | None
+    parallel: bool
+    response: Grammar | None
+    special: dict[str, int]
+    in_reasoning: bool
+
+
+def _calls(asked: _Asked) -> Grammar | None:
+    return call_grammar(
+        asked.format,
+        asked.tools,
+        asked.choice,
+        parallel=asked.parallel,
+        response=asked.response,
+        special=asked.special,
+        in_reasoning=asked.in_reasoning,
+    )
+
+
+@functools.lru_cache(CACHED)
+def _cached_calls(asked: bytes) -> Grammar | None:
+    return _calls(msgspec.json.decode(asked, type=_Asked))
+
+
+def _why_held(raw: RawChat) -> tuple[str, Any]:
+    """The field that asks for calls of a form, and its value."""
+    choice = raw.tool_choice
+    if choice is not None and (choice.mode == "required" or choice.names):
+        return "tool_choice", choice.names or choice.mode
+    if raw.parallel_tool_calls is False:
+        return "parallel_tool_calls", False
+    for i, tool in enumerate(raw.tools or ()):
+        if tool.strict:
+            return f"tools[{i}].function.strict", True
+        if tool.syntax is not None:
+            return tool.syntax.field, tool.syntax.kind
+    return "tools", "a form"
 
 
 @functools.lru_cache(CACHED)

@@ -188,12 +188,12 @@ def _generation(
 ) -> ValidRequest:
     profile, asked = endpoint.profile, raw.sampling
     n = asked.n or 1
-    held_to = grammar(asked, endpoint)
     if isinstance(raw, RawChat):
-        prompt, tools, begins_in_reasoning, read_as = prepare_chat(raw, endpoint)
+        prompt, tools, begins_in_reasoning, read_as, held_to = prepare_chat(raw, endpoint)
         prompts = [prompt]
     else:
         prompts, tools, begins_in_reasoning, read_as = completion_prompts(raw, endpoint), None, False, None
+        held_to = grammar(asked, endpoint)
     if n * len(prompts) > profile.max_sequences:
         most = profile.max_sequences // len(prompts)
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")

@@ -70,7 +70,10 @@ class TextModel:
         sources = set(self.templates.values())
         self._guards = {source: InjectionGuard(self._hf, self._backend, plain, source) for source in sources}
         self._reads = {source: read_template(name, source) for name, source in self.templates.items()}
-        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        ends = {*self.eos_token_ids, *self._hf.all_special_ids}
+        self.special_tokens = {
+            token.content: token_id for token_id, token in added.items() if token.special or token_id in ends
+        }
         self._formats = self._tool_formats(bundle)
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}

@@ -1,0 +1,175 @@
+"""The arguments of a forced call as a format writes them, held to a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import InvalidField
+from .formats import ToolFormat
+from .lark import Lark, one_of, quoted, times
+
+MAX_OPEN = 32  # arguments that the schema does not name
+_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+_NOT_A_WORD = " & ~/(?i:true|false|null|none|nan|inf|infinity)(?s:.*)/"  # what a reader takes for another type
+_SINGLE_QUOTED = r"""/'(?:[^'\\\x00-\x1F]|\\[nrtbf'"\\])*'/"""
+_SURE = re.compile(r"(?!(?i:true|false|null|none|nan|inf))[A-Za-z]")
+
+
+class ArgumentsGrammar:
+    """``schema`` is one as ``structured`` writes it: an object, alternatives of such, or a reference to one."""
+
+    def __init__(self, lark: Lark, format: ToolFormat, schema: Mapping[str, Any], field: str) -> None:
+        self._lark = lark
+        self._format = format
+        self._schema = schema
+        self._shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
+        self._field = field
+
+    def written(self) -> str:
+        """What stands in the place of the arguments."""
+        if self._format.arguments == "json":
+            return self._lark.json(self._schema)
+        objects = [each for each in self._leaves(self._schema) if each.get("type") == "object"]
+        return one_of(self._object(each) for each in objects)
+
+    def _leaves(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        if "$ref" in schema:
+            yield from self._leaves(self._schema["$defs"][schema["$ref"].removeprefix("#/$defs/")])
+        elif "anyOf" in schema:
+            for each in schema["anyOf"]:
+                yield from self._leaves(each)
+        else:
+            yield schema
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        properties = {name: each for name, each in schema.get("properties", {}).items() if each is not False}
+        required = set(schema.get("required", ()))
+        self._check(schema, properties, required)
+        each = [(self._argument(name, value), name in required) for name, value in properties.items()]
+        if not each and isinstance(schema.get("additionalProperties"), Mapping):
+            return self._open(schema["additionalProperties"])
+        if self._format.arguments == "keywords":
+            return self._separated(each)
+        return " ".join(argument if needed else f"({argument})?" for argument, needed in each)
+
+    def _check(self, schema: Mapping[str, Any], properties: Mapping[str, Any], required: set[str]) -> None:
+        """Raises ``InvalidField`` for what only a format with JSON can hold."""
+        bounds = {"minProperties", "maxProperties", "patternProperties"} & schema.keys()
+        names = [name for name in properties if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.\-]*", name)]
+        if self._format.arguments == "keywords":
+            names = [name for name in properties if not name.isidentifier()]
+        if bounds and not (schema.get("minProperties", 0) <= len(required) and bounds <= {"minProperties"}):
+            self._refuse(f"{sorted(bounds)[0]}", "properties and required")
+        if names:
+            self._refuse(names[0], "names of letters, digits and _")
+
+    def _refuse(self, what: str, allowed: str) -> None:
+        why = f"{allowed} alone: the calls of this model ({self._format.name}) are not written as JSON"
+        raise InvalidField(self._field, what, why)
+
+    def _open(self, schema: Mapping[str, Any]) -> str:
+        """Arguments by any names."""
+        key = self._lark.terminal(_KEY)
+        one = self._lark.rule(self._named(key, schema))
+        if self._format.arguments == "keywords":
+            more = times('", " ' + one, 0, MAX_OPEN)
+            return f"({one} {more})?"
+        return times(one, 0, MAX_OPEN)
+
+    def _separated(self, arguments: list[tuple[str, bool]]) -> str:
+        """Arguments in order with commas between those that are there, from the last one back: ``first`` where none is
+        written yet, ``more`` behind one."""
+        first = more = ""
+        for argument, needed in reversed(arguments):
+            rest = self._lark.rule(f'", " {argument} {more}')
+            begins = self._lark.rule(f"{argument} {more}")
+            more = rest if needed else self._lark.rule(f"({rest}) | {more}" if more else f"({rest})?")
+            first = begins if needed else self._lark.rule(f"({begins}) | {first}" if first else f"({begins})?")
+        return first
+
+    def _argument(self, name: str, schema: Mapping[str, Any]) -> str:
+        return self._lark.rule(self._named(self._lark.text(name), schema))
+
+    def _named(self, key: str, schema: Mapping[str, Any]) -> str:
+        """A key and its value."""
+        format, lark = self._format, self._lark
+        leaves = list(self._leaves(schema))
+        if format.arguments == "keywords":
+            return f'{key} "=" {one_of(self._python(leaf) for leaf in leaves)}'
+        begin = f"{lark.text(format.parameter_begin)} {key}"
+        texts = [leaf for leaf in leaves if leaf.get("type") == "string"]
+        values = [value for leaf in leaves for value in leaf.get("enum", ())]
+        alone = len(texts) == len(leaves) or (all(isinstance(value, str) for value in values) and len(leaves) == 1)
+        options = [self._text(leaf, alone) for leaf in texts]
+        options += [
+            f"{lark.text(value)} {lark.text(format.value_end)}" for value in values if self._is_text(value, alone)
+        ]
+        others = [leaf for leaf in leaves if leaf.get("type") != "string" and "enum" not in leaf]
+        if rest := [value for value in values if not isinstance(value, str)]:
+            others.append({"enum": rest})
+        written = []
+        if options:
+            written.append(f"{lark.text(format.key_end)} {one_of(options)}")
+        if others:
+            end = lark.text(format.key_end_json or format.key_end)
+            written.append(f"{end} {one_of(map(self._json, others))} {lark.text(format.value_end)}")
+        if not written:
+            self._refuse(json.dumps(dict(schema))[:200], "texts that can be nothing else")
+        return f"{begin} {one_of(written)}"
+
+    def _is_text(self, value: Any, alone: bool) -> bool:
+        """Whether a reader takes a text for one, where other types are allowed beside it."""
+        end = self._format.value_end.strip()
+        return isinstance(value, str) and end not in value and (alone or _SURE.match(value) is not None)
+
+    def _text(self, schema: Mapping[str, Any], alone: bool) -> str:
+        """A text as it is, up to what ends it and with it."""
+        end = self._format.value_end
+        rules = ("" if alone else " & /[A-Za-z](?s:.*)/" + _NOT_A_WORD) + _rules(schema)
+        lark, mark = self._lark, end.strip()
+        format = self._format
+        marks = (mark, format.parameter_begin, format.key_end, format.call_begin, format.call_end, format.end)
+        free = lark.free((*marks, *format.begin), rules)
+        if lark.text(mark).startswith("<["):
+            return f"{free} {lark.text(end)}"
+        lead = end[: len(end) - len(end.lstrip())]
+        head = lark.rule(lark.terminal(f"{free} /{quoted(lead + mark)}/"), "[lazy]")
+        return f"{head} {lark.text(end[len(lead + mark) :])}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return self._lark.json({**schema, **self._shared})
+
+    def _python(self, schema: Mapping[str, Any]) -> str:
+        """A value as Python writes it: strings in quotes of either kind (JSON's escapes are Python's too)."""
+        if schema.get("type") == "boolean":
+            return '("True" | "False")'
+        if schema.get("type") == "null":
+            return '"None"'
+        plain = self._json(schema)
+        if schema.get("type") == "string":
+            return f"({plain} | {self._lark.terminal(_single_quoted(schema))})"
+        texts = [repr(value) for value in schema.get("enum", ()) if isinstance(value, str)]
+        return one_of([plain, *(self._lark.text(text) for text in texts if text.startswith("'"))])
+
+
+def _single_quoted(schema: Mapping[str, Any]) -> str:
+    rules = _rules(schema)
+    return f"/'/ (/[^'\\\\\\x00-\\x1F]*/{rules}) /'/" if rules else _SINGLE_QUOTED
+
+
+def _rules(schema: Mapping[str, Any]) -> str:
+    """What else than being a text a schema asks of one, in the notation of terminals."""
+    least, most, rules = schema.get("minLength"), schema.get("maxLength"), ""
+    if least is not None or most is not None:
+        rules += f" & /(?s:.){{{least or 0},{'' if most is None else most}}}/"
+    if "pattern" in schema:
+        rules += f" & /{slashed(schema['pattern'].removeprefix('^').removesuffix('$'))}/"
+    return rules
+
+
+def slashed(expression: str) -> str:
+    """An expression between slashes."""
+    return re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), expression)

@@ -1,0 +1,103 @@
+"""A grammar in llguidance's Lark notation, put together rule by rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..constraint import Grammar
+from ..structured.expression import in_slashes, literal
+
+ANY_TEXT = "/(?s:.*)/"
+
+
+class Lark:
+    """``special`` are the tokenizer's special tokens, which no text can imitate, by their texts. Rules are named in the
+    order in which they are made; equal ones are one."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        longest_first = sorted(special, key=len, reverse=True)
+        self._pieces = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if special else None
+        self._names: dict[str, str] = {}
+        self._others: list[dict[str, Any]] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a rule; "" for an empty one."""
+        if not body.strip():
+            return ""
+        written = f"{options}: {body}"
+        return self._names.setdefault(written, f"r{len(self._names)}")
+
+    def terminal(self, body: str) -> str:
+        """The name of an expression in the notation of terminals."""
+        return self._names.setdefault(f": {body}", f"T{len(self._names)}")
+
+    def text(self, text: str) -> str:
+        """Exactly ``text``, special tokens in it as tokens; "" for nothing."""
+        return " ".join(self._piece(piece) for piece in self._split(text))
+
+    def until(self, mark: str, where: str = "") -> str:
+        """Any text up to the first ``mark``, and this; white space at its beginning belongs to the text. ``where``:
+        what else holds of the text, as in " & ~/x/"."""
+        core = mark.lstrip()
+        first, *rest = self._split(core)
+        after = self.text("".join(rest))
+        if first in self._special:
+            return f"{self.terminal(ANY_TEXT + where)} {self._piece(first)} {after}"
+        seen = first.rstrip()
+        head = self.rule(self.terminal(f"/(?s:.*){quoted(seen)}/{where}"), "[lazy]")
+        return f"{head} {self.text(first[len(seen) :])} {after}"
+
+    def free(self, marks: Iterable[str], where: str = "") -> str:
+        """Any text, or none, without one of ``marks``."""
+        cores = [first.strip() for mark in marks if (first := next(iter(self._split(mark.strip())), ""))]
+        seen = "|".join(quoted(core) for core in cores if core and core not in self._special)
+        without = f" & ~/(?s:.*)(?:{seen})(?s:.*)/" if seen else ""
+        return self.terminal(ANY_TEXT + without + where)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A value of a schema as ``structured`` writes it."""
+        return self.rule("%json " + json.dumps(schema, ensure_ascii=False))
+
+    def other(self, grammar: Grammar) -> str:
+        """A whole grammar as a part of this one."""
+        [source] = json.loads(grammar.source)["grammars"]
+        if source not in (known := [{k: v for k, v in one.items() if k != "name"} for one in self._others]):
+            self._others.append({"name": f"g{len(self._others)}", **source})
+            return f"@g{len(self._others) - 1}"
+        return f"@g{known.index(source)}"
+
+    def source(self, start: str) -> str:
+        """The whole grammar, serialised."""
+        rules = "".join(f"{name}{body}\n" for body, name in self._names.items())
+        grammars = [{"lark_grammar": f"start: {start}\n{rules}"}, *self._others]
+        return json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+
+    def _split(self, text: str) -> list[str]:
+        pieces = self._pieces.split(text) if self._pieces is not None else [text]
+        return [piece for piece in pieces if piece]
+
+    def _piece(self, piece: str) -> str:
+        token_id = self._special.get(piece)
+        return json.dumps(piece, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+
+
+def quoted(text: str) -> str:
+    """An expression of ``text`` alone, as it stands between slashes."""
+    return in_slashes(literal(text))
+
+
+def one_of(options: Iterable[str]) -> str:
+    """Any of ``options``, each written once."""
+    given = list(dict.fromkeys(options))
+    return given[0] if len(given) == 1 else "(" + " | ".join(given) + ")"
+
+
+def times(item: str, least: int, most: int) -> str:
+    """``item`` so often; "" for never."""
+    if most <= 0:
+        return ""
+    return f"({item})" if (least, most) == (1, 1) else f"({item}){{{least},{most}}}"
