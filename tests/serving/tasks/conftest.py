@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
-from mlflow_llm.serving.engine.interface import EngineInfo
+from mlflow_llm.serving.engine.interface import Capabilities, EngineInfo
 from mlflow_llm.serving.tasks.endpoint import EndpointView, Profile
 from mlflow_llm.serving.tasks.text import TextModel
 
@@ -124,6 +124,7 @@ def endpoint_of(text):
             max_num_seqs=8,
             max_kv_tokens=context,
             embedding_dim=16,
+            capabilities=Capabilities(structured_output=True),
         )
         return EndpointView(
             name="m",
