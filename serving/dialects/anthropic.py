@@ -57,6 +57,7 @@ class AnthropicDialect:
     name = "anthropic"
     routes = (InferenceRoute("/v1/messages", "chat", "Message"),)
     prefixes = ("/v1/messages",)
+    request_id_header = "request-id"
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": BODY.schema}
     error_schema: Mapping[str, Any] = {
         "type": "object",

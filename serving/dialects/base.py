@@ -75,6 +75,7 @@ class StreamEncoder(Protocol):
 
 class Dialect(Protocol):
     """``prefixes``: paths under which a request is refused in this dialect's form though no route of its own is there.
+    ``request_id_header``: where its clients look for a request's id, beside ``X-Request-Id``; None for nowhere else.
     ``request_schemas`` and ``error_schema`` are JSON schemas, for the OpenAPI document."""
 
     @property
@@ -85,6 +86,9 @@ class Dialect(Protocol):
 
     @property
     def prefixes(self) -> tuple[str, ...]: ...
+
+    @property
+    def request_id_header(self) -> str | None: ...
 
     @property
     def request_schemas(self) -> Mapping[Task, Mapping[str, Any]]: ...

@@ -26,6 +26,7 @@ class ObjectDialect:
     name: str
     routes: tuple[InferenceRoute, ...]
     prefixes: tuple[str, ...] = ()
+    request_id_header: str | None = None
     tables: ClassVar[Mapping[Task, Table]]
     style: replies.Style
     error_schema: Mapping[str, Any]

@@ -38,6 +38,7 @@ class ResponsesDialect:
     name = "responses"
     routes = (InferenceRoute("/v1/responses", "chat", "Response"),)
     prefixes = ("/v1/responses",)
+    request_id_header = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": TABLE.schema()}
     error_schema = OPENAI_ERROR_SCHEMA
 

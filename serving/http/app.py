@@ -13,7 +13,7 @@ from werkzeug import exceptions as werkzeug
 from werkzeug.exceptions import HTTPException
 
 from .. import logs
-from ..dialects import dialect_of
+from ..dialects import Dialect, dialect_of
 from ..errors import (
     Aborted,
     InternalError,
@@ -75,7 +75,7 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
         # a stream says itself when it has ended; of probes and pages that are open to all nothing is kept
         if isinstance(answer.body, bytes) if route.inference is not None else not route.auth.is_open:
             record.finish(answer.status)
-        return _response(answer, record.request_id)
+        return _response(answer, route.dialect, record.request_id)
 
     return view
 
@@ -146,12 +146,13 @@ def _access_record(tracer: Tracer = OFF) -> AccessRecord:
 def _unrouted(error: HTTPException) -> Response:
     """What the framework refuses, in the dialect of the path. Nothing of a fault is shown."""
     refused = _refusal(error)
-    answer = error_answer(dialect_of(flask_request.path), refused)
+    dialect = dialect_of(flask_request.path)
+    answer = error_answer(dialect, refused)
     record = _access_record()
     if isinstance(refused, MethodNotAllowed) and (allowed := getattr(error, "valid_methods", None)):
         answer.headers["Allow"] = ", ".join(sorted(allowed))
     record.finish(answer.status, refused.logged)
-    return _response(answer, record.request_id)
+    return _response(answer, dialect, record.request_id)
 
 
 def _refusal(error: HTTPException) -> ServingError:
@@ -166,7 +167,7 @@ def _refusal(error: HTTPException) -> ServingError:
     return InternalError("internal error")
 
 
-def _response(answer: Answer, request_id: str) -> Response:
+def _response(answer: Answer, dialect: Dialect, request_id: str) -> Response:
     response = Response(
         answer.body,
         status=answer.status,
@@ -175,5 +176,7 @@ def _response(answer: Answer, request_id: str) -> Response:
         direct_passthrough=True,
     )
     response.headers[REQUEST_ID] = request_id
+    if dialect.request_id_header is not None:
+        response.headers[dialect.request_id_header] = request_id
     response.headers["X-Content-Type-Options"] = "nosniff"
     return response

@@ -63,6 +63,7 @@ def test_a_message(claude: anthropic.Anthropic) -> None:
     assert (found.stop_reason, found.usage.input_tokens, found.usage.output_tokens) == ("max_tokens", PROMPT, 8)
     counted = claude.messages.count_tokens(model="assistant", messages=HI)
     assert counted.input_tokens == PROMPT
+    assert (found._request_id or "").startswith("req-")
 
 
 def test_a_stream_is_the_message(claude: anthropic.Anthropic) -> None:
@@ -152,6 +153,7 @@ def test_errors(
     with pytest.raises(error) as found:
         claude.messages.create(**ASK | fields, stream=streamed)
     assert found.value.type == kind
+    assert (found.value.request_id or "").startswith("req-")
     assert (found.value.api_message or "").startswith(message) or kind == "not_found_error"
 
 
@@ -182,6 +184,29 @@ def test_counting(claude: anthropic.Anthropic) -> None:
         claude.messages.count_tokens(model="assistant", messages=HI, extra_body={"max_tokens": 1})
     with pytest.raises(anthropic.BadRequestError, match="anthropic-version"):
         claude.messages.count_tokens(model="assistant", messages=HI, extra_headers={"anthropic-version": "1"})
+
+
+def test_counting_tools(claude: anthropic.Anthropic) -> None:
+    """Many tools with large schemas, calls and results: counted as they are used, by the template in either way."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "d" * 20} for i in range(20)}}
+    tools: Any = [{"name": f"tool_{i}", "description": "t" * 50, "input_schema": schema} for i in range(2)]
+    turns: Any = [
+        *HI,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "tool_1", "input": {"p1": "</s>"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "r", "is_error": True}]},
+    ]
+    for choice in ({"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
+        ask: Any = {"model": "assistant", "messages": turns, "tools": tools, "tool_choice": choice}
+        used = claude.messages.create(**ask, max_tokens=1).usage.input_tokens
+        assert claude.messages.count_tokens(**ask).input_tokens == used
+        assert (used > 3000) == (choice["type"] == "auto")
+    with pytest.raises(anthropic.BadRequestError, match=r"^Error code: 400.*tools\[1\].name"):
+        claude.messages.create(**ASK, tools=[tools[0], tools[0]])
+
+
+def test_models(claude: anthropic.Anthropic) -> None:
+    """The client lists the endpoints."""
+    assert "assistant" in [model.id for model in claude.models.list()]
 
 
 def test_both_places_of_a_key(metered: Metered) -> None:

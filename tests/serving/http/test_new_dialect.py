@@ -27,6 +27,7 @@ class Framed:
         InferenceRoute("/framed/<name>/v<version>/stream", "completions", "Streamed", ("application/octet-stream",)),
     )
     prefixes = ("/framed",)
+    request_id_header = "X-Framed-Id"
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": {"type": "string", "format": "binary"}}
     error_schema: Mapping[str, Any] = {"type": "string"}
 
@@ -90,6 +91,8 @@ def test_bytes_and_headers_both_ways(client: Any) -> None:
     streamed = client.post("/framed/assistant/v5/stream", data=IDS, headers=HEADERS)
     assert (streamed.content_type, streamed.headers["X-Framed"]) == ("application/x-framed", "1")
     assert len(streamed.data) == 4 * 5
+    for answer in (whole, streamed, client.post("/framed/nothing")):
+        assert answer.headers["X-Framed-Id"] == answer.headers["X-Request-Id"]
 
 
 def test_what_a_reply_repeats(client: Any) -> None:
