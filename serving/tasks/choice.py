@@ -43,7 +43,9 @@ class ChoiceText:
         self.num_tokens = self._resume()
 
     def _new_detokenizer(self) -> Detokenizer:
-        return self._text.detokenizer(self._request.skip_special_tokens)
+        # a text that is all a grammar's has no space less than that; one that may be ordinary text begins as others do
+        is_grammar = self._sampling.grammar is not None and self._request.tools is None
+        return self._text.detokenizer(self._request.skip_special_tokens, keeps_space=is_grammar)
 
     def _resume(self) -> int:
         """Tokens delivered by an earlier attempt: they set the state, and are counted, but are not sent again."""

@@ -70,12 +70,13 @@ class WindowDetokenizer:
 
     __slots__ = ("_backend", "_ids", "_read", "_skip", "_start")
 
-    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, skip_special_tokens: bool, before: Sequence[int] = ()) -> None:
+        """``before``: tokens of a text that has been delivered."""
         self._backend = backend
         self._skip = skip_special_tokens
-        self._ids: list[int] = []
+        self._ids: list[int] = list(before)
         self._start = 0
-        self._read = 0
+        self._read = len(before)
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -20,7 +20,7 @@ from ..confined import Refused
 from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ..request import ChatEnd
-from ..token_bytes import byte_table
+from ..token_bytes import byte_table, plain_token
 from ..tool_calls.detect import detect_or_generic
 from ..tool_calls.formats import ToolFormat
 from ..tool_calls.parser import special_stand_ins
@@ -285,11 +285,18 @@ class TextModel:
 
     # -- to text
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh state for one sequence."""
+    def detokenizer(self, skip_special_tokens: bool = True, *, keeps_space: bool = False) -> Detokenizer:
+        """A fresh state for one sequence. ``keeps_space``: its text is every token's, as grammars count it; else
+        decoders of SentencePiece's kind take away a space at its beginning."""
         if self._tables is not None:
             return ByteDetokenizer(self._tables[1 if skip_special_tokens else 0])
-        return WindowDetokenizer(self._backend, skip_special_tokens)
+        return WindowDetokenizer(self._backend, skip_special_tokens, self._some_text() if keeps_space else ())
+
+    def _some_text(self) -> tuple[int, ...]:
+        try:
+            return (plain_token(self._backend, self._special_ids),)
+        except ValueError:  # engines hold no text of such a tokenizer to a grammar
+            return ()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all of ``token_ids``, incomplete characters as U+FFFD."""

@@ -13,15 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 from processes import alive_after
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.events import Finished, Tokens
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.transport import connect
 
 SETTINGS = EngineSettings(idle_timeout=0.5, max_model_len=256)
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+PEOPLE = LLMatcher.grammar_from_json_schema({"type": "array", "items": PERSON, "minItems": 50})
+FORM = Grammar(source=PEOPLE, field="response_format")
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def runtime() -> Iterator[str]:
     shutil.rmtree(base, ignore_errors=True)
 
 
-def read(engine, temperature, on_token=lambda: None):
+def read(engine, temperature, on_token=lambda: None, grammar=None):
     """Token ids and ending of each of two sequences."""
     request = ValidRequest(
         request_id=uuid.uuid4().hex,
@@ -40,7 +45,7 @@ def read(engine, temperature, on_token=lambda: None):
         n=2,
         stream=True,
         sequences=tuple(Sequence(prompt_token_ids=(504, 3575, 282), seed=seed) for seed in (3, 4)),
-        sampling=Sampling(max_tokens=40, temperature=temperature),
+        sampling=Sampling(max_tokens=40, temperature=temperature, grammar=grammar),
     )
     tokens, ends = {0: [], 1: []}, {}
     for event in engine.submit(request):
@@ -52,15 +57,18 @@ def read(engine, temperature, on_token=lambda: None):
     return tokens, ends
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_killed_engine_keeps_the_text(smollm2_dir: Path, runtime: str, temperature: float) -> None:
-    """kill -9 in the middle of a text: the same tokens and counts as without, and nothing is left at the end."""
+@pytest.mark.parametrize(("temperature", "grammar"), [(0.0, None), (1.0, None), (1.0, FORM)])
+def test_killed_engine_keeps_the_text(
+    smollm2_dir: Path, runtime: str, temperature: float, grammar: Grammar | None
+) -> None:
+    """kill -9 in the middle of a text, within a grammar too: the same tokens and counts as without, and nothing is left
+    at the end."""
     model = str(smollm2_dir)
     bundle = Bundle(content_hash="smollm2", tasks=("completions",), model_dir=model, tokenizer_dir=model)
     with connect(bundle, SETTINGS, state_dir=runtime) as engine, connect(bundle, SETTINGS, state_dir=runtime) as other:
         first = engine.info.pid
         assert other.info.pid == first
-        expected = read(engine, temperature)
+        expected = read(engine, temperature, grammar=grammar)
         assert {index: len(ids) for index, ids in expected[0].items()} == {0: 40, 1: 40}
         middle, count = threading.Event(), [0]
 
@@ -70,7 +78,7 @@ def test_killed_engine_keeps_the_text(smollm2_dir: Path, runtime: str, temperatu
                 middle.set()
                 os.kill(first, signal.SIGKILL)
 
-        assert read(engine, temperature, on_token) == expected
+        assert read(engine, temperature, on_token, grammar) == expected
         assert engine.info.pid != first
         last = engine.info.pid
     deadline = time.monotonic() + 240

@@ -19,6 +19,8 @@ from llm_server import served
 SAYS: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
 LENGTH = {"model": "assistant", "max_tokens": 48, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "seed": 11}
+NAMES: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 3, "maxItems": 5}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "strict": True, "schema": NAMES}}}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", LENGTH | SAYS | {"temperature": 0}),
@@ -26,6 +28,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", LENGTH | SAYS | SAMPLED | STREAM),
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"n": 2}),
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"n": 2} | STREAM),
+    ("chat/completions", LENGTH | SAYS | SAMPLED | FORM | STREAM),
     ("chat/completions", LENGTH | SAYS | {"temperature": 0, "model": "assistant:pirate"}),
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"model": "assistant:pirate"} | STREAM),
     ("completions", LENGTH | {"prompt": "The quick brown fox", "temperature": 0}),

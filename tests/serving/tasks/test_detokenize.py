@@ -109,3 +109,13 @@ def test_starts_with_byte_fallback(fallback_text):
     assert named[:6] == [b" the", b" ", b"\xf0", b"\x9f", b"\x98", b"\x80"]
     assert begun[:7] == [0, 3, 4, 4, 4, 4, 5]
     assert length == len("the 😀 dog")
+
+
+def test_a_space_at_the_beginning_is_kept_where_a_grammar_counts_it(any_text):
+    """The text of a sequence is all of its tokens' where it is asked for, and its decode where it is not."""
+    ids = any_text.encode("a the dog", add_special_tokens=False)[-2:]
+    whole = any_text.decode(any_text.encode("a the dog", add_special_tokens=False))
+    detokenizer = any_text.detokenizer(keeps_space=True)
+    assert whole.endswith("".join([*(detokenizer.push(i) for i in ids), detokenizer.flush()]))
+    kept = any_text.detokenizer(keeps_space=True)
+    assert any(kept.push(i).startswith(" ") for i in any_text.encode("a the", add_special_tokens=False)[1:])
