@@ -57,6 +57,7 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
         adapters=own,
         chat_templates=templates.stored(root),
         embedding=manifest.embedding,
+        cross_encoder=manifest.cross_encoder,
         default_adapter=manifest.default_adapter,
     )
 
@@ -111,5 +112,6 @@ def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle
         adapters=base.adapters | own,
         chat_templates=templates.stored(root) or base.chat_templates,
         embedding=manifest.embedding or base.embedding,
+        cross_encoder=manifest.cross_encoder or base.cross_encoder,
         default_adapter=manifest.default_adapter,
     )

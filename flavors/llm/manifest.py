@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ...serving.bundle import EmbeddingSpec
+from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
 
@@ -61,6 +61,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     base: BaseReference | None = None
     default_adapter: str | None = None
     embedding: EmbeddingSpec | None = None
+    cross_encoder: CrossEncoderSpec | None = None
     environment: dict[str, FileEntry] | None = None
 
     @property
@@ -76,6 +77,7 @@ def describe(
     base: BaseReference | None = None,
     default_adapter: str | None = None,
     embedding: EmbeddingSpec | None = None,
+    cross_encoder: CrossEncoderSpec | None = None,
 ) -> Manifest:
     """A manifest of the files under ``root``, each of which is read once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
@@ -86,6 +88,7 @@ def describe(
         base=base,
         default_adapter=default_adapter,
         embedding=embedding,
+        cross_encoder=cross_encoder,
     )
 
 

@@ -60,13 +60,17 @@ def check_complete(model_dir: Path, tasks: tuple[Task, ...], *, trust_remote_cod
     They are loaded as the engine loads them, but onto the meta device, which finds every tensor and reads none. Any
     other failure is ignored: the engine's machine may have what this one lacks.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ...serving.engine.config_bounds import in_proportion
     from ...serving.engine.loader import refuse_incomplete
 
     folder = config_file(model_dir).parent
-    auto = AutoModel if "embeddings" in tasks else AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
+    if "score" in tasks:
+        auto = AutoModelForSequenceClassification
+    elif "embeddings" in tasks:
+        auto = AutoModel
     try:
         with in_proportion(folder):
             model, found = auto.from_pretrained(

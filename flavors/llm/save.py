@@ -70,7 +70,7 @@ def save_model(
         adapters: name → ``PeftModel`` or directory in peft's layout.
         chat_template: a template, its path, or several by name (``{"default": …, "tool_use": …}``). None: the
             tokenizer's own.
-        task: "chat", "completions", "embeddings", or several; None: what the model can do.
+        task: "chat", "completions", "embeddings", "score" (a cross-encoder), or several; None: what the model can do.
         base: URI of a registered model (``models:/assistant/3``), for ``adapters`` alone over it, with ``model=None``.
         default_adapter: the adapter of requests that name none; None: the base answers them.
         defaults: request fields used where a request says nothing, such as ``{"max_tokens": 256}``.

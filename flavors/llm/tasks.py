@@ -1,4 +1,4 @@
-"""The tasks of a model (chat, completions, embeddings), read from its files."""
+"""The tasks of a model (chat, completions, embeddings, score), read from its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import msgspec
 
 from ...serving.bundle import EmbeddingSpec
 from ...serving.errors import PackagingError, shown
-from ...serving.request import Task
+from ...serving.request import POOLED, Task
+from .cross_encoders import check_score, is_cross_encoder
 from .templates import DEFAULT
 
 MLFLOW_PREFIX = "llm/v1/"
@@ -20,17 +21,21 @@ ALL_TASKS: tuple[Task, ...] = get_args(Task)
 def resolve_tasks(asked: Any, model_dir: Path, templates: dict[str, str]) -> tuple[Task, ...]:
     """The tasks of a model: those ``asked`` for (names, MLflow's ``llm/v1/chat`` too), else those it can answer.
 
-    A causal language model answers completions, and chat where it has a template; a sentence-transformers directory
-    or an encoder answers embeddings. Raises ``PackagingError`` for a task that the model cannot answer.
+    A causal language model answers completions, and chat where it has a template; a cross-encoder answers score, a
+    sentence-transformers directory or an encoder embeddings. Raises ``PackagingError`` for a task that the model cannot
+    answer.
     """
-    generates = not is_sentence_transformer(model_dir) and is_causal(read_config(model_dir))
+    config = read_config(model_dir)
+    generates = not is_sentence_transformer(model_dir) and is_causal(config)
     if asked is None:
         if not generates:
-            return ("embeddings",)
+            return ("score",) if is_cross_encoder(model_dir, config) else ("embeddings",)
         return ("chat", "completions") if DEFAULT in templates else ("completions",)
     tasks = parse_tasks(asked)
+    if "score" in tasks:
+        check_score(model_dir, config)
     for task in tasks:
-        if task != "embeddings" and not generates:
+        if task not in POOLED and not generates:
             raise PackagingError(f"task: {task!r} needs a causal language model; this model can answer embeddings")
     if "chat" in tasks and DEFAULT not in templates:
         raise PackagingError("task: 'chat' needs a chat template and the tokenizer has none; pass chat_template=")
@@ -47,10 +52,11 @@ def parse_tasks(asked: Any) -> tuple[Task, ...]:
         if name not in ALL_TASKS:
             raise PackagingError(f"task: {shown(name)} is not allowed; expected one of {', '.join(ALL_TASKS)}")
     tasks: tuple[Task, ...] = tuple(dict.fromkeys(plain))
-    if "embeddings" in tasks and len(tasks) > 1:
-        raise PackagingError(
-            f"task: {', '.join(tasks)} is not allowed; expected embeddings alone or none: log the model once for each"
-        )
+    for task in POOLED.intersection(tasks):
+        if len(tasks) > 1:
+            raise PackagingError(
+                f"task: {', '.join(tasks)} is not allowed; expected {task} alone or none: log the model once for each"
+            )
     return tasks
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..bundle import Bundle
 from ..errors import PackagingError
+from ..request import POOLED
 from ..settings import EngineSettings
 from .interface import Capabilities, EngineInfo
 from .kv_cache import KVCache
@@ -43,10 +44,10 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     if settings.compile:
         raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
     use_threads(settings)
-    if "embeddings" in bundle.tasks and len(bundle.tasks) > 1:
-        raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected embeddings alone or none")
-    if "embeddings" in bundle.tasks:
-        return _embedding_parts(bundle, settings)
+    for task in POOLED.intersection(bundle.tasks):
+        if len(bundle.tasks) > 1:
+            raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected {task} alone or none")
+        return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     cache = make_cache(loaded, settings, memory)
@@ -81,10 +82,11 @@ def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepFor
     return ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
 
 
-def _embedding_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
-    from . import embedder
+def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
+    from . import cross_encoder, embedder
 
-    loaded = embedder.load_embedder(bundle, settings)
+    load = cross_encoder.load_cross_encoder if "score" in bundle.tasks else embedder.load_embedder
+    loaded: Any = load(bundle, settings)
     return EngineParts(loaded.info, embedder=loaded)
 
 

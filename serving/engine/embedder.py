@@ -62,15 +62,19 @@ class Embedder:
 
     def embed(self, token_ids: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """float32 [n, dim], pooled and, where the model says so, of length 1. Raises ``ContextTooLong``."""
+        self.check_lengths(token_ids)
         vectors = np.empty((len(token_ids), self.dim), dtype=np.float32)
+        for row in rows(token_ids, row_tokens(self)):
+            vectors[row] = self._embed_row([token_ids[i] for i in row])
+        return vectors
+
+    def check_lengths(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Raises ``ContextTooLong``, ``InvalidField`` for a sequence that the model does not take."""
         for length in map(len, token_ids):
             if length > self.max_length:
                 raise ContextTooLong(f"input has {length} tokens, the model takes at most {self.max_length}")
             if not length:
                 raise InvalidField("input", [], "at least one token")
-        for row in _rows(token_ids, ROW_TOKENS if self.native is None else NATIVE_ROW_TOKENS):
-            vectors[row] = self._embed_row([token_ids[i] for i in row])
-        return vectors
 
     @torch.inference_mode()
     def _embed_row(self, sequences: Sequence[Sequence[int]]) -> Any:
@@ -80,16 +84,23 @@ class Embedder:
             pooled = F.normalize(pooled, dim=-1)
         return pooled.cpu().numpy()
 
-    def hidden(self, sequences: Sequence[Sequence[int]]) -> Any:
-        """Last hidden states [T, D] of sequences in a row."""
+    def hidden(self, sequences: Sequence[Sequence[int]], second_from: Sequence[int] | None = None) -> Any:
+        """Last hidden states [T, D] of sequences in a row, whose tokens are of the second type from ``second_from``
+        on."""
         lengths = [len(sequence) for sequence in sequences]
+        types = None if second_from is None else _token_types(lengths, second_from)
         if self.native is not None:
-            return self.native.run(np.fromiter(chain.from_iterable(sequences), np.int32, sum(lengths)), lengths)
+            row = np.fromiter(chain.from_iterable(sequences), np.int32, sum(lengths))
+            return self.native.run(row, lengths, types)
         ids = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
         positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences]) + self._position_offset
         plan = ragged_attention.RaggedPlan(lengths)
         self._holder.context = ForwardContext(num_tokens=len(ids), attention=plan)
-        arguments = {"use_cache": False} if getattr(self._model.config, "use_cache", None) is not None else {}
+        arguments: dict[str, Any] = {}
+        if getattr(self._model.config, "use_cache", None) is not None:
+            arguments["use_cache"] = False
+        if types is not None:
+            arguments["token_type_ids"] = torch.from_numpy(types).long()[None].to(self._device)
         try:
             return self._model(
                 input_ids=torch.from_numpy(ids)[None].to(self._device),
@@ -100,7 +111,26 @@ class Embedder:
             self._holder.context = None
 
 
-def _rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
+def row_tokens(embedder: Embedder) -> int:
+    """About how many tokens a row has."""
+    return ROW_TOKENS if embedder.native is None else NATIVE_ROW_TOKENS
+
+
+def _token_types(lengths: Sequence[int], second_from: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """int32 [T], 0 and 1; None where all are 0, which every model takes for said."""
+    if all(second >= length for length, second in zip(lengths, second_from, strict=True)):
+        return None
+    parts = [np.arange(length) >= second for length, second in zip(lengths, second_from, strict=True)]
+    return np.concatenate(parts).astype(np.int32)
+
+
+def num_token_types(model: Any) -> int:
+    """How many types of tokens the model tells apart; 1 where it is told of none."""
+    table = getattr(getattr(model, "embeddings", None), "token_type_embeddings", None)
+    return 1 if table is None else int(table.weight.shape[0])
+
+
+def rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
     """Indices by length, in rows of at most ``limit`` tokens (one longer sequence is a row of its own)."""
     row: list[int] = []
     tokens = 0
@@ -142,17 +172,17 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
         return mapped
     model = from_pretrained(AutoModel, folder, settings, dtype)
     model = model.to(device).eval().requires_grad_(False)
-    embedder = _embedder(model, holder, bundle, spec, settings)
-    tests, expected = _use_ragged_attention(embedder, model, holder)
+    embedder = embedder_of(model, holder, bundle, spec, settings)
+    tests, expected = use_ragged_attention(embedder, model, holder)
     linears = linear.install(model, holder, settings)
-    _check(embedder, tests, expected, int8=settings.quantization == "int8")
-    _run_natively(embedder, model, tests, expected, settings)
+    check(embedder, tests, expected, int8=settings.quantization == "int8")
+    run_natively(embedder, model, tests, expected, settings)
     if key is not None and embedder.native is not None:
         keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
     return embedder
 
 
-def _embedder(
+def embedder_of(
     model: Any, holder: ContextHolder, bundle: Bundle, spec: EmbeddingSpec, settings: EngineSettings
 ) -> Embedder:
     max_length = _max_length(model, spec, settings)
@@ -168,9 +198,9 @@ def _mapped(
     except (LookupError, OSError, ValueError, PackagingError) as error:
         logger.debug("packed weights: %r", error)
         return None
-    embedder = _embedder(found.model, holder, bundle, spec, settings)
+    embedder = embedder_of(found.model, holder, bundle, spec, settings)
     _attend_raggedly(found.model, holder)
-    _run_natively(embedder, found.model, found.tests, found.expected, settings)
+    run_natively(embedder, found.model, found.tests, found.expected, settings)
     if embedder.native is None:
         logger.warning("packed weights are not used: %s", embedder.info.kernels_reason)
         return None
@@ -178,15 +208,22 @@ def _mapped(
     return embedder
 
 
-def _run_natively(
-    embedder: Embedder, model: Any, tests: list[list[int]], expected: Any, settings: EngineSettings
+def run_natively(
+    embedder: Embedder,
+    model: Any,
+    tests: list[list[int]],
+    expected: Any,
+    settings: EngineSettings,
+    *,
+    typed: bool = False,
 ) -> None:
-    """Where the model can be run so and gives what its own code gave; else the reason is in its info."""
+    """Where the model can be run so and gives what its own code gave; else the reason is in its info. ``typed``: tokens
+    may be of the second type."""
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
-        embedder.native = native_encoder(model, position_offset(model))
-        _check(embedder, tests, expected, int8=settings.quantization == "int8")
+        embedder.native = native_encoder(model, position_offset(model), typed=typed)
+        check(embedder, tests, expected, int8=settings.quantization == "int8")
         embedder.info = msgspec.structs.replace(embedder.info, kernels="native")
     except NotNative as reason:
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=str(reason))
@@ -197,7 +234,7 @@ def _run_natively(
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=refused)
 
 
-def _check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:
+def check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:
     allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
     found = embedder.hidden(tests).float()
     distance = (relative_norm if int8 else relative_maximum)(found, expected.float())
@@ -205,7 +242,7 @@ def _check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: b
         raise PackagingError(f"this model is not supported for embeddings: packed result differs by {distance:.2g}")
 
 
-def _use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
+def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) -> tuple[list[list[int]], Any]:
     """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
     the model made of them."""
     name = type(model).__name__
@@ -220,7 +257,7 @@ def _use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder)
     )
     _attend_raggedly(model, holder)
     try:
-        _check(embedder, tests, expected)
+        check(embedder, tests, expected)
     except (UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{name} is not supported for embeddings: {error}") from error
     return tests, expected

@@ -18,7 +18,8 @@ Outcome = Embedded | Exception
 
 
 class EmbeddingQueue:
-    """``embedder.embed(list of token id tuples)`` → float32 array [n, dim], pooled and normalised."""
+    """``embedder.embed(token id tuples, where the second text of each begins)`` → float32 array [n, dim]: pooled and
+    normalised vectors, or a cross-encoder's numbers."""
 
     def __init__(self, embedder: Any, max_tokens: int) -> None:
         self._embedder = embedder
@@ -90,7 +91,12 @@ class EmbeddingQueue:
         return batch
 
     def _embed(self, batch: list[tuple[ValidRequest, int]]) -> Any:
-        return self._embedder.embed([request.sequences[i].prompt_token_ids for request, i in batch])
+        ids = [request.sequences[i].prompt_token_ids for request, i in batch]
+        if not any(request.second_from for request, _ in batch):
+            return self._embedder.embed(ids)
+        ends = [len(one) for one in ids]
+        seconds = [r.second_from[i] if r.second_from else end for (r, i), end in zip(batch, ends, strict=True)]
+        return self._embedder.embed(ids, seconds)
 
 
 def _embedded(index: int, vector: Any) -> Embedded:

@@ -25,9 +25,11 @@ ENCODERS = {"BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel"}
 
 
 class NativeEncoder:
-    """``position_offset`` is the number of a text's first position."""
+    """``position_offset`` is the number of a text's first position; ``typed``: tokens may be of the second type."""
 
-    def __init__(self, model: Any, packed: Sequence[Sequence[NativeWeight]], position_offset: int) -> None:
+    def __init__(
+        self, model: Any, packed: Sequence[Sequence[NativeWeight]], position_offset: int, *, typed: bool = False
+    ) -> None:
         found = library.library()
         if found is None:
             raise RuntimeError("the native kernels are not available")
@@ -35,9 +37,11 @@ class NativeEncoder:
         layers = model.encoder.layer
         attention = layers[0].attention.self
         norms = [(layer.attention.output.LayerNorm, layer.output.LayerNorm) for layer in layers]
-        tables = _tables(model.embeddings, position_offset)
+        tables = _tables(model.embeddings, position_offset, typed=typed)
         self._kept = [packed, tables, [(norm.weight, norm.bias) for pair in norms for norm in pair]]
-        self._vocabulary, self.hidden_size = tables[0].shape
+        self._vocabulary = len(model.embeddings.word_embeddings.weight)
+        self._is_typed = len(tables[0]) > self._vocabulary
+        self.hidden_size = tables[0].shape[1]
         shape = library.EncoderShape(
             hidden=self.hidden_size,
             heads=attention.num_attention_heads,
@@ -58,11 +62,20 @@ class NativeEncoder:
         self._handle = found.mlt_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
         weakref.finalize(self, found.mlt_encoder_free, self._handle)
 
-    def run(self, token_ids: np.ndarray[Any, np.dtype[np.int32]], lengths: Sequence[int]) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: np.ndarray[Any, np.dtype[np.int32]],
+        lengths: Sequence[int],
+        token_types: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+    ) -> torch.Tensor:
         """Hidden states [T, H] of texts of these lengths side by side, none longer than the model takes. Raises
-        ``IndexError`` for a token outside the vocabulary."""
+        ``IndexError`` for a token outside the vocabulary, and for a second type that was not asked for."""
         if token_ids.min() < 0 or token_ids.max() >= self._vocabulary:
             raise IndexError(f"token ids must be in 0..{self._vocabulary - 1}")
+        if token_types is not None:
+            if not self._is_typed:
+                raise IndexError("the model was loaded without its second type of tokens")
+            token_ids = token_ids + token_types * np.int32(self._vocabulary)
         counts = np.array(lengths, dtype=np.int32)
         hidden = torch.empty((len(token_ids), self.hidden_size), dtype=torch.float32)
         self._library.mlt_encoder_run(
@@ -71,14 +84,19 @@ class NativeEncoder:
         return hidden
 
 
-def _tables(embeddings: Any, position_offset: int) -> tuple[torch.Tensor, ...]:
-    """Words, positions from ``position_offset`` on with the first type added, the norm's weight and bias."""
-    positions = embeddings.position_embeddings.weight[position_offset:] + embeddings.token_type_embeddings.weight[0]
-    norm = embeddings.LayerNorm
-    return embeddings.word_embeddings.weight.contiguous(), positions.contiguous(), norm.weight, norm.bias
+def _tables(embeddings: Any, position_offset: int, *, typed: bool) -> tuple[torch.Tensor, ...]:
+    """Words, positions from ``position_offset`` on with the first type added, the norm's weight and bias.
+
+    ``typed``: all words stand there once more, as tokens of the second type: the kernels know of words alone."""
+    types = embeddings.token_type_embeddings.weight
+    positions = embeddings.position_embeddings.weight[position_offset:] + types[0]
+    norm, words = embeddings.LayerNorm, embeddings.word_embeddings.weight
+    if typed and len(types) > 1:
+        words = torch.cat([words, words + (types[1] - types[0])])
+    return words.contiguous(), positions.contiguous(), norm.weight, norm.bias
 
 
-def native_encoder(model: nn.Module, position_offset: int) -> NativeEncoder:
+def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = False) -> NativeEncoder:
     """Of a model whose linears are packed already. Raises ``NotNative``."""
     found = library.required()
     check_plain(model)
@@ -95,7 +113,7 @@ def native_encoder(model: nn.Module, position_offset: int) -> NativeEncoder:
     packed = [_packed(layer) for layer in layers]
     if any(weights is None for weights in packed):
         raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
-    return NativeEncoder(model, [weights for weights in packed if weights is not None], position_offset)
+    return NativeEncoder(model, [weights for weights in packed if weights is not None], position_offset, typed=typed)
 
 
 def _packed(layer: Any) -> tuple[NativeWeight, ...] | None:

@@ -17,6 +17,8 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         raise InvalidField("task", request.task, " or ".join(info.tasks))
     if not request.sequences:
         raise InvalidField("sequences", (), "at least one prompt")
+    if len(request.second_from) not in (0, len(request.sequences)):
+        raise InvalidField("second_from", f"{len(request.second_from)} numbers", "one for each sequence, or none")
     if not embeds and request.sampling is None:
         raise InvalidField("sampling", None, "sampling parameters")
     for token_id, _ in request.sampling.logit_bias if request.sampling is not None else ():
