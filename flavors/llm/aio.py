@@ -21,7 +21,18 @@ from ...serving.reply import Piece, Reply, Vector
 from ...serving.request import ValidRequest
 from ...serving.tasks import embed, generate, score
 from ...serving.tasks.pieces import Run
-from .answers import Answer, Messages, StreamedText, Vectors, check_streamable, turns_of, vector_of
+from .answers import (
+    Answer,
+    Messages,
+    Ranked,
+    StreamedText,
+    Vectors,
+    check_streamable,
+    ranked_of,
+    scores_of,
+    turns_of,
+    vector_of,
+)
 from .errors import as_mlflow
 from .session import Session
 
@@ -218,6 +229,19 @@ class AsyncLanguageModel:
         reply = await self._reply(request)
         vectors = np.stack([vector_of(data) for data in reply.vectors])
         return vectors[0] if isinstance(texts, str) else vectors
+
+    async def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Any:
+        """How well texts fit each other, as ``LanguageModel.score``."""
+        reply = await self._reply(await self._valid({"text_1": text_1, "text_2": text_2, **fields}, stream=False))
+        return scores_of(reply, text_1, text_2)
+
+    async def rerank(
+        self, query: str, documents: list[str], *, top_n: int | None = None, **fields: Any
+    ) -> list[Ranked]:
+        """Documents by their relevance to ``query``, as ``LanguageModel.rerank``."""
+        body = {"query": query, "documents": documents, "top_n": top_n, **fields}
+        request = await self._valid(body, stream=False)
+        return ranked_of(request, await self._reply(request))
 
     async def close(self) -> None:
         """Give the engine up, as ``LanguageModel.close``: it closes both objects."""

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...serving.dialects import openai_replies
+from ...serving.dialects.scoring_replies import order
 from ...serving.errors import InvalidField
-from ...serving.reply import Choice, Delta, Done, Ended, Piece, ReplyCall, Usage
+from ...serving.reply import Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, Usage
 from ...serving.request import ValidRequest
 from ...serving.tasks.pieces import Gathered
 
@@ -71,6 +72,29 @@ class Answer:
         tokens = f"{self.usage.prompt_tokens}+{self.usage.completion_tokens} tokens"
         calls = "".join(f", {call.name}({call.arguments})" for call in self.tool_calls)
         return f"Answer({self.text!r}{calls}, {self.finish_reason}, {tokens}{more})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A document of a ranking: its place in the request, how relevant it is, and its text."""
+
+    index: int
+    score: float
+    document: str
+
+
+def scores_of(reply: Reply, first: str | list[str], second: str | list[str]) -> Any:
+    """The score of two texts, or an array of scores where lists were compared."""
+    if isinstance(first, str) and isinstance(second, str):
+        return reply.scores[0]
+    return np.array(reply.scores, dtype=np.float32)
+
+
+def ranked_of(request: ValidRequest, reply: Reply) -> list[Ranked]:
+    """Best first."""
+    assert request.scoring is not None
+    texts = request.scoring.documents or ("",) * len(reply.scores)
+    return [Ranked(index, reply.scores[index], texts[index]) for index in order(request, reply)]
 
 
 class StreamedText:

@@ -17,7 +17,7 @@ from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
 from .meta_model import build, check_complete, check_supported, check_weights
 from .sources import place_model
-from .tasks import embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
+from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
 
 
@@ -70,7 +70,8 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     names = place_adapters(parts.adapters, placed.peft_model, root, link=parts.link)
     check_adapters(names, root, skeleton)
     spec = embedding_spec(tasks, model_dir, parts.embedding)
-    return _finish(root, parts, tasks, names, embedding=spec), model_dir
+    crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
+    return _finish(root, parts, tasks, names, embedding=spec, cross_encoder=crosses), model_dir
 
 
 def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
@@ -114,12 +115,20 @@ def _finish(
     *,
     base: BaseReference | None = None,
     embedding: Any = None,
+    cross_encoder: Any = None,
 ) -> Manifest:
     if parts.default_adapter is not None and parts.default_adapter not in adapters:
         known = ", ".join(sorted(adapters)) or "none"
         raise PackagingError(
             f"default_adapter: {shown(parts.default_adapter)} is no adapter of the model; it has {known}"
         )
-    manifest = describe(root, tasks=tasks, base=base, default_adapter=parts.default_adapter, embedding=embedding)
+    manifest = describe(
+        root,
+        tasks=tasks,
+        base=base,
+        default_adapter=parts.default_adapter,
+        embedding=embedding,
+        cross_encoder=cross_encoder,
+    )
     write(manifest, root)
     return manifest

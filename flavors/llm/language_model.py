@@ -13,7 +13,18 @@ from ...serving.reply import Done, Reply
 from ...serving.request import ValidRequest
 from ...serving.settings import EngineSettings
 from .aio import AsyncLanguageModel
-from .answers import Answer, Messages, StreamedText, Vectors, check_streamable, turns_of, vector_of
+from .answers import (
+    Answer,
+    Messages,
+    Ranked,
+    StreamedText,
+    Vectors,
+    check_streamable,
+    ranked_of,
+    scores_of,
+    turns_of,
+    vector_of,
+)
 from .errors import as_mlflow, raises_mlflow
 from .session import Session
 
@@ -74,7 +85,8 @@ class LanguageModel:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What the model can do, its first task first: of ``chat``, ``completions`` and ``embeddings``."""
+        """What the model can do, its first task first: of ``chat``, ``completions``, ``embeddings`` and
+        ``score``."""
         return self._session.bundle.tasks
 
     @property
@@ -159,6 +171,33 @@ class LanguageModel:
         reply = self._session.reply(request)
         vectors = np.stack([vector_of(data) for data in reply.vectors])
         return vectors[0] if isinstance(texts, str) else vectors
+
+    @raises_mlflow
+    def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Any:
+        """How well texts fit each other: a cross-encoder's scores, or the cosine of an embedding model's vectors.
+
+        Args:
+            text_1: one text, or n of them.
+            text_2: one text, or n: each is compared with its own of ``text_1``, or with the only one.
+            fields: any other request field by its name, such as ``truncate_prompt_tokens=-1``.
+
+        Returns:
+            A float for two texts, a float32 array ``[n]`` for lists.
+
+        Raises:
+            MlflowException: as ``chat``.
+        """
+        reply = self._session.reply(self._session.valid({"text_1": text_1, "text_2": text_2, **fields}))
+        return scores_of(reply, text_1, text_2)
+
+    @raises_mlflow
+    def rerank(self, query: str, documents: list[str], *, top_n: int | None = None, **fields: Any) -> list[Ranked]:
+        """Documents in the order of their relevance to ``query``, best first, ``top_n`` of them.
+
+        Arguments and errors are those of ``score``.
+        """
+        request = self._session.valid({"query": query, "documents": documents, "top_n": top_n, **fields})
+        return ranked_of(request, self._session.reply(request))
 
     def close(self) -> None:
         """Give the engine up; its process ends when it has no other client. Closing twice is harmless."""

@@ -8,10 +8,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from ...serving.bundle import EmbeddingSpec
+from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import POOLED, Task
-from .cross_encoders import check_score, is_cross_encoder
+from ...serving.tasks.pair_template import pair_template
+from .cross_encoders import check_score, is_cross_encoder, read_cross_encoder
 from .templates import DEFAULT
 
 MLFLOW_PREFIX = "llm/v1/"
@@ -77,6 +78,17 @@ def embedding_spec(tasks: tuple[Task, ...], model_dir: Path, given: Any) -> Embe
         return msgspec.convert(msgspec.to_builtins(found) | given, EmbeddingSpec)
     except (msgspec.ValidationError, TypeError) as error:
         raise PackagingError(f"embedding: {shown(given)} is not allowed: {error}") from None
+
+
+def cross_encoder_spec(
+    tasks: tuple[Task, ...], model_dir: Path, tokenizer_dir: Path, tokenizer: Any
+) -> CrossEncoderSpec | None:
+    """What becomes of a cross-encoder's numbers; None for a model without. Raises ``PackagingError``, for a tokenizer
+    that cannot put a pair together too."""
+    if "score" not in tasks:
+        return None
+    pair_template(tokenizer)
+    return read_cross_encoder(model_dir, tokenizer_dir, read_config(model_dir))
 
 
 def is_sentence_transformer(model_dir: Path) -> bool:

@@ -32,11 +32,17 @@ def ranking(request: ValidRequest, whole: Reply) -> list[dict[str, Any]]:
     """Best first; of equal scores the one that came first in the request."""
     assert request.scoring is not None
     scores, documents = whole.scores, request.scoring.documents
-    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     found: list[dict[str, Any]] = []
-    for index in order[: request.scoring.top_n]:
+    for index in order(request, whole):
         entry: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if documents is not None:
             entry["document"] = {"text": documents[index]}
         found.append(entry)
     return found
+
+
+def order(request: ValidRequest, whole: Reply) -> list[int]:
+    """The documents of a ranking by their indexes, as many as were asked for."""
+    assert request.scoring is not None
+    scores = whole.scores
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: request.scoring.top_n]

@@ -9,7 +9,7 @@ the tokens of their texts, each encoded once, and cut to any length.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -60,6 +60,14 @@ class PairTemplate:
         ids = self._lead + first[: sizes[0]] + self._middle + second[: sizes[1]] + self._tail
         behind = len(self._lead) + sizes[0] + self._behind_first
         return Pair(ids, behind if self._has_types else len(ids), cut)
+
+
+def pair_template(tokenizer: Any) -> PairTemplate:
+    """Of a fast tokenizer of transformers', whatever it pads or cuts by itself. Raises ``PackagingError``."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    return PairTemplate(backend, typed="token_type_ids" in tokenizer.model_input_names)
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:

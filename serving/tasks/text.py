@@ -78,6 +78,8 @@ class TextModel:
         self._readings: dict[str, Reading] = {}
         self._takes_system: dict[str, bool] = {}
         self._renderer = Renderer(self._hf)
+        if "score" in bundle.tasks:
+            self.pairs  # noqa: B018 - found out now, not by the first request
         self._spare_embedders = [self._copy()] if "embeddings" in bundle.tasks else []
         self._embedders: dict[int, Tokenizer] = {}
 

@@ -70,7 +70,9 @@ def test_a_refusal_is_short(store, llama_dir):
     with pytest.raises(MlflowException) as caught:
         llm.log_model(llama_dir, name="m", task="translate")
     assert caught.value.get_http_status_code() == 400
-    assert caught.value.message == "task: 'translate' is not allowed; expected one of chat, completions, embeddings"
+    assert (
+        caught.value.message == "task: 'translate' is not allowed; expected one of chat, completions, embeddings, score"
+    )
     assert caught.value.__suppress_context__
 
 

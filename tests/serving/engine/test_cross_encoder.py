@@ -90,7 +90,7 @@ def test_what_is_refused_at_load(tmp_path: Path) -> None:
     with pytest.raises(PackagingError, match="a head of one label; this one has 3"):
         load_cross_encoder(bundle_of(tmp_path / "three"), EngineSettings())
     save_cross_encoder(tmp_path / "windows", "modernbert")
-    with pytest.raises(PackagingError, match="ModernBertModel is not supported .*window in both directions"):
+    with pytest.raises(PackagingError, match=r"ModernBertModel is not supported .*window in both directions"):
         load_cross_encoder(bundle_of(tmp_path / "windows"), EngineSettings())
     save_cross_encoder(tmp_path / "headless")
     BertModel.from_pretrained(tmp_path / "headless").save_pretrained(tmp_path / "headless")
