@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -203,3 +205,128 @@ def test_anthropic_parse(url: str) -> None:
         assert isinstance(client.messages.parse(**ask).parsed_output, City)
         with client.messages.stream(**ask) as stream:
             assert isinstance(stream.get_final_message().parsed_output, City)
+
+
+def test_openai_responses(url: str) -> None:
+    """openai: a response whole, streamed, held to a pydantic model, and with the earlier ones as its input."""
+    import openai
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        name: str
+        country: str
+
+    question = CHAT["messages"][0]["content"]
+    ask = {"model": "assistant", "input": question, "temperature": 0}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        whole = client.responses.create(**ask, max_output_tokens=64)
+        assert "Paris" in whole.output_text
+        with client.responses.stream(**ask, max_output_tokens=64) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            final = stream.get_final_response()
+        assert (final.status, final.output_text, text) == (whole.status, whole.output_text, whole.output_text)
+        assert final.usage.input_tokens_details.cached_tokens, "the same prompt came before"
+        history = [{"role": "user", "content": question}, *whole.output, {"role": "user", "content": "And of Italy?"}]
+        assert client.responses.create(**ask | {"input": history}, max_output_tokens=16).output_text
+        asked = {**ask, "max_output_tokens": 200, "text_format": City}
+        parsed = client.responses.parse(**asked).output_parsed
+        assert isinstance(parsed, City)
+        with client.responses.stream(**asked) as stream:
+            assert stream.get_final_response().output_parsed == parsed
+        with pytest.raises(openai.BadRequestError, match="store"):
+            client.responses.create(**ask, store=True)
+
+
+def test_openai_responses_async(url: str) -> None:
+    """openai's asynchronous client: several streams at once, each complete."""
+    import openai
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        ask = {"model": "assistant", "input": CHAT["messages"], "max_output_tokens": 16, "temperature": 0}
+        *_, last = [event async for event in await client.responses.create(**ask, stream=True)]
+        return last.response.output_text
+
+    async def several() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            return await asyncio.gather(*(one(client) for _ in range(4)))
+
+    texts = asyncio.run(several())
+    assert len(set(texts)) == 1
+    assert "Paris" in texts[0]
+
+
+def test_openai_responses_tools(url: str) -> None:
+    """openai: a round of tools, streamed and whole: a call that was asked for, held to its schema, its output, the
+    answer; a custom tool's text is held to its grammar."""
+    import openai
+    import pydantic
+
+    class Weather(pydantic.BaseModel):
+        """The weather in a city."""
+
+        city: str
+        unit: Literal["C", "F"]
+
+    tool = openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}
+    grammar = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+ (plus|minus) [0-9]+"}
+    ask = {"model": "assistant", "max_output_tokens": 200, "temperature": 0}
+    items: list = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        required = {**ask, "input": items, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+        with client.responses.stream(**required) as stream:
+            streamed = stream.get_final_response()
+        whole = client.responses.create(**required)
+        (call,) = (item for item in streamed.output if item.type == "function_call")
+        assert [(item.name, item.arguments) for item in whole.output if item.type == "function_call"] == [
+            (call.name, call.arguments)
+        ]
+        assert Weather.model_validate_json(call.arguments)
+        assert call.parsed_arguments
+        items += [*streamed.output, {"type": "function_call_output", "call_id": call.call_id, "output": "18 C, rain"}]
+        answer = client.responses.create(**ask, input=items, tools=[tool], tool_choice="none")
+        assert [item.type for item in answer.output] == ["message"]
+        custom = {"type": "custom", "name": "calculate", "description": "Calculates a sum.", "format": grammar}
+        chosen = {"type": "custom", "name": "calculate"}
+        found = client.responses.create(**ask, input="What is 2 plus 3?", tools=[custom], tool_choice=chosen)
+        (said,) = (item for item in found.output if item.type == "custom_tool_call")
+        assert re.fullmatch("[0-9]+ (plus|minus) [0-9]+", said.input)
+        items = [*found.output, {"type": "custom_tool_call_output", "call_id": said.call_id, "output": "5"}]
+        client.responses.create(**ask, input=items, tools=[custom], tool_choice="none")
+
+
+def test_openai_agents(url: str) -> None:
+    """openai-agents: an agent calls its function, gets what it returns and answers, streamed and not."""
+    import openai
+
+    # that of today's openai client asks for an older websockets than langsmith has here: it is no requirement
+    agents = pytest.importorskip("agents", reason="openai-agents>=0.20,<0.21 is not installed")
+    called = []
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        called.append(city)
+        return "18 C, rain"
+
+    async def run() -> None:
+        agents.set_tracing_disabled(True)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            agent = agents.Agent(
+                name="assistant",
+                instructions="Be brief.",
+                model=agents.OpenAIResponsesModel("assistant", client),
+                model_settings=agents.ModelSettings(
+                    temperature=0, max_tokens=100, tool_choice="required", parallel_tool_calls=False
+                ),
+                tools=[weather],
+                tool_use_behavior="run_llm_again",
+            )
+            whole = await agents.Runner.run(agent, "What is the weather in Paris?", max_turns=4)
+            assert len(called) >= 1
+            assert whole.final_output
+            streamed = agents.Runner.run_streamed(agent, "What is the weather in Paris?", max_turns=4)
+            kinds = {event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"}
+            assert {"response.function_call_arguments.delta", "response.output_text.delta"} <= kinds
+            assert streamed.final_output == whole.final_output
+
+    asyncio.run(run())

@@ -378,6 +378,7 @@ def test_what_the_reply_repeats() -> None:
             "chat_template_kwargs.reasoning_effort: x",
             ("reasoning.effort", "reasoning.effort (chat_template_kwargs.reasoning_effort): x"),
         ),
+        ("thinking", "thinking: x", ("reasoning.effort", "reasoning.effort (thinking): x")),
         ("temperature", "temperature: x", ("temperature", "temperature: x")),
         ("max_tokens_more", "max_tokens_more: x", ("max_tokens_more", "max_tokens_more: x")),
         (None, "body", (None, "body")),
