@@ -135,13 +135,28 @@ TABLE = Table(
     fields={field.name: field for field in (*_OWN, *(OPENAI["chat"].fields[name] for name in _SHARED))},
     refused=_REFUSED,
 )
+_COUNTED = (
+    "input", "model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation",
+    "cache_salt", "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+# Of a request for the number of its tokens.
+COUNT_TABLE = Table(
+    required="input",
+    fields={name: TABLE.fields[name] for name in _COUNTED},
+    refused={name: _REFUSED[name] for name in ("previous_response_id", "conversation", "messages")},
+)
 # Fields that the reply repeats as they were sent; those that it alone reads have their target there.
 _SENT = ("instructions", "text", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user")
 
 
-def read_response_request(body: dict[str, Any]) -> RawChat:
-    """Raises ``InvalidField``; reads only, the body is left as it was."""
-    found = TABLE.read(body)
+def read_count_request(body: dict[str, Any]) -> RawChat:
+    """A body of ``/v1/responses/input_tokens``. Raises ``InvalidField``."""
+    return read_response_request(body, COUNT_TABLE)
+
+
+def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat:
+    """A body of ``/v1/responses``; read only, it is left as it was. Raises ``InvalidField``."""
+    found = table.read(body)
     sampling, echoed = _taken(found, "sampling."), _taken(found, "echoed.")
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
     echoed |= {"max_output_tokens": sampling.get("max_tokens"), "top_logprobs": sampling.get("top_logprobs") or 0}

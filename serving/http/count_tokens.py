@@ -1,9 +1,12 @@
-"""Counts the input tokens of a message without generating one."""
+"""Counts the input tokens of a message or a response without generating one."""
 
 from __future__ import annotations
 
 from ..dialects import DIALECTS
 from ..dialects.anthropic_requests import COUNT_BODY, check_headers, read_count_request
+from ..dialects.responses_fields import COUNT_TABLE
+from ..dialects.responses_fields import read_count_request as read_response_count
+from ..readers import Reader
 from ..request import RawChat
 from ..tasks.count import prompt_tokens
 from ..tasks.endpoint import EndpointView
@@ -26,6 +29,10 @@ def count_tokens(server: Server, request: Request) -> Answer:
     return _count(server, request)
 
 
+def _response_counted(raw: RawChat, endpoint: EndpointView) -> dict[str, object]:
+    return {"object": "response.input_tokens", **_counted(raw, endpoint)}
+
+
 ROUTES = (
     Route(
         method="POST",
@@ -35,5 +42,14 @@ ROUTES = (
         dialect=DIALECTS["anthropic"],
         auth=Auth.INVOKE,
         body=COUNT_BODY,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=counting(read_response_count, _response_counted),
+        summary="The number of tokens of a response's input",
+        dialect=DIALECTS["responses"],
+        auth=Auth.INVOKE,
+        body=Reader(lambda value, _: read_response_count(value), COUNT_TABLE.schema()),
     ),
 )

@@ -93,6 +93,17 @@ def test_a_reply_goes_back_in(gpt: openai.OpenAI) -> None:
         assert again.usage.input_tokens > PROMPT
 
 
+def test_counting(gpt: openai.OpenAI) -> None:
+    """Counts are what a response would use, whatever stands in it; an input over the context is counted too."""
+    ask: dict[str, Any] = {"model": "assistant", "instructions": "be", "input": [{"role": "user", "content": "Grüße"}]}
+    used = gpt.responses.create(**ask, max_output_tokens=1).usage.input_tokens
+    found = gpt.responses.input_tokens.count(**ask)
+    assert (found.object, found.input_tokens) == ("response.input_tokens", used)
+    assert gpt.responses.input_tokens.count(model="assistant", input="x" * 5000).input_tokens == PROMPT - 2 + 5000
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        gpt.responses.input_tokens.count(**ask, extra_body={"stream": True})
+
+
 def test_logprobs(gpt: openai.OpenAI) -> None:
     """An entry a token where they are included, with as many alternatives, streamed and not."""
     ask = ASK | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
