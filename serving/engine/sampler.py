@@ -35,6 +35,12 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
     finite = torch.isfinite(best)
     tokens = torch.where(finite, token_ids, -1).tolist()
     special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not is_plain_greedy(s)]
+    if special and native.can_draw(logits):
+        as_they_are = [i for i in special if not is_adjusted(sequences[i]) and sequences[i].sampling.typical_p == 1.0]
+        if as_they_are:
+            for i, token in zip(as_they_are, _draw_rows(logits, as_they_are, sequences), strict=True):
+                tokens[i] = token
+            special = [i for i in special if i not in as_they_are]
     if special:
         rows = logits if len(special) == len(sequences) else logits[special]
         chosen = _sample_rows(rows.float().clone(), [sequences[i] for i in special])
@@ -53,15 +59,27 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
 def is_plain_greedy(sequence: Place) -> bool:
     """Whether the largest logit, unchanged, decides."""
     p = sequence.sampling
+    return p.temperature == 0.0 and p.grammar is None and not is_adjusted(sequence)
+
+
+def is_adjusted(sequence: Place) -> bool:
+    """Whether ``adjust`` changes its logits."""
+    p = sequence.sampling
     return (
-        p.temperature == 0.0
-        and p.repetition_penalty == 1.0
-        and p.presence_penalty == 0.0
-        and p.frequency_penalty == 0.0
-        and not p.logit_bias
-        and p.grammar is None
-        and (not p.min_tokens or sequence.stop_rule.may_stop(sequence.num_generated + 1))
+        p.repetition_penalty != 1.0
+        or p.presence_penalty != 0.0
+        or p.frequency_penalty != 0.0
+        or bool(p.logit_bias)
+        or (p.min_tokens > 0 and not sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
+
+
+def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[Place]) -> list[int]:
+    """Natively, from logits that nothing changes but a mask."""
+    chosen = [sequences[i] for i in rows]
+    masks = [None if s.matching is None else s.matching.allowed for s in chosen]
+    seeds, positions = [s.seed for s in chosen], [s.num_tokens for s in chosen]
+    return native.draw_rows(logits, rows, [s.sampling for s in chosen], seeds, positions, masks)
 
 
 def score_prompt(logits: Any, start: int, sequence: Place) -> list[TokenLogprob]:

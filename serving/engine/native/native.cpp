@@ -177,6 +177,17 @@ API int mlt_sample(const float* logits, int rows, int size, const Draw* draws, i
     });
 }
 
+// The same of rows wherever they are, each with its mask or none.
+API int mlt_sample_rows(const float* const* logits, const uint32_t* const* masks, int rows, int size, const Draw* draws,
+                        int32_t* tokens) {
+    return checked([&] {
+        parallel_for(rows, [&](int row) {
+            static thread_local Sampler sampler;
+            tokens[row] = sampler.token(logits[row], size, draws[row], masks[row]);
+        });
+    });
+}
+
 API void mlt_exponentials(uint64_t seed, uint64_t position, int size, float* times) {
     const Philox random{seed, position};
     uint32_t bits[8];

@@ -1,5 +1,7 @@
 // A token from a row of logits: the native form of sampler.py's race, row by row.
 //
+// A row may have a mask of a grammar, a bit a token: what it does not allow is as if its logit were -infinity.
+//
 // Token t arrives at an exponential time drawn from (seed, position, t) alone; time over weight decides. Only the
 // tokens that are still in after top_k, top_p and min_p have their times drawn.
 #pragma once
@@ -44,9 +46,11 @@ inline float exponential(uint32_t bits) {
 
 class Sampler {
   public:
-    int32_t token(const float* logits, int size, const Draw& draw) {
+    // `mask` may be null. Without a temperature the largest logit wins, the first one of equals.
+    int32_t token(const float* logits, int size, const Draw& draw, const uint32_t* mask = nullptr) {
+        if (draw.temperature == 0.0f) return best(logits, size, mask);
         scaled.resize(round_up(size, LANES));
-        scale(logits, size, draw.temperature);
+        scale(logits, size, draw.temperature, mask);
         const Philox random{draw.seed, draw.position};
         return draw.top_k > 0 || draw.top_p < 1.0f ? truncated(size, draw, random) : whole(size, draw, random);
     }
@@ -58,12 +62,32 @@ class Sampler {
     std::vector<Candidate> candidates;
     double total = 0.0;         // of exp(scaled)
 
-    void scale(const float* logits, int size, float temperature) {
+    // Which of the tokens [i, i + 16) are in.
+    static __mmask16 allowed(int i, int size, const uint32_t* mask) {
+        const __mmask16 inside = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
+        return mask ? inside & __mmask16(mask[i / 32] >> (i % 32)) : inside;
+    }
+
+    static int32_t best(const float* logits, int size, const uint32_t* mask) {
+        float most = -INFINITY;
+        int32_t winner = 0;
+        for (int i = 0; i < size; i += LANES) {
+            const __mmask16 in = allowed(i, size, mask);
+            const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), in, logits + i);
+            __mmask16 above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(most), _CMP_GT_OQ);
+            if (!above) continue;
+            most = _mm512_reduce_max_ps(x);
+            above = _mm512_mask_cmp_ps_mask(in, x, _mm512_set1_ps(most), _CMP_EQ_OQ);
+            winner = i + __builtin_ctz(above);
+        }
+        return winner;
+    }
+
+    void scale(const float* logits, int size, float temperature, const uint32_t* mask) {
         __m512 most = _mm512_set1_ps(-INFINITY);
         const __m512 by = _mm512_set1_ps(temperature);
         for (int i = 0; i < size; i += LANES) {
-            const __mmask16 inside = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
-            const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), inside, logits + i);
+            const __m512 x = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), allowed(i, size, mask), logits + i);
             const __m512 value = _mm512_div_ps(x, by);
             _mm512_storeu_ps(&scaled[i], value);
             most = _mm512_max_ps(most, value);

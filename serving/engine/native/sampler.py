@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from ctypes import c_void_p
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...request import Sampling
@@ -16,22 +19,53 @@ def can_draw(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and library.library() is not None
 
 
+def draw_rows(
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    parameters: Sequence[Sampling],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    masks: Sequence[npt.NDArray[np.uint32] | None],
+) -> list[int]:
+    """A token for each of ``rows`` of ``logits`` [B, V] float32, which are read where they lie, by temperature (0 for
+    the largest), top_k, top_p and min_p: one that the row's mask allows, a bit a token, where it has one."""
+    logits = logits.contiguous()
+    first, stride, count = logits.data_ptr(), logits.shape[1] * logits.element_size(), len(rows)
+    addresses = (c_void_p * count)(*(first + row * stride for row in rows))
+    bits = (c_void_p * count)(*(None if mask is None else mask.ctypes.data for mask in masks))
+    tokens = np.empty(count, dtype=np.int32)
+    draws = _draws(parameters, seeds, positions)
+    _library().mlt_sample_rows(addresses, bits, count, logits.shape[1], draws, tokens.ctypes.data)
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
 def draw(
     logits: torch.Tensor, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> list[int]:
     """A token for each row of ``logits`` [B, V] float32, by temperature (above 0), top_k, top_p and min_p."""
+    logits = logits.contiguous()
+    rows, size = logits.shape
+    tokens = np.empty(rows, dtype=np.int32)
+    draws = _draws(parameters, seeds, positions)
+    _library().mlt_sample(logits.data_ptr(), rows, size, draws, tokens.ctypes.data)
+    drawn: list[int] = tokens.tolist()
+    return drawn
+
+
+def _library() -> ctypes.CDLL:
     found = library.library()
     if found is None:
         raise RuntimeError("the native kernels are not available")
-    logits = logits.contiguous()
-    rows, size = logits.shape
-    draws = (library.Draw * rows)(
+    return found
+
+
+def _draws(
+    parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
+) -> ctypes.Array[library.Draw]:
+    return (library.Draw * len(parameters))(
         *(
             library.Draw(p.temperature, p.top_p, p.min_p, max(p.top_k, 0), seed, position)
             for p, seed, position in zip(parameters, seeds, positions, strict=True)
         )
     )
-    tokens = np.empty(rows, dtype=np.int32)
-    found.mlt_sample(logits.data_ptr(), rows, size, draws, tokens.ctypes.data)
-    drawn: list[int] = tokens.tolist()
-    return drawn

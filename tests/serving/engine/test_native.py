@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine_runs import run
 from tiny_models import COMMON, greedy, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine import linear
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
@@ -38,10 +40,11 @@ from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.engine.randomness import exponentials
 from mlflow_llm.serving.engine.runner import ModelForward
-from mlflow_llm.serving.engine.sampler import _draw
+from mlflow_llm.serving.engine.sampler import _draw, sample
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.request import Sampling
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.stop_rule import StopRule
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
 
@@ -407,3 +410,36 @@ def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, mo
     monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
     kind = "truncated" if {"top_k", "top_p"} & set(parameters) else "whole"
     assert drawn == _draw(kind, logits.clone(), sequences)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.95])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"temperature": 0.0}, {"min_p": 0.05}, {"top_k": 7, "top_p": 0.8}, {"top_p": 0.999}]
+)
+def test_native_draws_within_masks_equal_torchs(
+    parameters: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mask leaves few tokens, or most, the native race has the winners of the one written with torch, and none
+    that is not allowed; rows without a mask among them."""
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(0, 3, (60, 997)).astype(np.float32))
+    allowed = rng.random((60, 998)) < share
+    allowed[:, 31] = True
+    masks = np.packbits(np.pad(allowed, ((0, 0), (0, 26))), axis=1, bitorder="little").view(np.uint32)
+    plain = Sampling(**{"temperature": 1.0, "max_tokens": 9, **parameters})
+    held = msgspec.structs.replace(plain, grammar=Grammar(source="", field=""))
+    sequences: Any = [
+        SimpleNamespace(
+            sampling=held if i % 4 else plain,
+            stop_rule=StopRule(plain),
+            seed=i,
+            num_tokens=11 * i,
+            num_generated=0,
+            matching=SimpleNamespace(allowed=masks[i]) if i % 4 else None,
+        )
+        for i in range(60)
+    ]
+    drawn = [one.token_id for one in sample(logits, sequences)]
+    assert all(allowed[i, token] for i, token in enumerate(drawn) if i % 4)
+    monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
+    assert drawn == [one.token_id for one in sample(logits, sequences)]
