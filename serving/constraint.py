@@ -25,8 +25,10 @@ class Constraint(Struct, frozen=True, kw_only=True):
 class Grammar(Struct, frozen=True, kw_only=True):
     """``source`` is a grammar in the serialised form that ``llguidance.LLMatcher`` reads, ``field`` the request field
     that it came from, for errors. ``fast_forward``: tokens that the grammar alone decides are not computed one by one;
-    it is a part of what a seed means, and so the same for the whole of a request."""
+    it is a part of what a seed means, and so the same for the whole of a request. ``distinct_keys``: keys of JSON's
+    objects that the grammar leaves open are kept from coming twice."""
 
     source: str
     field: str
     fast_forward: bool = True
+    distinct_keys: bool = False

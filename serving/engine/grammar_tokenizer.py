@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..bundle import Bundle
 from ..eos import eos_ids
+from ..structured.distinct_keys import KeyTokens
 from ..token_bytes import TokenBytes, plain_token, token_bytes
 
 if TYPE_CHECKING:
@@ -16,14 +18,19 @@ END = b"<|end of grammar|>"
 MAX_GREEDY = 64  # bytes of a token, where a text has to be parted by length alone
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GrammarTokenizer:
     """``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
-    ``special_ids`` are no text: those of the tokenizer, and every end of text."""
+    ``special_ids`` are no text: those of the tokenizer, and every end of text. ``table``: the bytes of every token."""
 
     matched: LLTokenizer
     vocab_size: int
     special_ids: frozenset[int]
+    table: TokenBytes
+
+    @cached_property
+    def key_tokens(self) -> KeyTokens:
+        return KeyTokens([b"" if i in self.special_ids else data for i, data in enumerate(self.table)])
 
 
 def load(bundle: Bundle, vocab_size: int, *, trust_remote_code: bool) -> GrammarTokenizer:
@@ -53,7 +60,7 @@ def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarT
     wrapper: Any = _Wrapped(backend, table, special_ids, vocab_size)
     wrapper.tokens = [*table[:vocab_size], *padding, END]
     matched = LLTokenizer(TokenizerWrapper(wrapper), n_vocab=vocab_size + 1, eos_token=[vocab_size])
-    return GrammarTokenizer(matched, vocab_size, special_ids)
+    return GrammarTokenizer(matched, vocab_size, special_ids, tuple(wrapper.tokens[:vocab_size]))
 
 
 class _Wrapped:

@@ -28,7 +28,7 @@ from ..constraint import Grammar
 from ..errors import InternalError, InvalidField, Overloaded, ServingError, reason
 from ..request import Sampling
 from .grammar_tokenizer import GrammarTokenizer
-from .matching import Matching, short
+from .matching import DistinctKeys, Matching, short
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -74,7 +74,10 @@ class Compilation:
         ends = [i for i in sampling.stop_token_ids if i in tokenizer.special_ids]
         # forced tokens have no logits, and so no log probabilities
         forward = sampling.grammar.fast_forward and sampling.logprobs is None
-        return Matching(matcher.deep_copy(), tokenizer.vocab_size, ends, forward)
+        matching = Matching(matcher.deep_copy(), tokenizer.vocab_size, ends, forward)
+        if sampling.grammar.distinct_keys:
+            matching.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens)
+        return matching
 
 
 class Grammars:

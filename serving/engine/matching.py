@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
+from ..structured.distinct_keys import Keys, KeyTokens
+from ..token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -37,7 +39,7 @@ class Matching:
     ``ends`` are the token ids that end the text where the grammar may end.
     """
 
-    __slots__ = ("_vocab_size", "allowed", "ends", "fast_forward", "is_known", "matcher")
+    __slots__ = ("_vocab_size", "allowed", "ends", "fast_forward", "is_known", "keys", "matcher")
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], fast_forward: bool) -> None:
         self.matcher = matcher
@@ -46,6 +48,7 @@ class Matching:
         self.fast_forward = fast_forward
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
         self.is_known = False
+        self.keys: DistinctKeys | None = None
 
     @property
     def num_words(self) -> int:
@@ -59,6 +62,8 @@ class Matching:
             self.is_known = False
             if not self.matcher.consume_tokens(tokens):
                 raise self._error()
+            if self.keys is not None:
+                self.keys.feed(tokens)
 
     @property
     def is_complete(self) -> bool:
@@ -81,6 +86,8 @@ class Matching:
         if self.matcher.is_error():
             raise self._error()
         allowed = self.allowed
+        if self.keys is not None:
+            self.keys.forbid_repeats(allowed)
         word, bit = divmod(self._vocab_size, WORD)
         end = np.uint32(1 << bit)
         may_end = bool(allowed[word] & end)
@@ -104,6 +111,27 @@ class Matching:
 
     def _error(self) -> InternalError:
         return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
+
+
+class DistinctKeys:
+    """What a grammar cannot say: no object of a text has a key twice."""
+
+    __slots__ = ("_keys", "_table", "_tokens")
+
+    def __init__(self, table: TokenBytes, tokens: KeyTokens) -> None:
+        self._keys, self._table, self._tokens = Keys(), table, tokens
+
+    def feed(self, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id < len(self._table):
+                self._keys.feed(self._table[token_id])
+
+    def forbid_repeats(self, allowed: Mask) -> None:
+        def allows(token_id: int) -> bool:
+            return bool(allowed[token_id // WORD] >> np.uint32(token_id % WORD) & np.uint32(1))
+
+        for token_id in self._keys.forbidden(self._tokens, allows):
+            allowed[token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
 
 
 def unpacked(masks: Mask, vocab_size: int) -> Any:

@@ -31,8 +31,12 @@ JSON_OPTIONS = {
 def grammar_of(constraint: Constraint) -> Grammar:
     """Raises ``InvalidField``, naming the constraint's field; in a schema also the keyword and where it stands (a JSON
     pointer)."""
-    source = _SOURCES[constraint.kind](constraint.value, constraint.field)
-    return Grammar(source=source, field=constraint.field)
+    kind, value, field = constraint.kind, constraint.value, constraint.field
+    if kind in ("json_object", "json_schema"):
+        schema, has_open_keys = normalized({"type": "object"} if kind == "json_object" else value, field)
+        source = _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}]})
+        return Grammar(source=source, field=field, distinct_keys=has_open_keys)
+    return Grammar(source=_lark_source(_LARK[kind](value, field)), field=field)
 
 
 def schema_value(schema: Any, field: str) -> dict[str, Any]:
@@ -41,28 +45,20 @@ def schema_value(schema: Any, field: str) -> dict[str, Any]:
     return {**normalized(schema, field)[0], "x-guidance": JSON_OPTIONS}
 
 
-def _json_object(value: None, field: str) -> str:
-    return _json_schema({"type": "object"}, field)
-
-
-def _json_schema(value: Any, field: str) -> str:
-    return _dumps({"grammars": [{"json_schema": schema_value(value, field)}]})
-
-
 def _regex(value: Any, field: str) -> str:
-    return _lark_source(f"start: /{lark_expression(value, field)}/")
+    return f"start: /{lark_expression(value, field)}/"
 
 
 def _choice(value: Any, field: str) -> str:
     written = "|".join(map(literal, _checked_choices(value, field)))
-    return _lark_source(f"start: /{in_slashes(written)}/")
+    return f"start: /{in_slashes(written)}/"
 
 
 def _lark(value: Any, field: str) -> str:
-    return _lark_source(checked_lark(value, field, schema_value))
+    return checked_lark(value, field, schema_value)
 
 
-_SOURCES = {"json_object": _json_object, "json_schema": _json_schema, "regex": _regex, "choice": _choice, "lark": _lark}
+_LARK = {"regex": _regex, "choice": _choice, "lark": _lark}
 
 
 def _checked_choices(value: Any, field: str) -> list[str]:

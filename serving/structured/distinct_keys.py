@@ -1,0 +1,103 @@
+"""Keys that an object of a text has already: a grammar cannot keep a key that no schema names from coming twice.
+
+``Keys`` follows the JSON in a text by its bytes; what stands around it (a marker of a call) is passed over. Grammars of
+ours write every key in one way, so that keys are equal where their bytes are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+
+_QUOTE, _BACKSLASH, _COMMA = b'"\\,'
+_OPEN_OBJECT, _OPEN_ARRAY = b"{["
+_CLOSE = frozenset(b"}]")
+
+
+class KeyTokens:
+    """The tokens of a vocabulary that can end a key: those with a quote in them. ``table``: bytes by token id."""
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        quoted = [(data, token_id) for token_id, data in enumerate(table) if b'"' in data]
+        self._sorted = sorted(quoted)
+        self.whole = [(data, token_id) for data, token_id in quoted if data.count(b'"') > 1]  # may have a key in them
+
+    def beginning(self, prefix: bytes) -> Iterable[int]:
+        """The ids of the tokens that begin with ``prefix``, which has a quote in it."""
+        start = bisect_left(self._sorted, (prefix, -1))
+        for data, token_id in self._sorted[start:]:
+            if not data.startswith(prefix):
+                return
+            yield token_id
+
+
+class Keys:
+    """Where a text is in its objects. ``feed`` it all bytes in order."""
+
+    __slots__ = ("_escaped", "_has_begun", "_in_key", "_in_text", "_objects", "_part", "came_twice")
+
+    def __init__(self) -> None:
+        self._objects: list[set[bytes] | None] = []  # open ones, the innermost last; None is an array
+        self._in_key = self._in_text = self._escaped = False
+        self._has_begun = False  # a text that begins with a quote is one text of JSON
+        self._part = bytearray()  # of the key that is being written
+        self.came_twice = False
+
+    def copy(self) -> Keys:
+        other = Keys()
+        other._objects = [None if keys is None else set(keys) for keys in self._objects]
+        other._in_key, other._in_text, other._escaped = self._in_key, self._in_text, self._escaped
+        other._has_begun = self._has_begun
+        other._part = bytearray(self._part)
+        return other
+
+    def feed(self, data: bytes) -> None:
+        for byte in data:
+            if self._in_text:
+                self._text(byte)
+            elif byte == _QUOTE:
+                self._in_text = bool(self._objects) or not self._has_begun
+                self._part.clear()
+            elif byte in (_OPEN_OBJECT, _OPEN_ARRAY):
+                self._objects.append(set() if byte == _OPEN_OBJECT else None)
+                self._in_key = byte == _OPEN_OBJECT
+            elif byte in _CLOSE and self._objects:
+                self._objects.pop()
+                self._in_key = False
+            elif byte == _COMMA and self._objects:
+                self._in_key = self._objects[-1] is not None
+        self._has_begun = self._has_begun or bool(data)
+
+    def _text(self, byte: int) -> None:
+        if byte == _QUOTE and not self._escaped:
+            self._in_text = False
+            if self._in_key:
+                self._end_key()
+        else:
+            if self._in_key:
+                self._part.append(byte)
+            self._escaped = byte == _BACKSLASH and not self._escaped
+
+    def _end_key(self) -> None:
+        used = self._objects[-1]
+        assert used is not None
+        key = bytes(self._part)
+        self.came_twice = self.came_twice or key in used
+        used.add(key)
+        self._in_key = False
+
+    def forbidden(self, tokens: KeyTokens, allows: Callable[[int], bool]) -> Iterable[int]:
+        """The ids of the tokens with which a key would come twice, of those that something else allows."""
+        used = self._objects[-1] if self._objects else None
+        if self._in_key and self._in_text and used:
+            part = bytes(self._part)
+            for key in used:
+                if key.startswith(part):
+                    yield from tokens.beginning(key[len(part) :] + b'"')
+        elif any(self._objects):
+            yield from (one for data, one in tokens.whole if allows(one) and self._would_repeat(data))
+
+    def _would_repeat(self, data: bytes) -> bool:
+        after = self.copy()
+        after.feed(data)
+        return after.came_twice
