@@ -43,6 +43,8 @@ ERROR_TYPES: Mapping[str, str] = {
     "deadline_exceeded": "timeout_error",
     "aborted": "invalid_request_error",
 }
+# Fields whose refusal clients know by a code: the tool runner then sends whole conversations
+_DETAILS = {"thread": "thread_unsupported_request"}
 # Fields that everything below the dialects knows by another name
 _NAMES = (
     (re.compile(r"stop(?=\[|$)"), "stop_sequences"),
@@ -67,7 +69,11 @@ class AnthropicDialect:
             "error": {
                 "type": "object",
                 "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                "properties": {
+                    "type": {"type": "string"},
+                    "message": {"type": "string"},
+                    "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+                },
             },
         },
     }
@@ -89,7 +95,10 @@ class AnthropicDialect:
 
 def error_body(error: ServingError) -> dict[str, Any]:
     """The object of an error, by ``error_schema``."""
-    return {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": _message(error)}}
+    found: dict[str, Any] = {"type": ERROR_TYPES[error.kind], "message": _message(error)}
+    if error.param in _DETAILS:
+        found["details"] = {"error_code": _DETAILS[error.param]}
+    return {"type": "error", "error": found}
 
 
 def _message(error: ServingError) -> str:

@@ -330,3 +330,43 @@ def test_openai_agents(url: str) -> None:
             assert streamed.final_output == whole.final_output
 
     asyncio.run(run())
+
+
+def test_anthropic_tools(url: str) -> None:
+    """anthropic: a forced call, whole and streamed, its result back in; tokens as counted; the client's tool runner."""
+    import anthropic
+
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"name": "get_weather", "description": "Weather", "input_schema": schema, "strict": True}]
+    turns = [{"role": "user", "content": "What is the weather in Paris?"}]
+    more = {"model": "assistant", "tools": tools}
+    force = {"tool_choice": {"type": "tool", "name": "get_weather"}, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=url, api_key="x") as client:
+        called = client.messages.create(max_tokens=100, messages=turns, **more, **force)
+        (call,) = called.content
+        assert (call.type, call.name, called.stop_reason) == ("tool_use", "get_weather", "tool_use")
+        assert isinstance(call.input["city"], str)
+        counted = client.messages.count_tokens(messages=turns, tool_choice=force["tool_choice"], **more).input_tokens
+        assert called.usage.input_tokens + called.usage.cache_read_input_tokens == counted
+        with client.messages.stream(max_tokens=100, messages=turns, **more, **force) as stream:
+            pieces = [event.partial_json for event in stream if event.type == "input_json"]
+            streamed = stream.get_final_message()
+        assert (len(pieces) > 1, streamed.content[0].input) == (True, call.input)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+        turns += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+        answer = client.messages.create(max_tokens=8, messages=turns, **more)
+        assert answer.usage.output_tokens > 0
+
+        cities = []
+
+        @anthropic.beta_tool
+        def get_weather(city: str) -> str:
+            """The weather in a city."""
+            cities.append(city)
+            return "rain"
+
+        more["tools"] = [get_weather]
+        turns = [*turns[:1]]
+        runner = client.beta.messages.tool_runner(max_tokens=100, messages=turns, max_iterations=1, **more, **force)
+        assert runner.until_done().stop_reason == "tool_use"
+        assert [type(city) for city in cities] == [str]

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
+from anthropic.types import ThreadUnsupportedRequestError
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.http.app import create_app
@@ -97,8 +98,9 @@ def test_a_reply_goes_on_where_it_was_begun(claude: anthropic.Anthropic, client:
 
 def test_more_tokens_than_there_is_room_for(claude: anthropic.Anthropic) -> None:
     """The text goes on to the end of the context, and says that it ended there."""
-    long = [{"role": "user", "content": "a" * 4000}]
-    found = claude.messages.create(**ASK | {"messages": long, "max_tokens": 5000})
+    long = [{"role": "user", "content": "a" * 4068}]
+    more = {"messages": long, "max_tokens": 5000, "extra_body": {"temperature": 0}}
+    found = claude.messages.create(**ASK | more)
     assert found.stop_reason == "model_context_window_exceeded"
     assert found.usage.input_tokens + found.usage.output_tokens == 4096
 
@@ -157,6 +159,20 @@ def test_errors(
     assert (found.value.api_message or "").startswith(message) or kind == "not_found_error"
 
 
+def test_threads_are_refused_as_clients_know_it(claude: anthropic.Anthropic) -> None:
+    """By the code at which the client goes on with whole conversations: its tool runner does so by itself."""
+
+    @anthropic.beta_tool
+    def now() -> str:
+        """The time."""
+        return "noon"
+
+    with pytest.raises(ThreadUnsupportedRequestError, match="conversations are not stored"):
+        claude.beta.messages.create(**ASK, thread={"type": "create"})
+    runner = claude.beta.messages.tool_runner(**ASK, tools=[now])
+    assert runner.until_done().usage.output_tokens == 8
+
+
 def test_paths_that_are_not_served(client: FlaskClient) -> None:
     """Below the API's own path errors have its form: no such route, no such method, no JSON."""
     for method, path, status, kind in (
@@ -195,7 +211,7 @@ def test_counting_tools(claude: anthropic.Anthropic) -> None:
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "tool_1", "input": {"p1": "</s>"}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "r", "is_error": True}]},
     ]
-    for choice in ({"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}):
+    for choice in ({"type": "auto"}, {"type": "none"}):
         ask: Any = {"model": "assistant", "messages": turns, "tools": tools, "tool_choice": choice}
         used = claude.messages.create(**ask, max_tokens=1).usage.input_tokens
         assert claude.messages.count_tokens(**ask).input_tokens == used
