@@ -58,6 +58,7 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
         chat_templates=templates.stored(root),
         embedding=manifest.embedding,
         cross_encoder=manifest.cross_encoder,
+        tool_formats=manifest.tool_formats,
         default_adapter=manifest.default_adapter,
     )
 
@@ -113,5 +114,6 @@ def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle
         chat_templates=templates.stored(root) or base.chat_templates,
         embedding=manifest.embedding or base.embedding,
         cross_encoder=manifest.cross_encoder or base.cross_encoder,
+        tool_formats=manifest.tool_formats or base.tool_formats,
         default_adapter=manifest.default_adapter,
     )

@@ -9,6 +9,8 @@ from msgspec import Struct
 
 from ...serving.bundle import Bundle
 from ...serving.errors import PackagingError, shown
+from ...serving.tool_calls.detect import formats_of
+from ...serving.tool_calls.formats import ToolFormat
 from . import templates as chat_templates
 from .adapters import check_adapters, place_adapters
 from .base_model import pinned_base
@@ -31,6 +33,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     chat_template: chat_templates.Templates = None
     task: Any = None
     embedding: Any = None
+    tool_format: ToolFormat | None = None
     default_adapter: str | None = None
     revision: str | None = None
     link: bool = False
@@ -71,7 +74,9 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     check_adapters(names, root, skeleton)
     spec = embedding_spec(tasks, model_dir, parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
-    return _finish(root, parts, tasks, names, embedding=spec, cross_encoder=crosses), model_dir
+    formats = formats_of(found, tokenizer, parts.tool_format)
+    manifest = _finish(root, parts, tasks, names, embedding=spec, cross_encoder=crosses, tool_formats=formats)
+    return manifest, model_dir
 
 
 def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
@@ -89,13 +94,18 @@ def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         tokenizer_dir = root / "tokenizer"
         place_tokenizer(parts.tokenizer, tokenizer_dir, link=parts.link)
         check_vocabulary(load_tokenizer(tokenizer_dir), Path(base.model_dir))
+    formats: dict[str, ToolFormat] = {}
+    if parts.tool_format is not None:
+        formats = dict.fromkeys(base.chat_templates, parts.tool_format)
     if parts.chat_template is not None:
         tokenizer = load_tokenizer(tokenizer_dir, trust_remote_code=parts.trust_remote_code)
         found = chat_templates.collect(parts.chat_template, tokenizer)
         chat_templates.check(found, tokenizer)
         chat_templates.write(found, root)
+        formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
-    return _finish(root, parts, tasks, [*names, *base.adapters], base=reference), Path(base.model_dir)
+    manifest = _finish(root, parts, tasks, [*names, *base.adapters], base=reference, tool_formats=formats)
+    return manifest, Path(base.model_dir)
 
 
 def _tasks_over(base: Bundle, parts: Parts, root: Path) -> Any:
@@ -116,6 +126,7 @@ def _finish(
     base: BaseReference | None = None,
     embedding: Any = None,
     cross_encoder: Any = None,
+    tool_formats: dict[str, ToolFormat],
 ) -> Manifest:
     if parts.default_adapter is not None and parts.default_adapter not in adapters:
         known = ", ".join(sorted(adapters)) or "none"
@@ -129,6 +140,7 @@ def _finish(
         default_adapter=parts.default_adapter,
         embedding=embedding,
         cross_encoder=cross_encoder,
+        tool_formats=tool_formats,
     )
     write(manifest, root)
     return manifest

@@ -22,6 +22,7 @@ from msgspec import Struct
 from ...serving.bundle import CrossEncoderSpec, EmbeddingSpec
 from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
+from ...serving.tool_calls.formats import ToolFormat
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -50,8 +51,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a saved model.
 
     ``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is another model's.
-    ``default_adapter`` answers requests that name none. ``environment`` are the files of the Python environment, None
-    where an earlier release saved the model.
+    ``default_adapter`` answers requests that name none. ``tool_formats``: how calls are written after each chat
+    template, by its name. ``environment`` are the files of the Python environment, None where an earlier release saved
+    the model.
     """
 
     format_version: int = FORMAT_VERSION
@@ -62,6 +64,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     default_adapter: str | None = None
     embedding: EmbeddingSpec | None = None
     cross_encoder: CrossEncoderSpec | None = None
+    tool_formats: dict[str, ToolFormat] = {}
     environment: dict[str, FileEntry] | None = None
 
     @property
@@ -78,6 +81,7 @@ def describe(
     default_adapter: str | None = None,
     embedding: EmbeddingSpec | None = None,
     cross_encoder: CrossEncoderSpec | None = None,
+    tool_formats: dict[str, ToolFormat] | None = None,
 ) -> Manifest:
     """A manifest of the files under ``root``, each of which is read once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
@@ -89,6 +93,7 @@ def describe(
         default_adapter=default_adapter,
         embedding=embedding,
         cross_encoder=cross_encoder,
+        tool_formats=tool_formats or {},
     )
 
 

@@ -21,6 +21,7 @@ from ...serving.errors import PackagingError, shown
 from . import generation_config as generation_configs
 from . import manifest as manifests
 from . import model_config as configs
+from . import tool_formats
 from .bundle_writer import Parts, write_bundle
 from .errors import raises_mlflow
 from .manifest import FORMAT_VERSION, Manifest
@@ -46,6 +47,7 @@ def save_model(
     defaults: dict[str, Any] | None = None,
     generation_config: Any = None,
     embedding: Any = None,
+    tool_format: tool_formats.Given = None,
     revision: str | None = None,
     mlflow_model: Model | None = None,
     signature: ModelSignature | None = None,
@@ -77,6 +79,8 @@ def save_model(
         generation_config: the model's own sampling defaults, under ``defaults``: a dict or a
             ``transformers.GenerationConfig``; ``{}`` for none. None: what the model's ``generation_config.json`` says.
         embedding: pooling and prompts (``serving.bundle.EmbeddingSpec`` or some of its fields). None: the model's own.
+        tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
+            of its fields. None: what its chat templates and its tokenizer show.
         revision: branch, tag or commit of a hub id.
         mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
         signature: None for the lossless one, which passes every request field on.
@@ -104,6 +108,7 @@ def save_model(
         chat_template=chat_template,
         task=task,
         embedding=embedding,
+        tool_format=tool_formats.parse(tool_format),
         default_adapter=config.default_adapter,
         revision=revision,
         link=link_files,
@@ -155,6 +160,7 @@ def log_model(
     defaults: dict[str, Any] | None = None,
     generation_config: Any = None,
     embedding: Any = None,
+    tool_format: tool_formats.Given = None,
     revision: str | None = None,
     signature: ModelSignature | None = None,
     input_example: Any = None,
@@ -216,6 +222,7 @@ def log_model(
         defaults=defaults,
         generation_config=generation_config,
         embedding=embedding,
+        tool_format=tool_format,
         revision=revision,
         signature=signature,
         input_example=input_example,
@@ -283,6 +290,7 @@ def _write_mlmodel(
         content_hash=manifest.content_hash,
         tasks=list(manifest.tasks),
         adapters=manifest.adapters,
+        tool_formats={name: format.name for name, format in manifest.tool_formats.items()},
         base=manifest.base.uri if manifest.base is not None else None,
         request_defaults=config.request_defaults,
         generation_config_without_effect=without_effect,

@@ -17,6 +17,7 @@ import click
 import psutil
 
 from .. import child
+from ..bundle import Bundle
 from ..errors import PackagingError, ServingError
 from ..http.gunicorn.listen_addresses import try_address
 from ..processors import num_threads, processors
@@ -158,10 +159,20 @@ def try_model(uri: str) -> Section:
             "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
             "kernels": f"{info.kernels_summary}, {info.threads} threads",
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
+            "tool calls": _tool_formats(spec.bundle, spec.engine.trust_remote_code),
             "context": f"{info.max_model_len} tokens, {info.max_num_seqs} sequences, KV for {info.max_kv_tokens}",
             "engine": f"ready in {ready:.2f} s, {psutil.Process(info.pid).memory_info().rss / 2**30:.2f} GiB resident",
             "token": f"generated in {seconds:.3f} s",
         }
+
+
+def _tool_formats(bundle: Bundle, trust_remote_code: bool) -> str:
+    """How the model's calls are written, after each of its chat templates."""
+    from ..tasks.text import TextModel
+
+    text = TextModel(bundle, trust_remote_code=trust_remote_code)
+    found = {name: text.tool_format(name) for name in text.templates}
+    return ", ".join(f"{format.name} ({name})" for name, format in found.items()) or "none without a chat template"
 
 
 def _show(found: dict[str, Section]) -> None:

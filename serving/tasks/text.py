@@ -21,7 +21,7 @@ from ..eos import eos_ids
 from ..errors import InvalidField, PackagingError, RequestError, Unavailable, reason
 from ..request import ChatEnd
 from ..token_bytes import byte_table, plain_token
-from ..tool_calls.detect import detect_or_generic
+from ..tool_calls.detect import formats_of
 from ..tool_calls.formats import ToolFormat
 from ..tool_calls.parser import special_stand_ins
 from .detokenize import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -252,12 +252,8 @@ class TextModel:
 
     def _tool_formats(self, bundle: Bundle) -> dict[str, ToolFormat]:
         """By the source of each template: what the model was packaged with, else as it is detected."""
-        tokens = [token.content for token in self._hf.added_tokens_decoder.values()]
-        response = getattr(self._hf, "response_template", None)
-        return {
-            source: bundle.tool_formats.get(name) or detect_or_generic(source, tokens, response)
-            for name, source in self.templates.items()
-        }
+        detected = formats_of(self.templates, self._hf)
+        return {source: bundle.tool_formats.get(name) or detected[name] for name, source in self.templates.items()}
 
     def _render(
         self,

@@ -54,6 +54,18 @@ def detect_or_generic(source: str, tokens: Collection[str] = (), response: Any =
     return detect(source, tokens, table) or _reasoning(GENERIC, source, tokens, table)
 
 
+def formats_of(templates: Mapping[str, str], tokenizer: Any, given: ToolFormat | None = None) -> dict[str, ToolFormat]:
+    """The format after each chat template of a tokenizer of transformers, by the template's name; ``given`` for all of
+    them where it is not None. With the model's reasoning, unless ``given`` has its own."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    response = getattr(tokenizer, "response_template", None)
+    table = response if isinstance(response, Mapping) else None
+    return {
+        name: detect_or_generic(source, tokens, response) if given is None else _reasoning(given, source, tokens, table)
+        for name, source in templates.items()
+    }
+
+
 def _marked(text: str) -> str | None:
     for name, marks, others in _MARKS:
         if all(mark in text for mark in marks) and not any(mark in text for mark in others):
