@@ -172,7 +172,7 @@ class ParameterArguments:
         self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]")
         self._key: str | None = None
         self._value: ParameterValue | None = None
-        self._at_start = False  # of a value
+        self._at_start = self._is_fresh = False  # before a value's first line break; before anything else of it
         self._seen: set[str] = set()
         self._waits = False  # for more text
         self.sure = self.done = self.broken = False
@@ -220,8 +220,9 @@ class ParameterArguments:
         assert self._key is not None
         found = _KEY.match(text, at)
         assert found is not None
-        if found.end() == len(text) and len(found[0]) <= MAX_KEY:
-            self._waits = True
+        self.broken = len(found[0]) > MAX_KEY
+        self._waits = found.end() == len(text)
+        if self.broken or self._waits:
             return at
         ends = [marker.match(text, found.end()) for marker in self._key_ends()]
         key = found[0].strip()
@@ -239,7 +240,7 @@ class ParameterArguments:
 
     def _begin_value(self, key: str, as_json: bool) -> None:
         self._key = None
-        self._at_start = self._trails
+        self._at_start, self._is_fresh = self._trails, True
         types = self._types.get(key, ())
         if self._literals.key_end_json:
             types = ("json",) if as_json else ("string",)
@@ -256,10 +257,11 @@ class ParameterArguments:
             if text[at] == "\n":
                 at += 1
         upto, end = self._find_end(text, at, final)
-        value.push(text[at:upto])
+        self._is_fresh = self._is_fresh and upto == at
+        read = value.push(text[at:upto])
         if value.broken:
             self.broken = True
-            return upto
+            return at + read
         if end == NO:
             self._waits = True
             return upto
@@ -272,22 +274,20 @@ class ParameterArguments:
         start = at
         while found := self._first.search(text, at):
             at = found.start()
-            end = self._end_at(text, at, final)
+            lead = at > start and text[at - 1] == "\n"
+            end = self._end_at(text, at, final, lead or (at == start and self._is_fresh))
             if end != NO:
-                lead = self._leads and at > start and text[at - 1] == "\n"
-                if end >= 0:
-                    return at - lead, end
-                return at - lead, NO
+                return at - (self._leads and lead), end if end >= 0 else NO
             at += 1
         held = self._leads and not final and text.endswith("\n", start)
         return len(text) - held, NO
 
-    def _end_at(self, text: str, at: int, final: bool) -> int:
+    def _end_at(self, text: str, at: int, final: bool, begins_line: bool) -> int:
         """Where reading goes on if the value ends at ``at``; PARTIAL where that is not known yet, NO if it does not."""
         literals = self._literals
         results = (
             self._followed(literals.value_end, text, at, final, (literals.parameter_begin, literals.call_end)),
-            self._next_parameter(text, at),
+            self._next_parameter(text, at) if begins_line or not self._leads else NO,
             self._call_ended(text, at, final),
         )
         done = [end for end in results if end >= 0]
@@ -310,12 +310,10 @@ class ParameterArguments:
         return (end if final else PARTIAL) if PARTIAL in follows else NO
 
     def _next_parameter(self, text: str, at: int) -> int:
-        """Another parameter begins without an end of this one; where ends stand in lines of their own, so does it."""
+        """Another parameter begins without an end of this one; where ends stand in lines of their own, so must it."""
         begin = self._literals.parameter_begin.match(text, at)
         if begin < 0:
             return begin
-        if self._leads and not text.endswith("\n", 0, at):
-            return NO
         found = _KEY.match(text, begin)
         assert found is not None
         if found.end() == len(text):

@@ -30,7 +30,7 @@ class ChannelReader(Reading):
     ) -> None:
         super().__init__(literals, tools, in_reasoning, show_special)
         encoded = {token: literals.encode(token) for token in TOKENS}
-        self._message, self._channel = encoded["<|message|>"], encoded["<|channel|>"]
+        self._start, self._channel = encoded["<|start|>"], encoded["<|channel|>"]
         self._tokens = Search({token: Marker(text) for token, text in encoded.items()})
         ends = {token: Marker(encoded[token]) for token in ("<|start|>", "<|end|>", "<|call|>", "<|return|>")}
         self._ends = Search(ends)
@@ -52,10 +52,13 @@ class ChannelReader(Reading):
         self._final = True
         while not self.is_complete and self._state():
             pass
+        if self.is_complete:
+            return self._parts.take()
         if self._reader is not None:
             self._flush_call()
-        elif not self.is_complete and not (cut and self._state == self._header):
-            self._end_header("")
+        elif self._state == self._header and not cut:
+            self._end_header(len(self._text))
+        elif self._state != self._header:
             self._say(self._text[self._at :])
         self._say_rest()
         return self._parts.take()
@@ -67,6 +70,8 @@ class ChannelReader(Reading):
     def _begin(self) -> bool:
         """The first message: a text without any header is taken too."""
         start = skip_space(self._text, self._at)
+        self._say(self._text[self._at : start])
+        self._at = start
         if start == len(self._text):
             return False
         ends = [marker.match(self._text, start) for marker in self._opens]
@@ -80,25 +85,22 @@ class ChannelReader(Reading):
         while kind in ("<|channel|>", "<|constrain|>") or (kind == "<|start|>" and start == self._at):
             start, kind, end = self._tokens.find(self._text, end)
         if start - self._at > MAX_HEADER:
-            kind = "too long"
-        elif not kind:
+            return self._end_header(self._at + MAX_HEADER)
+        if not kind:
             return False
+        if kind != "<|message|>":
+            return self._end_header(start)
         header = self._text[self._at : start]
-        if kind == "<|message|>":
-            self._at = end
-            return self._begin_message(header)
-        return self._end_header(kind)
+        self._at = end
+        return self._begin_message(header)
 
-    def _end_header(self, kind: str) -> bool:
-        """A header without a message: all that stands behind its channel is text."""
-        if self._state != self._header:
-            return False
-        start, found, end = self._tokens.find(self._text, self._at)
-        while found == "<|channel|>" or (found == "<|start|>" and start == self._at):
-            self._at = end
-            start, found, end = self._tokens.find(self._text, self._at)
+    def _end_header(self, end: int) -> bool:
+        """A header without a message: what stands behind its channel is text."""
         self._at_marker()
         self.in_reasoning = False
+        header = self._text[self._at : end].removeprefix(self._start)
+        self._say(header.rpartition(self._channel)[2])
+        self._at = end
         return self._enter(self._body)
 
     def _begin_message(self, header: str) -> bool:
@@ -123,14 +125,7 @@ class ChannelReader(Reading):
         self._at_marker()
         self.in_reasoning = False
         self._at = start if kind == "<|start|>" else end
-        return self._enter(self._header if kind == "<|start|>" else self._between)
-
-    def _between(self) -> bool:
-        """After a message: the next one's start, or a header at once."""
-        start = skip_space(self._text, self._at)
-        if start == len(self._text):
-            return False
-        return self._enter(self._begin)
+        return self._enter(self._header if kind == "<|start|>" else self._begin)
 
     def _arguments(self) -> bool:
         reader = self._reader
@@ -142,13 +137,9 @@ class ChannelReader(Reading):
             self._begin_call(self._name)
         if reader.done or reader.broken:
             self._end_call()
-            return self._enter(self._behind_call if reader.done else self._body)
+            return self._enter(self._body)
         return False
 
     def _no_call(self) -> bool:
         self._reader = self._early = None
-        return self._enter(self._body)
-
-    def _behind_call(self) -> bool:
-        """Nothing more belongs to a call; what stands there all the same is text."""
         return self._enter(self._body)

@@ -56,7 +56,7 @@ class MarkedReader(Reading):
 
     def flush(self, cut: bool) -> list[Part]:
         """See ``Parser``."""
-        self._final = True
+        self._final = not cut
         while not self.is_complete and self._state():
             pass
         if self.is_complete:
@@ -66,7 +66,7 @@ class MarkedReader(Reading):
         elif self._mark is not None:
             if not cut or self._is_unmarked(self._mark):
                 self._say(self._text[self._mark :])
-        else:
+        elif not cut or self._state in (self._begin, self._content_state, self._reasoning):
             self._say(self._text[self._at :])
         self._say_rest()
         return self._parts.take()
@@ -349,9 +349,9 @@ class MarkedReader(Reading):
         return False
 
     def _behind_arguments(self) -> bool:
-        start = skip_space(self._text, self._at)
-        end = self._call_end.match(self._text, start)
-        if (end == PARTIAL or start == len(self._text)) and not self._final:
+        start = past_gap(self._text, self._at)
+        end = self._call_end.match(self._text, start) if self._call_end and start >= 0 else start
+        if end == PARTIAL and not self._final:
             return False
         if end >= 0 and self._call_end:
             self._at = end
@@ -360,18 +360,19 @@ class MarkedReader(Reading):
     def _behind_call(self) -> bool:
         """Another call, the end of the region, or text."""
         text, literals = self._text, self._literals
-        start = skip_space(text, self._at)
-        if start == len(text):
+        start = past_gap(text, self._at)
+        if start == PARTIAL:
             return False
-        char = text[start]
+        char = text[start] if start >= 0 else ""
         if self._in_array and char == "]":
             return self._leave_array(start + 1)
-        results = [marker.match(text, start) if marker else NO for marker in (literals.end, literals.call_begin)]
+        markers = (literals.end, literals.call_begin)
+        results = [marker.match(text, start) if marker and char else NO for marker in markers]
         if results[0] >= 0:
             return self._leave_region(results[0])
         if PARTIAL in results and not self._final:
             return False
-        if char in ",;" and (self._in_array or literals.separator.first == char):
+        if char and char in ",;" and (self._in_array or literals.separator.first == char):
             self._mark, self._at = start, start + 1
             return self._enter(self._region)
         if results[1] >= 0 or (char == "{" and self._format.layout == "object"):

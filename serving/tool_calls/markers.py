@@ -15,8 +15,9 @@ from .formats import ToolFormat
 FIRST_SURROGATE = 0xD800
 SPACE = " \t\r\n"
 MAX_SPACE = 64  # characters of white space within a marker
-MAX_GAP = 1024  # and between the parts of what may become a call
+MAX_GAP = 256  # and between the parts of what may become a call
 NO, PARTIAL = -1, -2
+_SPACES = re.compile(f"[{SPACE}]*")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -57,10 +58,7 @@ class Marker:
 
 def skip_space(text: str, at: int) -> int:
     """The place of the first character from ``at`` on that is not white space."""
-    end = len(text)
-    while at < end and text[at] in SPACE:
-        at += 1
-    return at
+    return _SPACES.match(text, at).end()  # type: ignore[union-attr]
 
 
 def past_gap(text: str, at: int) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from .markers import SPACE
+from .markers import SPACE, skip_space
 from .python_values import PythonValue, scalar_json, text_json
 
 _NUMBER = re.compile(r"[-+0-9.eE_]{1,64}")
@@ -31,8 +31,9 @@ class ParameterValue:
         if self._types == {"string"}:
             self._begin_text()
 
-    def push(self, text: str) -> None:
-        """More of the value."""
+    def push(self, text: str) -> int:
+        """How much of ``text`` is read: all of it, or up to where it is ``broken``."""
+        size = len(text)
         if self._kind == "open":
             self._held += text
             text = self._decide()
@@ -40,8 +41,11 @@ class ParameterValue:
             self._say(text_json(text))
         elif self._kind == "structure":
             end = self._structure.push(text, 0)
-            rest = text[end:].strip(SPACE) if self._structure.done else ""
-            self.broken = self._structure.broken or bool(rest)
+            if self._structure.done:
+                end = skip_space(text, end)
+            self.broken = self._structure.broken or end < len(text)
+            return end - (len(text) - size)
+        return size
 
     def end(self) -> None:
         """The value is complete."""

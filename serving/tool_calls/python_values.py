@@ -269,7 +269,7 @@ class PythonValue:
         self._end_item()
 
     def _in_word(self, text: str, at: int) -> int:
-        end = _WORD.match(text, at).end()  # type: ignore[union-attr]
+        end = _WORD.match(text, at, at + MAX_WORD + 1 - len(self._word)).end()  # type: ignore[union-attr]
         self._word += text[at:end]
         if len(self._word) > MAX_WORD:
             self.broken = True
