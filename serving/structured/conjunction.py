@@ -16,7 +16,7 @@ from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf, altern
 from mlflow_llm.serving.structured.keywords import OF_TYPE, TYPES, Keywords
 from mlflow_llm.serving.structured.scalars import Scalars
 
-MAX_FORMS = 10_000
+MAX_FORMS = 5_000
 MAX_LEVELS = 24  # of arrays and objects, the caller's own, a schema that refers to itself among them
 MAX_DEPTH = 150  # of calls of ``form`` within each other, each some frames of Python
 _REFUSED = {
@@ -56,6 +56,7 @@ class Conjunction:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.keywords = Keywords(document)
+        self._levels: dict[Any, int] = {}  # at which each set of places was first met
         self.was_cut = False  # where nesting reached its end
         self._made: dict[Any, Form] = {}
         self._depth = 0
@@ -150,7 +151,11 @@ class Conjunction:
             if self._depth > MAX_DEPTH or len(self._made) >= MAX_FORMS:
                 where = (rules.simples or [group.place for group in rules.groups])[0]
                 raise self.document.error(where, "the schema", "fewer choices and references within each other")
-            self._made[key] = self._chosen(rules, level) if rules.groups else self._typed(rules.simples, level)
+            self._levels.setdefault(key[:-1], level)
+            if not rules.groups:
+                self._made[key] = self._typed(rules.simples, level)
+            else:
+                self._made[key] = NOTHING if self._contradict(rules.simples) else self._chosen(rules, level)
             self._depth -= 1
         return self._made[key]
 
@@ -189,7 +194,7 @@ class Conjunction:
         leaves = []
         for name in types:
             if name in ("array", "object") and level >= MAX_LEVELS:
-                self.was_cut = True
+                self._cut(simples, level)
                 continue
             made = (
                 self._containers.leaves(name, simples, level + 1)
@@ -200,6 +205,16 @@ class Conjunction:
                 leaf.inferred = inferred
             leaves += made
         return Form(leaves)
+
+    def _cut(self, simples: tuple[Place, ...], level: int) -> None:
+        """End the nesting of a schema that has come back to itself; any other is refused."""
+        if self._levels.get(tuple(place.pointer for place in simples), level) == level:
+            raise self.document.error(simples[0], "the schema", f"at most {MAX_LEVELS} levels of arrays and objects")
+        self.was_cut = True
+
+    def _contradict(self, simples: tuple[Place, ...]) -> bool:
+        """Whether no value can be left, whatever is chosen beside these."""
+        return self._listed_values(simples) == [] or not self._types(simples)[0]
 
     def _listed_values(self, simples: tuple[Place, ...]) -> list[Any] | None:
         """The values that ``const`` and ``enum`` leave, None where there is neither."""

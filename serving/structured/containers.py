@@ -126,7 +126,7 @@ class Containers:
     def _objects(self, places: tuple[Place, ...], level: int) -> list[Leaf]:
         self._refuse_in_objects(places)
         required = list(dict.fromkeys(name for names in self._all(places, "required") for name in names))
-        leaf = Leaf(type="object", required=required)
+        leaf = Leaf(type="object", required=required, demanded=tuple(required))
         leaf.sealed = False in self._all(places, "additionalProperties") and not self._all(places, "patternProperties")
         additional = self._additional(places, level)
         self._add_patterns(leaf, places, level)
@@ -261,7 +261,13 @@ def _begin_apart(one: str, other: str) -> bool:
 def _with(leaf: Leaf, kept: list[str], required: list[str]) -> Leaf:
     """The object with these of its optional properties alone, of which some are required."""
     names = {name: form for name, form in leaf.properties.items() if name in kept or name in leaf.required}
-    return Leaf(type="object", properties=names, required=[*leaf.required, *required], sealed=leaf.sealed)
+    return Leaf(
+        type="object",
+        properties=names,
+        required=[*leaf.required, *required],
+        demanded=leaf.demanded,
+        sealed=leaf.sealed,
+    )
 
 
 def _listed(leaf: Leaf) -> list[Any]:

@@ -58,17 +58,19 @@ def _objects_apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf
 
 
 def _tells(ours: Leaf, other: Leaf, tag: str | None, *, required: bool = False) -> str | None:
-    """A property that, where it is there, keeps every value of ours out of the other's schema. Those that ours requires
-    are looked at first, and alone if ``required``."""
-    names = [name for name in ours.properties if name in ours.required]
-    if not required:
-        names += [name for name in ours.properties if name not in ours.required]
-    if tag in ours.properties and (not required or tag in ours.required):
-        names.insert(0, tag)
-    return next((name for name in names if ours.properties[name] and _keeps_out(ours, other, name)), None)
+    """A property that, where it is there, keeps every value of ours out of the other's schema; "" where they are kept
+    out without one. Those that ours requires are looked at first, and alone if ``required``."""
+    may_tell = [*ours.required] if required else [*ours.required, *ours.properties]
+    if tag in may_tell and _keeps_out(ours, other, tag):
+        return tag
+    if any(not ours.may_have(name) for name in other.demanded):
+        return ""
+    return next((name for name in may_tell if _keeps_out(ours, other, name)), None)
 
 
 def _keeps_out(ours: Leaf, other: Leaf, name: str) -> bool:
+    if not ours.properties.get(name):
+        return False
     if name not in other.properties:
         return other.sealed
     return all(
@@ -79,4 +81,4 @@ def _keeps_out(ours: Leaf, other: Leaf, name: str) -> bool:
 
 
 def _requiring(leaf: Leaf, name: str) -> Leaf:
-    return leaf if name in leaf.required else replace(leaf, required=[*leaf.required, name])
+    return leaf if not name or name in leaf.required else replace(leaf, required=[*leaf.required, name])

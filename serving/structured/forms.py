@@ -29,10 +29,17 @@ class Leaf:
     patterns: dict[str, Form] = field(default_factory=dict)
     required: list[str] = field(default_factory=list)
     additional: Form | None = None
+    demanded: tuple[str, ...] = ()  # required by the schema itself
     sealed: bool = False  # the caller himself says that there are no other properties
     # of an array
     prefix: list[Form] = field(default_factory=list)
     items: Form | None = None
+
+    def may_have(self, name: str) -> bool:
+        """Whether an object may have a property of that name."""
+        if name in self.properties:
+            return bool(self.properties[name])
+        return bool(self.additional or self.patterns)
 
     def forms(self) -> Iterator[Form]:
         yield from self.properties.values()

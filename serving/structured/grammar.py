@@ -33,16 +33,25 @@ def grammar_of(constraint: Constraint) -> Grammar:
     pointer)."""
     kind, value, field = constraint.kind, constraint.value, constraint.field
     if kind in ("json_object", "json_schema"):
-        schema, has_open_keys = normalized({"type": "object"} if kind == "json_object" else value, field)
-        source = _dumps({"grammars": [{"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}]})
+        schema, has_open_keys = _schema_and_keys({"type": "object"} if kind == "json_object" else value, field)
+        source = _dumps({"grammars": [{"json_schema": schema}]})
         return Grammar(source=source, field=field, distinct_keys=has_open_keys)
-    return Grammar(source=_lark_source(_LARK[kind](value, field)), field=field)
+    if kind == "lark":
+        lark, has_open_keys = checked_lark(value, field, _schema_and_keys)
+        return Grammar(source=_lark_source(lark), field=field, distinct_keys=has_open_keys)
+    return Grammar(source=_lark_source(_EXPRESSIONS[kind](value, field)), field=field)
 
 
 def schema_value(schema: Any, field: str) -> dict[str, Any]:
     """A JSON schema (an object, or true) as it may stand in a larger Lark grammar: ``%json`` and this, as JSON. Held to
-    the same rules as ``response_format``. Raises ``InvalidField``."""
-    return {**normalized(schema, field)[0], "x-guidance": JSON_OPTIONS}
+    the same rules as ``response_format``; the larger grammar is one with ``distinct_keys``. Raises ``InvalidField``."""
+    return _schema_and_keys(schema, field)[0]
+
+
+def _schema_and_keys(schema: Any, field: str) -> tuple[dict[str, Any], bool]:
+    """The schema with our options, and whether its texts may have keys that it does not name."""
+    made, has_open_keys = normalized(schema, field)
+    return {**made, "x-guidance": JSON_OPTIONS}, has_open_keys
 
 
 def _regex(value: Any, field: str) -> str:
@@ -54,11 +63,7 @@ def _choice(value: Any, field: str) -> str:
     return f"start: /{in_slashes(written)}/"
 
 
-def _lark(value: Any, field: str) -> str:
-    return checked_lark(value, field, schema_value)
-
-
-_LARK = {"regex": _regex, "choice": _choice, "lark": _lark}
+_EXPRESSIONS = {"regex": _regex, "choice": _choice}
 
 
 def _checked_choices(value: Any, field: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from mlflow_llm.serving.errors import InvalidField, reason
 from mlflow_llm.serving.structured.document import is_unicode
@@ -29,11 +29,16 @@ _RULE_OPTIONS = {"temperature", "max_tokens", "stop", "stop_capture"}
 _OWN_OPTIONS = {"no_forcing", "allow_initial_skip", "ignore_once"}
 
 
-def checked_lark(value: Any, field: str, schema_value: Callable[[Any, str], dict[str, Any]]) -> str:
-    """The grammar in Lark's notation. ``schema_value`` rewrites the schemas within it. Raises ``InvalidField``."""
+_Schema: TypeAlias = Callable[[Any, str], tuple[dict[str, Any], bool]]
+
+
+def checked_lark(value: Any, field: str, schema: _Schema) -> tuple[str, bool]:
+    """The grammar in Lark's notation, and whether schemas within it leave keys open. ``schema`` rewrites those, and
+    says it of each. Raises ``InvalidField``."""
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_CHARS or not is_unicode(value):
         raise InvalidField(field, value, f"a grammar in Lark's notation or GBNF, of at most {MAX_CHARS:,} characters")
-    return _Checker(_from_gbnf(value, field) if _GBNF.search(value) else value, field, schema_value).checked()
+    checker = _Checker(_from_gbnf(value, field) if _GBNF.search(value) else value, field, schema)
+    return checker.checked(), checker.has_open_keys
 
 
 def _from_gbnf(text: str, field: str) -> str:
@@ -48,8 +53,9 @@ def _from_gbnf(text: str, field: str) -> str:
 
 
 class _Checker:
-    def __init__(self, text: str, field: str, schema_value: Callable[[Any, str], dict[str, Any]]) -> None:
-        self.text, self.field, self.schema_value = text, field, schema_value
+    def __init__(self, text: str, field: str, schema: _Schema) -> None:
+        self.text, self.field, self.schema = text, field, schema
+        self.has_open_keys = False
         self.at = 0
         self.written: list[str] = []
 
@@ -83,7 +89,8 @@ class _Checker:
         if name in ("%json", "%llguidance", "%regex"):
             value = self._json(name)
             if name == "%json":
-                value = self.schema_value(value, self.field)
+                value, is_open = self.schema(value, self.field)
+                self.has_open_keys = self.has_open_keys or is_open
             if name == "%llguidance" and (not isinstance(value, dict) or value.keys() - _OWN_OPTIONS):
                 self._refuse(name, "no options but " + ", ".join(sorted(_OWN_OPTIONS)))
             self.written.append(" " + json.dumps(value))
