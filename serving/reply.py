@@ -109,8 +109,46 @@ class ReplyCall(Struct, frozen=True, kw_only=True):
     custom: bool = False
 
 
+class TextLogprobs:
+    """The log probabilities that are of a choice's text, as its deltas come: those of a token that has said nothing yet
+    wait for what it turns out to begin. Those of reasoning and calls, and of the marks around them, are left out."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[TextLogprob, ...] = ()
+        self._in_text = True
+
+    def add(self, delta: Delta) -> tuple[TextLogprob, ...]:
+        """Those that go with the text of ``delta``."""
+        if delta.calls or delta.reasoning:
+            self._waiting, self._in_text = (), False
+            return ()
+        self._waiting += delta.logprobs
+        if delta.text and not self._in_text:
+            self._waiting = _beginning(self._waiting, delta.text)
+        return self._take() if delta.text else ()
+
+    def rest(self) -> tuple[TextLogprob, ...]:
+        """Those that waited when the text ended."""
+        return self._take() if self._in_text else ()
+
+    def _take(self) -> tuple[TextLogprob, ...]:
+        found, self._waiting, self._in_text = self._waiting, (), True
+        return found
+
+
+def _beginning(entries: tuple[TextLogprob, ...], text: str) -> tuple[TextLogprob, ...]:
+    """``entries`` from where ``text`` begins: before it stand the marks of what it comes after."""
+    said = text.encode().lstrip()
+    for i in range(len(entries)):
+        data = b"".join(bytes(entry.bytes) for entry in entries[i:]).lstrip()
+        if data and (data.startswith(said) or said.startswith(data)):
+            return entries[i:]
+    return entries
+
+
 class Choice(Struct, frozen=True, kw_only=True):
-    """One finished choice, gathered for a response that is not streamed."""
+    """One finished choice, gathered for a response that is not streamed. ``text_logprobs`` are those of ``logprobs``
+    that are of the text."""
 
     index: int
     text: str
@@ -120,6 +158,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] = ()
+    text_logprobs: tuple[TextLogprob, ...] = ()
 
 
 class Reply(Struct, frozen=True, kw_only=True):

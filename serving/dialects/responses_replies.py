@@ -111,7 +111,7 @@ def response(request: ValidRequest, choice: Choice, usage: Usage, echoed: bytes)
     if choice.reasoning:
         items.append(reasoning_item(item_id(request, "reasoning", 0), choice.reasoning))
     if choice.text or not (items or choice.calls):
-        part = text_part(choice.text, logprobs(choice.logprobs))
+        part = text_part(choice.text, logprobs(choice.text_logprobs))
         items.append(message_item(item_id(request, "message", len(items)), part))
     for call in choice.calls:
         items.append(call_item(item_id(request, call_type(call.custom), len(items)), call))

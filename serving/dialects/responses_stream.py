@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ServingError
-from ..reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, Usage
+from ..reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs, Usage
 from ..request import ValidRequest
 from .errors import openai_error
 from .responses_replies import (
@@ -90,6 +90,7 @@ class ResponseStream:
         self._number = 0  # of the next event
         self._output: list[dict[str, Any]] = []  # items that are done
         self._item: _Item | None = None
+        self._logprobs = TextLogprobs()
         self._finish = "abort"
 
     def encode(self, piece: Piece) -> bytes:
@@ -118,13 +119,17 @@ class ResponseStream:
             item = yield from self._open("reasoning")
             item.grow(piece.reasoning)
             yield self._of_part("response.reasoning_text.delta", item, delta=piece.reasoning)
-        if piece.text or (piece.logprobs and not (piece.reasoning or piece.calls)):
+        found = self._logprobs.add(piece)
+        if piece.text:
             item = yield from self._open("message")
-            item.grow(piece.text, piece.logprobs)
-            scored = logprobs(piece.logprobs, with_bytes=False)
-            yield self._of_part("response.output_text.delta", item, delta=piece.text, logprobs=scored)
+            yield self._said(item, piece.text, found)
         for call in piece.calls:
             yield from self._call(call)
+
+    def _said(self, item: _Item, text: str, found: tuple[TextLogprob, ...]) -> bytes:
+        item.grow(text, found)
+        scored = logprobs(found, with_bytes=False)
+        return self._of_part("response.output_text.delta", item, delta=text, logprobs=scored)
 
     def _call(self, call: CallDelta) -> Iterator[bytes]:
         if call.id is not None:
@@ -172,6 +177,8 @@ class ResponseStream:
         end = ended(self._request, self._finish, usage)
         if self._item is None and not self._output:
             yield from self._add("message")
+        if (rest := self._logprobs.rest()) and self._item is not None and self._item.kind == "message":
+            yield self._said(self._item, "", rest)
         yield from self._close(is_cut=end["status"] == "incomplete")
         yield self._event(f"response.{end['status']}", response=self._head | end | {"output": self._output})
 

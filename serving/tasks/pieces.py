@@ -8,7 +8,20 @@ from typing import Protocol
 from ..engine.interface import EventStream
 from ..errors import ServingError, from_kind
 from ..events import Event, Failed
-from ..reply import CallDelta, Choice, Delta, Ended, Piece, Reply, ReplyCall, Score, Usage, Vector
+from ..reply import (
+    CallDelta,
+    Choice,
+    Delta,
+    Ended,
+    Piece,
+    Reply,
+    ReplyCall,
+    Score,
+    TextLogprob,
+    TextLogprobs,
+    Usage,
+    Vector,
+)
 
 
 class Pieces:
@@ -130,7 +143,14 @@ class Gathered:
             stop_reason=ended.stop_reason,
             token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
             logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
+            text_logprobs=self._text_logprobs(),
         )
+
+    def _text_logprobs(self) -> tuple[TextLogprob, ...]:
+        if not any(delta.logprobs for delta in self.deltas):
+            return ()
+        found = TextLogprobs()
+        return (*(entry for delta in self.deltas for entry in found.add(delta)), *found.rest())
 
     @property
     def calls(self) -> tuple[ReplyCall, ...]:

@@ -13,6 +13,7 @@ from mlflow_llm.serving.dialects import DIALECTS, Head
 from mlflow_llm.serving.errors import DeadlineExceeded, EngineDied, InvalidField, LimitExceeded, ServingError, walk
 from mlflow_llm.serving.reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.tasks.generate import gather
 
 DIALECT = DIALECTS["responses"]
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -130,7 +131,15 @@ def test_output_items() -> None:
         ReplyCall(id="c2", name="note", arguments="rain", custom=True),
     )
     found = whole(
-        Choice(index=0, text="Hé", reasoning="hm", calls=calls, logprobs=(SCORED,), finish_reason="tool_calls")
+        Choice(
+            index=0,
+            text="Hé",
+            reasoning="hm",
+            calls=calls,
+            logprobs=(SCORED,),
+            text_logprobs=(SCORED,),
+            finish_reason="tool_calls",
+        )
     )
     thought, said, called, noted = found["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
@@ -210,7 +219,7 @@ def test_a_stream_of_text() -> None:
     assert (begun["status"], begun["output"], begun["usage"], begun["instructions"]) == (
         "in_progress", [], None, "be kind",
     )  # fmt: skip
-    choice = Choice(index=0, text="Hé", logprobs=(TOP, SCORED), finish_reason="stop")
+    choice = Choice(index=0, text="Hé", text_logprobs=(TOP, SCORED), finish_reason="stop")
     assert done == whole(choice, asked)
     assert done["output"] == [events[-2]["item"]]
 
@@ -267,6 +276,31 @@ def test_text_between_thoughts_and_calls() -> None:
     output = streamed(*pieces, *END)[-1]["response"]["output"]
     assert [item["type"] for item in output] == ["message", "reasoning", "message", "function_call", "message"]
     assert len({item["id"] for item in output}) == 5
+
+
+def test_log_probabilities_of_the_text() -> None:
+    """A token whose text was held back is of the text that follows; those of thoughts, calls and marks are left out."""
+    pieces = (
+        Delta(index=0, text="", reasoning="h", logprobs=(scored("h"),)),
+        Delta(index=0, text="", logprobs=(scored("</think>"),)),
+        Delta(index=0, text="", logprobs=(scored("a"),)),
+        Delta(index=0, text="ab", logprobs=(scored("b"),)),
+        Delta(index=0, text="", logprobs=(scored("<call>"),)),
+        Delta(index=0, text="", calls=(CallDelta(index=0, id="c1", name="f"),), logprobs=(scored("f"),)),
+        Delta(index=0, text="", logprobs=(scored("</call>"),)),
+    )
+    events = streamed(*pieces, *END)
+    found = [entry["token"] for event in events if "delta" in event for entry in event.get("logprobs", ())]
+    assert found == ["a", "b"]
+    choice = gather((*pieces, *END)).choices[0]
+    assert events[-1]["response"]["output"] == whole(choice)["output"]
+    last = streamed(Delta(index=0, text="x", logprobs=(TOP,)), Delta(index=0, text="", logprobs=(SCORED,)), *END)
+    assert [len(event["logprobs"]) for event in last if event["type"] == "response.output_text.delta"] == [1, 1]
+    assert len(last[-1]["response"]["output"][0]["content"][0]["logprobs"]) == 2
+
+
+def scored(token: str) -> TextLogprob:
+    return TextLogprob(token=token, bytes=tuple(token.encode()), token_id=3, logprob=-1.0)
 
 
 def test_a_stream_of_nothing() -> None:
