@@ -109,7 +109,7 @@ class EngineCore:
                 sequence.matching = compilation.matching(sequence.sampling)
                 try:
                     reason = self._follow(sequence, sequence.num_prompt, reason)
-                except InternalError as error:
+                except ServingError as error:
                     self._lose(sequence, error)
                     return
             # at its very end already, or nothing was to be generated: but a prompt may be there to be scored
@@ -127,10 +127,10 @@ class EngineCore:
         self._generated += generated
         self._generated_provisioned += generated * sequence.provisioned
 
-    def _lose(self, sequence: SequenceState, error: InternalError) -> None:
+    def _lose(self, sequence: SequenceState, error: ServingError) -> None:
         """A sequence whose grammar has no way to go on; another request is to compile it anew."""
         inflight = self._inflight.of(sequence)
-        logger.error("request %s: %s", inflight.request.request_id, error.message)
+        logger.warning("request %s: %s", inflight.request.request_id, error.logged)
         assert sequence.sampling.grammar is not None
         self._grammars.spoil(sequence.sampling.grammar)
         self._fail(inflight, error)
@@ -317,7 +317,7 @@ class EngineCore:
                 if not sequence.matching.check():
                     over.append(sequence)
                     self._finish(sequence, "stop")
-            except InternalError as error:
+            except ServingError as error:
                 over.append(sequence)
                 self._lose(sequence, error)
         return frozenset(over)
@@ -352,7 +352,7 @@ class EngineCore:
         if sequence.matching is not None:
             try:
                 reason = self._follow(sequence, before, reason)
-            except InternalError as error:
+            except ServingError as error:
                 self._lose(sequence, error)
                 return
         if reason is not None:

@@ -21,12 +21,18 @@ MAX_GREEDY = 64  # bytes of a token, where a text has to be parted by length alo
 @dataclass(frozen=True)
 class GrammarTokenizer:
     """``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
-    ``special_ids`` are no text: those of the tokenizer, and every end of text. ``table``: the bytes of every token."""
+    ``special_ids`` are no text: those of the tokenizer, and every end of text. ``table``: the bytes of every token.
+    ``writes_all``: every text can be made of them; else a grammar may ask for one that cannot."""
 
     matched: LLTokenizer
     vocab_size: int
     special_ids: frozenset[int]
     table: TokenBytes
+    writes_all: bool
+
+    def prepare(self) -> None:
+        """Take the time that ``key_tokens`` costs now."""
+        _ = self.key_tokens
 
     @cached_property
     def key_tokens(self) -> KeyTokens:
@@ -60,7 +66,7 @@ def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarT
     wrapper: Any = _Wrapped(backend, table, special_ids, vocab_size)
     wrapper.tokens = [*table[:vocab_size], *padding, END]
     matched = LLTokenizer(TokenizerWrapper(wrapper), n_vocab=vocab_size + 1, eos_token=[vocab_size])
-    return GrammarTokenizer(matched, vocab_size, special_ids, tuple(wrapper.tokens[:vocab_size]))
+    return GrammarTokenizer(matched, vocab_size, special_ids, tuple(wrapper.tokens[:vocab_size]), wrapper.writes_all)
 
 
 class _Wrapped:
@@ -78,6 +84,10 @@ class _Wrapped:
         self._backend.encode_special_tokens = True  # special tokens in a text are text
         self._anchor = plain_token(backend, special_ids)
         self._before = backend.decode([self._anchor])
+
+    @property
+    def writes_all(self) -> bool:
+        return all(bytes([byte]) in self._text_ids for byte in range(256))
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Tokens whose bytes are the text's: the tokenizer's own where it neither adds nor changes anything, as it

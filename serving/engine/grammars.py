@@ -28,7 +28,7 @@ from ..constraint import Grammar
 from ..errors import InternalError, InvalidField, Overloaded, ServingError, reason
 from ..request import Sampling
 from .grammar_tokenizer import GrammarTokenizer
-from .matching import DistinctKeys, Matching, short
+from .matching import Matching, refusal_of, short
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -71,13 +71,7 @@ class Compilation:
         assert self.template is not None
         assert sampling.grammar is not None
         matcher, tokenizer = self.template
-        ends = [i for i in sampling.stop_token_ids if i in tokenizer.special_ids]
-        # forced tokens have no logits, and so no log probabilities
-        forward = sampling.grammar.fast_forward and sampling.logprobs is None
-        matching = Matching(matcher.deep_copy(), tokenizer.vocab_size, ends, forward)
-        if sampling.grammar.distinct_keys:
-            matching.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens)
-        return matching
+        return Matching(matcher.deep_copy(), tokenizer, sampling, sampling.grammar)
 
 
 class Grammars:
@@ -272,7 +266,7 @@ class _Compiler:
         compilation.started_at = time.monotonic()
         matcher = compile_grammar(compilation.source, self._tokenizer)
         if isinstance(matcher, str):
-            compilation.refusal = f"a grammar that can be used: {matcher}"
+            compilation.refusal = matcher
         elif not _is_overdue(compilation):
             compilation.template = (matcher, self._tokenizer)
 
@@ -280,6 +274,7 @@ class _Compiler:
         began = time.monotonic()
         try:
             tokenizer = self._load_tokenizer()
+            tokenizer.prepare()
         except Exception as error:
             logger.exception("the tokenizer cannot be read for grammars")
             return f"nothing: this model's tokenizer cannot be held to a grammar: {reason(error)}"
@@ -288,9 +283,11 @@ class _Compiler:
 
 
 def compile_grammar(source: str, tokenizer: GrammarTokenizer) -> LLMatcher | str:
-    """A matcher at a grammar's beginning, whose lexer has seen all tokens once, or why there is none."""
+    """A matcher at a grammar's beginning, whose lexer has seen all tokens once; or what is allowed instead."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer.matched, source, log_level=0, limits=LLParserLimits(**LIMITS))
     matcher.compute_bitmask()
-    return short(matcher.get_error()) if matcher.is_error() else matcher
+    if not matcher.is_error():
+        return matcher
+    return refusal_of(matcher) or f"a grammar that can be used: {short(matcher.get_error())}"

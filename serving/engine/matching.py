@@ -13,15 +13,19 @@ vocabulary. Where it allows that one, the request's own ends are allowed in its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import InternalError
+from ..constraint import Grammar
+from ..errors import InternalError, InvalidField, ServingError
+from ..request import Sampling
 from ..structured.distinct_keys import Keys, KeyTokens
 from ..token_bytes import TokenBytes
+from .grammar_tokenizer import GrammarTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -30,6 +34,9 @@ Mask: TypeAlias = npt.NDArray[np.uint32]
 """A bit a token id, the lowest bit first, [ceil((vocab_size + 1) / 32)]; the one behind the vocabulary is the end."""
 
 WORD = 32
+DEAD_END = "a grammar with a way to a whole text, which this model's tokens can write"
+
+LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECASE)  # in llguidance's messages
 
 
 class Matching:
@@ -39,24 +46,25 @@ class Matching:
     ``ends`` are the token ids that end the text where the grammar may end.
     """
 
-    __slots__ = ("_vocab_size", "allowed", "ends", "fast_forward", "is_known", "keys", "matcher")
+    __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "fast_forward", "is_known", "keys", "matcher")
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int], fast_forward: bool) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, sampling: Sampling, grammar: Grammar) -> None:
         self.matcher = matcher
-        self._vocab_size = vocab_size
-        self.ends = tuple(ends)
-        self.fast_forward = fast_forward
+        self._tokenizer, self._grammar = tokenizer, grammar
+        self.ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
+        # forced tokens have no logits, and so no log probabilities
+        self.fast_forward = grammar.fast_forward and sampling.logprobs is None
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
         self.is_known = False
-        self.keys: DistinctKeys | None = None
+        self.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None
 
     @property
     def num_words(self) -> int:
         """Of a mask."""
-        return self._vocab_size // WORD + 1
+        return self._tokenizer.vocab_size // WORD + 1
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Raises ``InternalError`` for tokens that do not go on within the grammar."""
+        """Raises ``ServingError`` for tokens that do not go on within the grammar."""
         tokens = list(token_ids)
         if tokens:
             self.is_known = False
@@ -81,19 +89,19 @@ class Matching:
     def check(self) -> bool:
         """Put the request's own ends in the place of the grammar's; False where the text can only end.
 
-        Raises ``InternalError`` where neither a token nor the end is allowed.
+        Raises ``ServingError`` where neither a token nor the end is allowed, or a limit is reached.
         """
         if self.matcher.is_error():
             raise self._error()
         allowed = self.allowed
         if self.keys is not None:
             self.keys.forbid_repeats(allowed)
-        word, bit = divmod(self._vocab_size, WORD)
+        word, bit = divmod(self._tokenizer.vocab_size, WORD)
         end = np.uint32(1 << bit)
         may_end = bool(allowed[word] & end)
         if not may_end:
             if not allowed.any():
-                raise InternalError("the grammar allows no token here")
+                raise self._refused(DEAD_END)
             return True
         allowed[word] &= ~end
         if not allowed.any():
@@ -105,12 +113,29 @@ class Matching:
     def stops_to_forbid(self, stop_ids: Sequence[int]) -> Sequence[int]:
         """Of the tokens that may not come yet (``min_tokens``) those that leave another choice: the ends alone where
         all that the grammar allows are stop tokens."""
-        allowed = unpacked(self.allowed[None], self._vocab_size)[0]
+        allowed = unpacked(self.allowed[None], self._tokenizer.vocab_size)[0]
         allowed[list(stop_ids)] = False
         return stop_ids if allowed.any() else self.ends
 
-    def _error(self) -> InternalError:
+    def _error(self) -> ServingError:
+        """The caller's, where the grammar leads nowhere or takes too much; else the matcher's, or ours."""
+        refusal = refusal_of(self.matcher)
+        if refusal is not None:
+            return self._refused(refusal)
+        if not self._tokenizer.writes_all:
+            return self._refused(DEAD_END)
         return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
+
+    def _refused(self, allowed: str) -> InvalidField:
+        return InvalidField(self._grammar.field, self._grammar.source, allowed)
+
+
+def refusal_of(matcher: LLMatcher) -> str | None:
+    """What a grammar should be instead, where a matcher's error is the grammar's fault: for ``InvalidField``."""
+    message = short(matcher.get_error())
+    if message.startswith("NoExtension"):
+        return DEAD_END
+    return f"a simpler grammar: {message}" if LIMIT_REACHED.search(message) else None
 
 
 class DistinctKeys:

@@ -203,7 +203,7 @@ class SequenceState:
         """Take the tokens from place ``known`` on into the grammar, and append those that it alone decides.
 
         ``reason`` is why the sequence ends with its last token, if it does. Returns why it ends then: a text that its
-        grammar does not let go on is complete ("stop"), whatever else. Raises ``InternalError``.
+        grammar does not let go on is complete ("stop"), whatever else. Raises ``ServingError``.
         """
         matching = self.matching
         if matching is None or reason == "stop":

@@ -312,3 +312,26 @@ def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, .
     events = [event for *_, event in core.close()]
     assert [getattr(event, "kind", None) for event in events] == ["shutting_down"]
     core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (lark('start: "ab" /[^\\u0000-\\U0010FFFF]/'), "a way to a whole text"),
+        (regex("(.*[a-f].{18})|(.*[b-g].{20}x)"), "simpler"),
+    ],
+)
+def test_a_grammar_that_leads_nowhere(
+    core: EngineCore, prompt: tuple[int, ...], grammar: Grammar, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a dead end, or whose matching takes too much in the middle of a text, is the caller's: its request is
+    refused by the field, with numbers that are numbers, and those beside it go on."""
+    monkeypatch.setitem(grammars.LIMITS, "step_lexer_fuel", 1000)
+    asked = [held(f"r{seed}", prompt, grammar, seed=seed, temperature=2.0) for seed in range(4)]
+    found = run(core, *asked, held("good", prompt, regex("yes")))
+    for one in asked:
+        failed = found[one.request_id].failed
+        assert failed is not None
+        assert (failed.kind, failed.param) == ("invalid_field", grammar.field)
+        assert why in failed.message
+    assert found["good"].finished[0].reason == "stop"

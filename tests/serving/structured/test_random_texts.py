@@ -19,8 +19,9 @@ from tokenizers import ByteLevelBPETokenizer
 from mlflow_llm.serving.constraint import Constraint, Grammar
 from mlflow_llm.serving.engine.grammar_tokenizer import GrammarTokenizer, make
 from mlflow_llm.serving.engine.grammars import compile_grammar
-from mlflow_llm.serving.engine.matching import DistinctKeys, Matching, unpacked
+from mlflow_llm.serving.engine.matching import Matching, unpacked
 from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.request import Sampling
 from mlflow_llm.serving.structured.grammar import grammar_of
 
 MAX_TOKENS = 2_000
@@ -79,10 +80,7 @@ def tokenizer() -> GrammarTokenizer:
 def matching(grammar: Grammar, tokenizer: GrammarTokenizer) -> Matching:
     matcher = compile_grammar(grammar.source, tokenizer)
     assert isinstance(matcher, llguidance.LLMatcher), matcher
-    made = Matching(matcher, tokenizer.vocab_size, (), fast_forward=True)
-    if grammar.distinct_keys:
-        made.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens)
-    return made
+    return Matching(matcher, tokenizer, Sampling(max_tokens=MAX_TOKENS, grammar=grammar), grammar)
 
 
 def drawn(grammar: Grammar, tokenizer: GrammarTokenizer, seed: int) -> str | None:
