@@ -60,6 +60,28 @@ def test_rows_in_mlflow_forms(server, form):
     assert [p["usage"]["completion_tokens"] for p in reply["predictions"]] == [1, 2, 3]
 
 
+FORM = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+
+
+def test_tools_and_forms(server):
+    """A request alone and rows beside each other, in each of which tools and a form are fields as any other."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": FORM | {"additionalProperties": False}}}]
+    asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 64}
+    status, reply = server.post({**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False})
+    assert status == 200, reply
+    choice = reply["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert isinstance(json.loads(call["function"]["arguments"])["sunny"], bool)
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM | {"additionalProperties": False}}}
+    rows = [{**asked, "response_format": form}, {**asked, "guided_choice": ["yes", "no"]}]
+    status, reply = server.post({"dataframe_records": rows})
+    assert status == 200, reply
+    texts = [row["choices"][0]["message"]["content"] for row in reply["predictions"]]
+    assert isinstance(json.loads(texts[0])["sunny"], bool)
+    assert texts[1] in ("yes", "no")
+
+
 BAD = {
     "over-long prompt": ({"prompt": "word " * 20_000}, 400, "8192"),
     "empty messages": ({"messages": []}, 400, "messages"),

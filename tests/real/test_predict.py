@@ -190,7 +190,7 @@ def test_threads_share_one_engine(model):
         ({"messages": MESSAGES, "adapter": "nobody"}, 404, "pirate"),
         ({"messages": MESSAGES, "model": "assistant:nobody"}, 404, "json, pirate"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, 400, "tools"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, 400, "response_format"),
         ({"input": "a"}, 400, "input"),
         ([{"prompt": "a"}, {"prompt": 5}], 400, "row 1: prompt"),
         ({"prompt": "a", "max_token": 5}, 400, "max_token: 5 .*did you mean 'max_tokens'"),
