@@ -32,13 +32,15 @@ class KeyTokens:
 
 
 class Keys:
-    """Where a text is in its objects. ``feed`` it all bytes in order."""
+    """Where a text is in its objects. ``feed`` it all bytes in order. What looks like an object and is none (a block of
+    code) is left at the first byte that our JSON would not have there."""
 
-    __slots__ = ("_escaped", "_has_begun", "_in_key", "_in_text", "_objects", "_part", "came_twice")
+    __slots__ = ("_escaped", "_has_begun", "_in_key", "_in_text", "_objects", "_part", "_wanted", "came_twice")
 
     def __init__(self) -> None:
         self._objects: list[set[bytes] | None] = []  # open ones, the innermost last; None is an array
         self._in_key = self._in_text = self._escaped = False
+        self._wanted = b""  # of which the next byte must be one
         self._has_begun = False  # a text that begins with a quote is one text of JSON
         self._part = bytearray()  # of the key that is being written
         self.came_twice = False
@@ -47,7 +49,7 @@ class Keys:
         other = Keys()
         other._objects = [None if keys is None else set(keys) for keys in self._objects]
         other._in_key, other._in_text, other._escaped = self._in_key, self._in_text, self._escaped
-        other._has_begun = self._has_begun
+        other._wanted, other._has_begun = self._wanted, self._has_begun
         other._part = bytearray(self._part)
         return other
 
@@ -55,18 +57,30 @@ class Keys:
         for byte in data:
             if self._in_text:
                 self._text(byte)
-            elif byte == _QUOTE:
-                self._in_text = bool(self._objects) or not self._has_begun
-                self._part.clear()
-            elif byte in (_OPEN_OBJECT, _OPEN_ARRAY):
-                self._objects.append(set() if byte == _OPEN_OBJECT else None)
-                self._in_key = byte == _OPEN_OBJECT
-            elif byte in _CLOSE and self._objects:
-                self._objects.pop()
+                continue
+            if self._wanted and byte not in self._wanted:
+                self._objects.clear()
                 self._in_key = False
-            elif byte == _COMMA and self._objects:
-                self._in_key = self._objects[-1] is not None
-        self._has_begun = self._has_begun or bool(data)
+            self._wanted = b""
+            self._sign(byte)
+            self._has_begun = True
+
+    def _sign(self, byte: int) -> None:
+        """A byte outside of texts."""
+        if byte == _QUOTE:
+            self._in_text = bool(self._objects) or not self._has_begun
+            self._part.clear()
+        elif byte == _OPEN_OBJECT:
+            self._objects.append(set())
+            self._in_key, self._wanted = True, b'"}'
+        elif byte == _OPEN_ARRAY and (self._objects or not self._has_begun):
+            self._objects.append(None)
+            self._in_key = False
+        elif byte in _CLOSE and self._objects:
+            self._objects.pop()
+            self._in_key = False
+        elif byte == _COMMA and self._objects and self._objects[-1] is not None:
+            self._in_key, self._wanted = True, b' "'
 
     def _text(self, byte: int) -> None:
         if byte == _QUOTE and not self._escaped:
@@ -84,7 +98,7 @@ class Keys:
         key = bytes(self._part)
         self.came_twice = self.came_twice or key in used
         used.add(key)
-        self._in_key = False
+        self._in_key, self._wanted = False, b":"
 
     def forbidden(self, tokens: KeyTokens, allows: Callable[[int], bool]) -> Iterable[int]:
         """The ids of the tokens with which a key would come twice, of those that something else allows."""

@@ -47,7 +47,12 @@ def call_grammar(
         if response is None or (format.reasoning is None and format.layout != "channels"):
             return response
         maker = _Maker(format, (), False, special or {}, in_reasoning)
-        return Grammar(source=maker.answer(response), field=response.field, fast_forward=response.fast_forward)
+        return Grammar(
+            source=maker.answer(response),
+            field=response.field,
+            fast_forward=response.fast_forward,
+            distinct_keys=response.distinct_keys,
+        )
     called = [(i, tool) for i, tool in enumerate(tools) if not chosen.names or tool.name in chosen.names]
     forced = chosen.mode == "required"
     if not forced and not _is_held(tools, called, parallel, response):
@@ -55,8 +60,9 @@ def call_grammar(
     several = parallel and not chosen.named and (format.parallel or not forced)
     maker = _Maker(format, called, several, special or {}, in_reasoning, forced=forced)
     if forced:
-        return Grammar(source=maker.forced(), field="tools")
-    return Grammar(source=maker.auto() if response is None else maker.auto_or(response), field="tools")
+        return Grammar(source=maker.forced(), field="tools", distinct_keys=True)
+    source = maker.auto() if response is None else maker.auto_or(response)
+    return Grammar(source=source, field="tools", distinct_keys=True)
 
 
 def _is_held(

@@ -46,6 +46,9 @@ def forbidden(text: str) -> set[bytes]:
         ('["a", "', set()),
         ('"{\\"a\\": 1, \\"', set()),
         ('<call>{"a": 1, "', {b'a"'}),
+        ('if (x) { printf("a", "', set()),
+        ('char *x[] = {"a", "', set()),
+        ('[1] {"name": "f", "arguments": {"a": 1, "', {b'a"'}),
     ],
 )
 def test_tokens_with_which_a_key_comes_twice_are_forbidden(text: str, tokens: set[bytes]) -> None:
