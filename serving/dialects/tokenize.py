@@ -13,6 +13,7 @@ from ..readers import Entry, Reader, any_of, boolean, list_of, one_of, record, s
 from ..request import ChatEnd, Raw, RawChat
 from .messages import read_messages
 from .text_readers import TOKEN, template_variables
+from .tool_fields import tools_reader
 
 MAX_TOKENS = 2**20  # of one detokenize request
 
@@ -45,6 +46,7 @@ _CHAT = record(
     add_generation_prompt=Entry(boolean, "the beginning of the reply is part of the prompt; default true"),
     continue_final_message=Entry(boolean, "the last message is left open, for the model to go on with"),
     add_special_tokens=Entry(one_of(False, why="the template writes the special tokens")),
+    tools=Entry(tools_reader(), "functions that the model may call"),
     chat_template=Entry(string, "name of one of the model's templates"),
     chat_template_kwargs=Entry(template_variables, "variables of the template"),
 )

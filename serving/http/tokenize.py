@@ -35,6 +35,8 @@ def _tokens(raw: RawTokenize, view: EndpointView) -> tuple[int, ...]:
         return text_tokens(raw.prompt, view, raw.add_special_tokens)
     if view.generates:
         return prompt_tokens(RawCompletion(prompts=(raw.prompt,), model=raw.model, adapter=raw.adapter), view)
+    if "embeddings" not in view.info.tasks:  # a cross-encoder, which is given pairs: one side of them
+        return text_tokens(raw.prompt, view)
     return prompt_tokens(RawEmbedding(inputs=(raw.prompt,), model=raw.model, adapter=raw.adapter), view)
 
 

@@ -10,6 +10,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.server import Server
 
+TOOL = {"type": "function", "function": {"name": "now", "description": "the time", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -35,7 +36,7 @@ def test_strings_of_tokens(client: FlaskClient) -> None:
     assert found["token_strs"] == ["a", "Ġ", "b"]
 
 
-@pytest.mark.parametrize("body", [{"prompt": "hello"}, {"messages": HI}])
+@pytest.mark.parametrize("body", [{"prompt": "hello"}, {"messages": HI}, {"messages": HI, "tools": [TOOL]}])
 def test_as_many_as_usage_says(client: FlaskClient, body: dict) -> None:
     """The count is the prompt tokens that a request with the same prompt is billed."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"

@@ -12,6 +12,7 @@ from mlflow_llm.serving.tasks.prepare import prepare
 
 HI = [{"role": "user", "content": "hello <|end|> world"}]
 GO_ON = [*HI, {"role": "assistant", "content": "once upon "}]
+TOOL = {"type": "function", "function": {"name": "now", "description": "the time", "parameters": {"type": "object"}}}
 TEXTS = ("chat", "completions")
 
 
@@ -24,6 +25,7 @@ def _raw(**body):
     [
         {"messages": HI},
         {"messages": HI, "max_tokens": 400, "temperature": 0, "n": 2},
+        {"messages": HI, "tools": [TOOL]},
         {"prompt": "hello world"},
         {"prompt": "<s>hello", "use_raw_prompt": True},
         {"prompt": "hello", "use_raw_prompt": False},
