@@ -11,6 +11,8 @@ import httpx
 import openai
 import pytest
 from flask.testing import FlaskClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.http.app import create_app
@@ -87,8 +89,9 @@ def test_a_reply_goes_back_in(gpt: openai.OpenAI) -> None:
     """The output of a response is input of the next, as the client holds it and as it dumps it."""
     found = gpt.responses.create(**ASK)
     (item,) = found.output
-    for given in (item, item.model_dump(), item.model_dump(exclude_unset=True)):
-        again = gpt.responses.create(**ASK | {"input": [{"role": "user", "content": "hi"}, given, "hi"][:2]})
+    user = {"role": "user", "content": "hi"}
+    for form in (item, item.model_dump(), item.model_dump(exclude_unset=True)):
+        again = gpt.responses.create(**ASK | {"input": [user, form, user]})
         assert again.usage is not None
         assert again.usage.input_tokens > PROMPT
 
@@ -220,3 +223,52 @@ def test_one_question_to_both_apis(client: FlaskClient) -> None:
     ).json
     assert two["output"][0]["content"][0]["text"] == one["choices"][0]["message"]["content"]
     assert two["usage"]["input_tokens"] == one["usage"]["prompt_tokens"]
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+ITEMS = st.sampled_from([
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    CALL,
+    {"type": "function_call_output", "call_id": "c1", "output": "1"},
+    {"type": "custom_tool_call", "call_id": "c2", "name": "g", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "c2", "output": "2"},
+])  # fmt: skip
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    {"type": "custom", "name": "g", "format": {"type": "grammar", "syntax": "lark", "definition": "start: "}},
+]
+VALUES: dict[str, Any] = {
+    "tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}, "text": {"format": {"type": "json_object"}},
+    "stream": True, "instructions": "be", "reasoning": {"effort": "high"}, "truncation": "auto",
+    "include": ["message.output_text.logprobs"], "top_logprobs": 20, "parallel_tool_calls": False, "stop": ["a"],
+    "metadata": {"a": "b"}, "temperature": 0.5, "guided_regex": "(", "max_output_tokens": 3,
+}  # fmt: skip
+ODD = st.sampled_from(
+    [None, True, 0, -1, 2**70, 1e308, "", "x", "\x00", "é" * 100, [], [[]], {}, {"type": "x"}, {"a": 1}]
+)
+
+
+@settings(max_examples=120, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_request_is_a_fault(client: FlaskClient, data: st.DataObject) -> None:
+    """Sound requests with something changed in them anywhere are answered or refused by name."""
+    names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), max_size=4))
+    body = ASK | {"input": data.draw(st.lists(ITEMS, min_size=1, max_size=5))} | {name: VALUES[name] for name in names}
+    body = json.loads(json.dumps(body))
+    for _ in range(data.draw(st.integers(0, 2))):
+        place: Any = body
+        while place:
+            key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+            if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+                place = place[key]
+                continue
+            place[key] = data.draw(ODD)
+            break
+    answer = client.post("/v1/responses", json=body)
+    if answer.status_code == 200:
+        assert b"response.failed" not in answer.data
+    else:
+        assert answer.status_code in (400, 404)
+        assert answer.json["error"]["message"]
