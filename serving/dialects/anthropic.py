@@ -45,11 +45,12 @@ ERROR_TYPES: Mapping[str, str] = {
 }
 # Fields whose refusal clients know by a code: the tool runner then sends whole conversations
 _DETAILS = {"thread": "thread_unsupported_request"}
-# Fields that everything below the dialects knows by another name
+# How messages begin about fields that everything below the dialects knows by another name
 _NAMES = (
-    (re.compile(r"stop(?=\[|$)"), "stop_sequences"),
+    (re.compile(r"stop(?=[:\[])"), "stop_sequences"),
     (re.compile(r"(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
     (re.compile(r"(tools\[\d+\])\.function\."), r"\1."),
+    (re.compile(r"parallel_tool_calls: False"), "tool_choice.disable_parallel_tool_use: True"),
 )
 
 
@@ -109,6 +110,6 @@ def _message(error: ServingError) -> str:
     if error.param is None or not error.message.startswith(error.param):
         return error.message
     for pattern, name in _NAMES:
-        if pattern.match(error.param):
-            return pattern.sub(name, error.param, count=1) + error.message[len(error.param) :]
+        if pattern.match(error.message):
+            return pattern.sub(name, error.message, count=1)
     return error.message

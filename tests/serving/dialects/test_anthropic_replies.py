@@ -237,12 +237,15 @@ def test_every_error_is_rendered(error_class: type[ServingError]) -> None:
         ("tools[3].function.parameters.properties.a", "tools[3].input_schema.properties.a"),
         ("tools[3].function.name", "tools[3].name"),
         ("temperature", "temperature"),
+        ("stopped", "stopped"),
     ],
 )
 def test_fields_have_the_callers_names(field: str, named: str) -> None:
     """What is refused below the dialect is said of the field that was sent."""
     message = json.loads(CODEC.error(InvalidField(field, 1, "2")).body)["error"]["message"]
     assert message == f"{named}: 1 is not allowed; expected 2"
+    parallel = json.loads(CODEC.error(InvalidField("parallel_tool_calls", False, "null")).body)["error"]["message"]
+    assert parallel == "tool_choice.disable_parallel_tool_use: True is not allowed; expected null"
 
 
 def test_a_context_that_is_full() -> None:
