@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
+GIVEN = "the grammar"  # in errors: what is held to was made of a caller's value, and is nothing that the caller wrote
 ConstraintKind: TypeAlias = Literal["text", "json_object", "json_schema", "regex", "choice", "lark"]
 
 

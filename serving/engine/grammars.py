@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..constraint import Grammar
+from ..constraint import GIVEN, Grammar
 from ..errors import InternalError, InvalidField, Overloaded, ServingError, reason
 from ..request import Sampling
 from .grammar_tokenizer import GrammarTokenizer
@@ -63,7 +63,7 @@ class Compilation:
         if isinstance(self.refusal, ServingError):
             return self.refusal
         if self.refusal:
-            return InvalidField(grammar.field, grammar.source, self.refusal)
+            return InvalidField(grammar.field, GIVEN, self.refusal)
         return None
 
     def matching(self, sampling: Sampling) -> Matching:
@@ -184,9 +184,9 @@ def _digest(grammar: Grammar) -> bytes:
 
 def _check_size(grammar: Grammar) -> None:
     if len(grammar.source) > MAX_SOURCE:
-        raise InvalidField(grammar.field, grammar.source, f"a grammar of at most {MAX_SOURCE} characters")
+        raise InvalidField(grammar.field, GIVEN, f"a grammar of at most {MAX_SOURCE} characters")
     if _num_lines(grammar.source) > MAX_LINES:
-        raise InvalidField(grammar.field, grammar.source, f"a grammar of at most {MAX_LINES} lines")
+        raise InvalidField(grammar.field, GIVEN, f"a grammar of at most {MAX_LINES} lines")
 
 
 def _num_lines(source: str) -> int:

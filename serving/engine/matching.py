@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..constraint import Grammar
+from ..constraint import GIVEN, Grammar
 from ..errors import InternalError, InvalidField, ServingError
 from ..request import Sampling
 from ..structured.distinct_keys import Keys, KeyTokens
@@ -127,7 +127,7 @@ class Matching:
         return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
 
     def _refused(self, allowed: str) -> InvalidField:
-        return InvalidField(self._grammar.field, self._grammar.source, allowed)
+        return InvalidField(self._grammar.field, GIVEN, allowed)
 
 
 def refusal_of(matcher: LLMatcher) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
 from ..request import POOLED, ValidRequest
 from .interface import EngineInfo
@@ -26,7 +27,7 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
             raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
     grammar = request.sampling.grammar if request.sampling is not None else None
     if grammar is not None and not info.capabilities.structured_output:
-        raise InvalidField(grammar.field, grammar.source, NO_GRAMMARS)
+        raise InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ..bundle import Bundle
 from ..checked import Checked
+from ..constraint import GIVEN
 from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from ..engine.request_check import NO_GRAMMARS
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
@@ -158,7 +159,7 @@ class InstantCore:
             return Failed("not_found", f"no adapter {request.adapter!r}", "adapter")
         grammar = request.sampling.grammar if request.sampling is not None else None
         if grammar is not None:
-            refused = InvalidField(grammar.field, grammar.source, NO_GRAMMARS)
+            refused = InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
             return Failed(refused.kind, refused.message, refused.param)
         if not continues and len(self._running) >= self.settings.max_queued_requests:
             return Failed("overloaded", "the queue is full", None, 1.0)

@@ -17,8 +17,10 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine import grammar_tokenizer, grammars
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.events import Failed
 from mlflow_llm.serving.request import ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.instant_core import InstantCore, write_model
 
 SETTINGS = EngineSettings(kv_cache_memory=1 << 24)
 
@@ -335,3 +337,13 @@ def test_a_grammar_that_leads_nowhere(
         assert (failed.kind, failed.param) == ("invalid_field", grammar.field)
         assert why in failed.message
     assert found["good"].finished[0].reason == "stop"
+
+
+def test_the_instant_engine_holds_nothing_to_a_grammar(tmp_path: Any) -> None:
+    """An engine without structured output says so, and refuses a grammar by its field."""
+    core = InstantCore(write_model(tmp_path), EngineSettings())
+    assert not core.info.capabilities.structured_output
+    core.add(held("r", (5, 6), regex("yes")), "client")
+    ((_, _, failed),) = core.step()
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.param) == ("invalid_field", "guided_regex")

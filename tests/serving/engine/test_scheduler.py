@@ -12,7 +12,7 @@ from engine_runs import sequence_of
 from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.kv_cache import LayerShape, PrefixKey
-from mlflow_llm.serving.engine.scheduler import Scheduler
+from mlflow_llm.serving.engine.scheduler import FORWARD, Scheduler
 from mlflow_llm.serving.engine.sequence import Sampled, SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 
@@ -196,3 +196,41 @@ def test_a_step_may_give_a_sequence_several_tokens() -> None:
     longer = make(1, prompt_of(4, 0), max_tokens=2)
     assert longer.extend([Sampled(1), Sampled(2), Sampled(3)]) == "length"
     assert longer.num_generated == 2
+
+
+def test_forced_tokens_are_computed_beside_the_decodes() -> None:
+    """A sequence to which its grammar has given some tokens at once goes on in the next step, with those that decode,
+    though prompts wait for their turns; no more of them in a step than leave its time to the others."""
+    cache = make_cache()
+    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64)
+    forced, plain = make(0, prompt_of(4, 0), max_tokens=200), make(1, prompt_of(4, 1), max_tokens=200)
+    scheduler.add(forced)
+    scheduler.add(plain)
+    compute(scheduler, cache)
+    for id in (2, 3):
+        scheduler.add(make(id, prompt_of(200, id)))
+    forced.forced_from = forced.num_computed
+    forced.extend([Sampled(8)] * 5)
+    assert {id: count for id, count in compute(scheduler, cache).items() if id < 2} == {0: 6, 1: 1}
+    forced.forced_from = forced.num_computed
+    forced.extend([Sampled(8)] * (FORWARD + 9))
+    found = [compute(scheduler, cache) for _ in range(2)]
+    assert [step[0] for step in found] == [FORWARD + 1, 9]
+    assert [step[1] for step in found] == [1, 1]
+    assert all(sum(step.values()) <= 64 for step in found)
+
+
+def test_a_preempted_sequence_with_forced_tokens() -> None:
+    """It begins again as a prompt does, and is not run twice in a step."""
+    cache = make_cache()
+    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=16)
+    sequence = make(0, prompt_of(20, 0), max_tokens=200)
+    scheduler.add(sequence)
+    while sequence.num_generated == 0:
+        compute(scheduler, cache)
+    sequence.forced_from = sequence.num_computed
+    sequence.extend([Sampled(8)] * 20)
+    scheduler.preempt(sequence)
+    while sequence.num_remaining > 1:
+        assert sum(compute(scheduler, cache).values()) <= 16
+    assert sequence.num_tokens == 42
