@@ -9,6 +9,7 @@ import re
 from typing import Literal
 
 import numpy as np
+import pydantic
 import pytest
 from llm_server import WARNINGS_OF_CLIENTS
 
@@ -193,7 +194,6 @@ def test_anthropic_async(url: str) -> None:
 def test_anthropic_parse(url: str) -> None:
     """anthropic: a text that is held to a pydantic model, whole and streamed."""
     import anthropic
-    import pydantic
 
     class City(pydantic.BaseModel):
         name: str
@@ -210,7 +210,6 @@ def test_anthropic_parse(url: str) -> None:
 def test_openai_responses(url: str) -> None:
     """openai: a response whole, streamed, held to a pydantic model, and with the earlier ones as its input."""
     import openai
-    import pydantic
 
     class City(pydantic.BaseModel):
         name: str
@@ -259,7 +258,6 @@ def test_openai_responses_tools(url: str) -> None:
     """openai: a round of tools, streamed and whole: a call that was asked for, held to its schema, its output, the
     answer; a custom tool's text is held to its grammar."""
     import openai
-    import pydantic
 
     class Weather(pydantic.BaseModel):
         """The weather in a city."""
@@ -294,12 +292,11 @@ def test_openai_responses_tools(url: str) -> None:
         client.responses.create(**ask, input=items, tools=[custom], tool_choice="none")
 
 
-def test_openai_agents(url: str) -> None:
+def test_openai_agents_responses(url: str) -> None:
     """openai-agents: an agent calls its function, gets what it returns and answers, streamed and not."""
+    import agents
     import openai
 
-    # that of today's openai client asks for an older websockets than langsmith has here: it is no requirement
-    agents = pytest.importorskip("agents", reason="openai-agents>=0.20,<0.21 is not installed")
     called = []
 
     @agents.function_tool
@@ -370,3 +367,49 @@ def test_anthropic_tools(url: str) -> None:
         runner = client.beta.messages.tool_runner(max_tokens=100, messages=turns, max_iterations=1, **more, **force)
         assert runner.until_done().stop_reason == "tool_use"
         assert [type(city) for city in cities] == [str]
+
+
+class Report(pydantic.BaseModel):
+    city: str
+    rain: bool
+
+
+def test_langchain_responses(url: str) -> None:
+    """langchain-openai's model of this API: whole, streamed, a tool that is called, a type that is held to."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    given = {"base_url": f"{url}/v1", "api_key": "x", "model": "assistant", "temperature": 0, "max_tokens": 100}
+    model = ChatOpenAI(**given, use_responses_api=True)
+    question = CHAT["messages"][0]["content"]
+    whole = model.invoke(question)
+    assert "Paris" in whole.text
+    assert "".join(chunk.text for chunk in model.stream(question)) == whole.text
+    assert whole.usage_metadata["input_tokens"] > 0
+    assert isinstance(model.with_structured_output(Report, method="json_schema").invoke(question), Report)
+    calling = model.bind_tools([Report], tool_choice="required", parallel_tool_calls=False)
+    said = calling.invoke(question)
+    (call,) = said.tool_calls
+    assert Report(**call["args"])
+    assert model.invoke([HumanMessage(question), said, ToolMessage("done", tool_call_id=call["id"])]).text
+
+
+def test_pydantic_ai_responses(url: str) -> None:
+    """pydantic-ai's model of this API: an output type by a tool and by a format, and a function that is called."""
+    import openai
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+            model = OpenAIResponsesModel("assistant", provider=OpenAIProvider(openai_client=client))
+            settings = {"temperature": 0, "max_tokens": 100}
+            for form in (Report, NativeOutput(Report)):
+                agent = Agent(model, output_type=form, model_settings=settings)
+                assert isinstance((await agent.run("Is it raining in Oslo?")).output, Report)
+            plain = Agent(model, model_settings=settings)
+            async with plain.run_stream("What is the capital of France?") as stream:
+                assert "Paris" in await stream.get_output()
+
+    asyncio.run(run())
