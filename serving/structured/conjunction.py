@@ -25,6 +25,7 @@ _REFUSED = {
     "$dynamicRef": "$ref",
     "$recursiveRef": "$ref",
 }
+_DEPENDENT = dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"))
 _ASSERTIONS = {"type", "enum", "const"}.union(*OF_TYPE.values())
 
 
@@ -99,7 +100,7 @@ class Conjunction:
         if has(place, "$ref") and self.document.draft <= 7:
             return [self.document.resolve(place)]
         self._refuse(place)
-        if any(has(place, name) for name in _ASSERTIONS):
+        if self.keywords.any_of(place, _ASSERTIONS):
             simples[place.pointer] = place
             self._ancestors[place.pointer] = self._ancestors.get(place.pointer, above) & above
         beside = []
@@ -117,6 +118,8 @@ class Conjunction:
         return beside
 
     def _refuse(self, place: Place) -> None:
+        if not self.keywords.any_of(place, _REFUSED.keys()):
+            return
         for keyword, instead in _REFUSED.items():
             if self.keywords.has(place, keyword):
                 if keyword == "if" and not {"then", "else"} & place.schema.keys():
@@ -125,8 +128,10 @@ class Conjunction:
 
     def _dependents(self, place: Place, above: frozenset[str]) -> list[Group]:
         """A property that asks for others, as a choice: without it, or with what it asks for."""
-        found = []
-        for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        found: list[Group] = []
+        if not self.keywords.any_of(place, _DEPENDENT.keys()):
+            return found
+        for keyword in _DEPENDENT:
             if keyword == "dependencies" and self.document.draft > 7 and self.keywords.has(place, keyword):
                 raise self.keywords.unsupported(place, keyword, "dependentRequired or dependentSchemas")
             for name, asked in (self.keywords.get(place, keyword) or {}).items():
@@ -247,7 +252,7 @@ class Conjunction:
         inferred = [
             name
             for name, own in OF_TYPE.items()
-            if any(self._speaks_of(place, keyword) for place in simples for keyword in own)
+            if any(self._speaks_of(place, keyword) for place in simples for keyword in own & place.schema.keys())
         ]
         return (inferred, True) if inferred else (list(TYPES), False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from mlflow_llm.serving.structured.document import Document, Place
@@ -105,6 +105,7 @@ class Keywords:
         draft = document.draft
         later = {name for name, since in _SINCE.items() if draft < since}
         self._unknown = later | {name for name, until in _UNTIL.items() if draft > until}
+        self._sound: set[tuple[int, str]] = set()  # schemas, by identity, and their keywords whose shape is right
 
     def has(self, place: Place, keyword: str) -> bool:
         return keyword in place.schema and keyword not in self._unknown
@@ -114,11 +115,18 @@ class Keywords:
         if not self.has(place, keyword):
             return None
         value = place.schema[keyword]
-        if keyword in SHAPES:
+        if keyword in SHAPES and (id(value), keyword) not in self._sound:
             fits, allowed = SHAPES[keyword]
             if not fits(value):
                 raise self.document.error(f"{place.pointer}/{keyword}", value, allowed)
+            if isinstance(value, dict | list | tuple):
+                self._sound.add((id(value), keyword))  # the document holds it
         return value
+
+    def any_of(self, place: Place, keywords: Set[str]) -> bool:
+        return not keywords.isdisjoint(place.schema) and any(
+            self.has(place, each) for each in keywords & place.schema.keys()
+        )
 
     def unsupported(self, place: Place, keyword: str, instead: str = "") -> Exception:
         return self.document.error(place, keyword, f"a schema without this keyword{instead and '; '}{instead}")
