@@ -17,7 +17,9 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-COUNTERS = ("steps", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens")
+COUNTERS = (
+    "steps", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "draft_tokens", "accepted_tokens",
+)  # fmt: skip
 _BYTES = 8 * len(COUNTERS)
 
 

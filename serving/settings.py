@@ -36,6 +36,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     processor has what they need, "torch" never. ``max_model_len`` None is the model's own. ``kv_cache_memory``
     is bytes, None half of what is free at start. ``threads`` None is the physical cores this process may use,
     by affinity and within the CPU quota of its control groups.
+    ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our own kernels run
+    and few sequences do; the text is the same.
     ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
     ``packed_cache``: bytes that weights in the form that our kernels read may take in this user's cache directory, so
     that later starts map them; 0 keeps and uses none. ``standby``: 1 keeps a second process loaded, which takes over
@@ -55,6 +57,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_queued_requests: CountOrZero = 4096
     kv_cache_memory: Bytes | None = None
     prefix_caching: bool = True
+    speculation: Literal["auto", "none"] = "auto"
     max_adapters: CountOrZero = 64
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     trust_remote_code: bool = False

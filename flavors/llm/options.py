@@ -21,6 +21,7 @@ class EngineOptions(TypedDict, total=False):
     max_queued_requests: int
     kv_cache_memory: int | None
     prefix_caching: bool
+    speculation: Literal["auto", "none"]
     max_adapters: int
     threads: int | None
     trust_remote_code: bool

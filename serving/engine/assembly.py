@@ -23,6 +23,7 @@ from .native_decoder import NativeDecoder
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache
+from .speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,13 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         pid=os.getpid(),
         capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True),
     )
+    # bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts
+    speculates = settings.speculation == "auto" and loaded.decoder is not None
     scheduler = Scheduler(
-        cache, max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens
+        cache,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        speculation=Speculation() if speculates else None,
     )
     return EngineParts(info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache), lora)
 

@@ -265,7 +265,7 @@ class EngineCore:
         over = self._end_complete(constrained) if constrained else frozenset()
         rows: list[int] = []
         places: list[Place] = []
-        shares: list[tuple[SequenceState, int, int]] = []  # of the places: from, to
+        shares: list[tuple[Run, int, int]] = []  # of the places: from, to
         searches: dict[int, SequenceGroup] = {}  # all of whose beams have their logits
         at = 0
         for run in laid_out:
@@ -276,17 +276,31 @@ class EngineCore:
                 if beams.take(run.sequence, logits[at - 1]):
                     searches[id(beams)] = run.sequence.group
             elif here and run.sequence not in over:
-                shares.append((run.sequence, len(places), len(places) + len(here)))
+                shares.append((run, len(places), len(places) + len(here)))
                 rows += range(at - len(here), at)
                 places += here
             if run.sequence.prompt_scores is not None and run.sequence.status == "running":
                 self._score(run, logits[first:at])
         if places:
             sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
-            for sequence, start, end in shares:
-                self._deliver(sequence, sampled[start:end])
+            for run, start, end in shares:
+                if run.num_drafted:
+                    self._deliver_verified(run, sampled[start:end])
+                else:
+                    self._deliver(run.sequence, sampled[start:end])
         for group in searches.values():
             self._search(group)
+
+    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled]) -> None:
+        """Give a sequence the tokens of a step with drafts: the KV of those that were taken is there."""
+        sequence, speculation = run.sequence, self._scheduler.speculation
+        if sequence.status != "running":
+            return
+        first = sequence.num_tokens
+        held = speculation.verify(sequence, sequence.slice(first, first + run.num_drafted).copy(), sampled)
+        sequence.num_computed = first + len(held) - 1
+        self._parts.cache.computed(sequence.id, sequence.slice(0, sequence.num_computed), sequence.num_computed)
+        self._deliver(sequence, held)
 
     def _search(self, group: SequenceGroup) -> None:
         """A step of a beam search."""
@@ -452,6 +466,7 @@ class EngineCore:
     def health(self) -> Health:
         self._contention.look()
         scheduler, cache = self._scheduler, self._parts.cache
+        speculation = scheduler.speculation if scheduler else None
         return Health(
             status="dead" if self._closed else "ready",
             steps=self._steps,
@@ -462,6 +477,8 @@ class EngineCore:
             kv_tokens_total=cache.num_tokens_total if cache else 0,
             prefix_hit_tokens=scheduler.prefix_hit_tokens if scheduler else 0,
             prefix_query_tokens=scheduler.prefix_query_tokens if scheduler else 0,
+            draft_tokens=speculation.num_proposed if speculation else 0,
+            accepted_tokens=speculation.num_taken if speculation else 0,
             generated_tokens=self._generated,
             num_provisioned=scheduler.num_provisioned if scheduler else 0,
             provisioned_tokens=self._generated_provisioned,

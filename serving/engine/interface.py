@@ -98,6 +98,7 @@ class Health(Struct, frozen=True, kw_only=True):
     tokens) is the last that was heard, and begins at 0 with each engine process.
 
     Sequences that wait for their grammars to be compiled are not counted: they want nothing of the model yet.
+    Of the ``draft_tokens`` that speculation proposed ``accepted_tokens`` were what was drawn there.
     ``num_standbys`` are loaded and ready to take the engine's place.
 
     Of the sequences running and waiting ``num_provisioned`` are provisioned, of the tokens generated
@@ -114,6 +115,8 @@ class Health(Struct, frozen=True, kw_only=True):
     kv_tokens_total: int = 0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     generated_tokens: int = 0
     num_provisioned: int = 0
     provisioned_tokens: int = 0

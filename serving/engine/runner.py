@@ -84,13 +84,13 @@ class Runner:
         Returns the runs in the order they were laid out, and logits [sum of ``num_logits``, V] in that order.
         """
         runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
-        ids = np.concatenate([r.sequence.tokens[r.start : r.start + r.num_tokens] for r in runs]).astype(np.int64)
+        ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
         rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
         logits = self.step_forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
         self.num_steps += 1
         for run in runs:
             sequence = run.sequence
-            sequence.num_computed = run.start + run.num_tokens
+            sequence.num_computed = run.start + run.num_known
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
         return runs, logits
 

@@ -22,6 +22,7 @@ from itertools import islice
 from .best_effort import BestEffortBudget, StepLoad
 from .kv_cache import KVCache
 from .sequence import SHARED, Place, SequenceGroup, SequenceState, WaitReason
+from .speculation import ROWS, DraftedPlace, Speculation
 
 FORWARD = 32  # tokens that a grammar has decided, computed in a step beside one for every other sequence
 SHARES = 4  # prompts that share the prefill part of a step
@@ -30,26 +31,36 @@ MATCHES_PER_STEP = 16  # prompts compared with the prefix cache in one step: bou
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``num_tokens`` of ``sequence`` from position ``start`` on."""
+    """``num_tokens`` of ``sequence`` from position ``start`` on; the last ``num_drafted`` of them are drafts."""
 
     sequence: SequenceState
     start: int
     num_tokens: int
+    num_drafted: int = 0
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the run that are no drafts."""
+        return self.num_tokens - self.num_drafted
 
     @property
     def samples(self) -> bool:
-        """Whether its last token is the last one known, so that the next one is to be drawn."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+        """Whether it has the last token known, so that the next one is to be drawn."""
+        return self.start + self.num_known == self.sequence.num_tokens
 
     @property
     def places(self) -> tuple[Place, ...]:
         """Where tokens are drawn after this run, in order: they are the last of the run's tokens."""
-        return (self.sequence,) if self.samples and self.sequence.generates else ()
+        if not self.samples or not self.sequence.generates:
+            return ()
+        if not self.num_drafted:
+            return (self.sequence,)
+        return (self.sequence, *(DraftedPlace(self.sequence, i + 1) for i in range(self.num_drafted)))
 
     @property
     def num_logits(self) -> int:
         """How many of its last tokens need logits: all while the prompt is scored, else one for each place."""
-        return self.num_tokens if self.sequence.prompt_scores is not None else int(self.samples)
+        return self.num_tokens if self.sequence.prompt_scores is not None else self.num_drafted + self.samples
 
 
 def _arrival(sequence: SequenceState) -> tuple[bool, int, int, int]:
@@ -63,7 +74,14 @@ class Scheduler:
     ``prefix_hit_tokens`` of the ``prefix_query_tokens`` looked up came from the prefix cache.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
@@ -71,6 +89,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
         self.budget = BestEffortBudget()
+        self.speculation = speculation
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self._searches: list[SequenceGroup] = []  # whose beams have begun to run
         self.prefix_hit_tokens = 0
@@ -112,13 +131,16 @@ class Scheduler:
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
         if not self.has_provisioned and not self.budget.lingers:
-            return self._step(False)
+            runs = self._step(False)
+            if self.speculation is None or len(self.running) + len(self.waiting) >= ROWS:
+                return runs
+            return self._speculate(runs, self.speculation)
         runs = self._step(True)
         return sorted(runs + self._best_effort(runs), key=lambda run: run.num_tokens > 1)
 
     def ran(self, runs: Sequence[Run], seconds: float) -> None:
         """``runs`` took ``seconds``: what the next steps are planned by."""
-        if runs:
+        if runs and not any(run.num_drafted for run in runs):
             provisioned = StepLoad.of(run for run in runs if run.sequence.provisioned)
             self.budget.ran(provisioned, StepLoad.of(runs), seconds)
 
@@ -154,6 +176,24 @@ class Scheduler:
         if self._searches:  # beams that were looked at may have been preempted with a later one
             runs = [run for run in runs if run.sequence.status == "running"]
         return runs
+
+    def _speculate(self, runs: list[Run], speculation: Speculation) -> list[Run]:
+        """``runs`` with drafts, where all are single tokens: as many as make ``ROWS`` rows in all."""
+        if any(run.num_tokens > 1 for run in runs):
+            return runs
+        left = ROWS - len(runs)
+        drafted = []
+        for i, run in enumerate(runs):
+            sequence = run.sequence
+            num_drafted = 0
+            if sequence.matching is None and sequence.group.beams is None and sequence.prompt_scores is None:
+                drafts = speculation.drafts(sequence, -(-left // (len(runs) - i)))
+                if len(drafts) and self.cache.grow(sequence.id, sequence.num_tokens + len(drafts)):
+                    sequence.draft(drafts)
+                    num_drafted = len(drafts)
+            left -= num_drafted
+            drafted.append(Run(sequence, run.start, 1 + num_drafted, num_drafted) if num_drafted else run)
+        return sorted(drafted, key=lambda run: run.num_tokens > 1)
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Room for the sequence's next token, at the cost of those that came after it, or of itself."""

@@ -107,10 +107,10 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "first_step_at", "forced_from", "forked_from", "group", "id",
-        "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt", "num_resumed",
-        "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status", "stop_rule", "unsent",
-        "waits_for",
+        "_tokens", "adapter", "arrival", "arrived_at", "drafted", "first_step_at", "forced_from", "forked_from",
+        "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt",
+        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status",
+        "stop_rule", "unsent", "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -123,6 +123,7 @@ class SequenceState:
         # beams come right after the first of their search, before all that arrived later
         self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)
         self.forked_from: SequenceState | None = None
+        self.drafted: Any = None  # how its drafts have fared (speculation.DraftRecord)
         self.arrived_at = group.arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed
@@ -153,6 +154,14 @@ class SequenceState:
     def tokens(self) -> TokenIds:
         """All known token ids, int32 [num_tokens], a view."""
         return self._tokens[: self.num_tokens]
+
+    def slice(self, start: int, stop: int) -> TokenIds:
+        """Token ids of positions ``[start, stop)``, int32, a view; those after the known ones are drafts."""
+        return self._tokens[start:stop]
+
+    def draft(self, token_ids: TokenIds) -> None:
+        """Put drafts after the known tokens."""
+        self._tokens[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
 
     @property
     def output(self) -> TokenIds:

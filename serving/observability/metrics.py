@@ -104,6 +104,8 @@ class EngineCollector(Collector):
         ("prefix_hit_tokens", "Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
         ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
         ("generated_tokens", "Tokens sampled by the engine, delivered or not", "generated_tokens"),
+        ("draft_tokens", "Tokens that speculation proposed", "draft_tokens"),
+        ("accepted_draft_tokens", "Tokens of those proposed that were drawn there", "accepted_tokens"),
     )
 
     def __init__(self, endpoints: Entities, counters: EngineCounters) -> None:

@@ -118,6 +118,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
     fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
+    fields += ("draft_tokens", "accepted_tokens")
     heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
     runs = SimpleNamespace(health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on))
@@ -133,9 +134,11 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
         "prefix_query_tokens_total",
         "generated_tokens_total",
         "processor_wait_ratio",
+        "draft_tokens_total",
+        "accepted_draft_tokens_total",
     )
     found = [registry.get_sample_value(f"mlflow_llm_{name}", {"endpoint": "a", "entity": "model"}) for name in names]
-    assert found == list(range(1, 12))
+    assert found == list(range(1, 14))
     assert registry.get_sample_value("mlflow_llm_engine_ready", {"endpoint": "a", "entity": "model"}) == 0
     assert registry.get_sample_value("mlflow_llm_replicas", {"endpoint": "a", "entity": "model"}) == 3
     labels = {"endpoint": "a", "entity": "model", **runs_on}
