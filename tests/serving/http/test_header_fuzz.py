@@ -27,6 +27,8 @@ NAMES = (
     "Origin",
     "Sec-Fetch-Site",
     "Authorization",
+    "X-Api-Key",
+    "Anthropic-Version",
     "Content-Type",
     "Content-Encoding",
     "X-Request-Timeout",
