@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..constraint import Constraint, Grammar
+from ..errors import InvalidField
 from ..request import Tool, ToolChoice
 from ..structured.grammar import grammar_of, schema_value
 from .forced_arguments import ArgumentsGrammar
@@ -225,22 +226,29 @@ class _Maker:
         return ArgumentsGrammar(self._lark, self._format, schema_value(schema, path), path).written()
 
     def _custom(self, tool: Tool, field: str) -> str:
-        text: dict[str, Any] = {"type": "string"}
-        if tool.syntax is not None:
-            text |= _pattern(tool.syntax)
+        """The one text that a custom tool takes, of its own form if it has one."""
+        syntax, text = tool.syntax, dict[str, Any](type="string")
+        if syntax is not None and syntax.kind == "lark":
+            return self._raw(syntax)
+        if syntax is not None:
+            text["pattern"] = f"^(?:{syntax.value})$"
         schema = {
             "type": "object",
             "properties": {CUSTOM_INPUT: text},
             "required": [CUSTOM_INPUT],
             "additionalProperties": False,
         }
-        path = tool.syntax.field if tool.syntax is not None else field
+        path = syntax.field if syntax is not None else field
         return ArgumentsGrammar(self._lark, self._format, schema_value(schema, path), path).written()
 
-
-def _pattern(syntax: Constraint) -> dict[str, Any]:
-    grammar_of(syntax)
-    return {"pattern": f"^(?:{syntax.value})$"}
+    def _raw(self, syntax: Constraint) -> str:
+        """A text of a grammar, which stands as it is; between the quotes of JSON it could not."""
+        format, lark = self._format, self._lark
+        if format.arguments != "parameters":
+            allowed = f"a regex: the calls of this model ({format.name}) have their texts within quotes"
+            raise InvalidField(syntax.field, "a grammar in Lark's notation", allowed)
+        begin = lark.text(format.parameter_begin + CUSTOM_INPUT + format.key_end)
+        return f"{begin} {lark.other(grammar_of(syntax))} {lark.text(format.value_end)}"
 
 
 def _json(value: str) -> str:

@@ -240,3 +240,37 @@ def test_a_schema_that_nothing_satisfies_is_refused_by_its_tool():
     with pytest.raises(InvalidField) as caught:
         call_grammar(FORMATS["hermes"], (NOW, tool), REQUIRED)
     assert caught.value.param.startswith("tools[1].function.parameters")
+
+
+def _custom(kind, value):
+    return Tool(name="run", kind="custom", syntax=Constraint(kind=kind, value=value, field="tools[0].definition"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_custom_tool_with_an_expression(name):
+    """Its one text matches, whatever stands around it."""
+    words, format = vocabulary(True), FORMATS[name]
+    tools = (_custom("regex", r'say "[a-z]{1,3}"\n?'),)
+    grammar = call_grammar(format, tools, REQUIRED, parallel=False, special=words.special)
+    for seed in range(2):
+        ids, is_whole = words.draw(grammar, seed)
+        assert is_whole
+        [(called, text, _)] = words.read(ids, format, _use(REQUIRED, tools)).calls
+        assert called == "run"
+        assert text.startswith('say "')
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_custom_tool_with_a_grammar(name):
+    """Where a format has the text as it is it is held to the grammar; within quotes that is refused by its field."""
+    words, format = vocabulary(True), FORMATS[name]
+    tools = (_custom("lark", 'start: "a" start "b" | "-"'),)
+    if format.arguments == "parameters":
+        grammar = call_grammar(format, tools, REQUIRED, parallel=False, special=words.special)
+        ids, _ = words.draw(grammar, 1)
+        [(_, text, _)] = words.read(ids, format, _use(REQUIRED, tools)).calls
+        assert text.strip("ab") == "-"
+        return
+    with pytest.raises(InvalidField, match="regex") as caught:
+        call_grammar(format, tools, REQUIRED)
+    assert caught.value.param == "tools[0].definition"
