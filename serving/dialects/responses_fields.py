@@ -6,7 +6,7 @@ completions, which its clients send as ``extra_body``. What needs responses that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from ..request import Message, RawChat, RawSampling
 from .constraint_fields import only
 from .fields import Field, Table
 from .responses_input import NO_TOOLS_OF_ITS_OWN, NOT_STORED, read_input
-from .responses_tools import read_text, read_tool_choice, read_tools
+from .responses_tools import read_text, read_tool_choice, read_tools, shown_text, shown_tools
 from .tables import MAX_TOKENS, OPENAI
 from .tool_fields import chosen
 
@@ -146,7 +146,8 @@ COUNT_TABLE = Table(
     refused={name: _REFUSED[name] for name in ("previous_response_id", "conversation", "messages")},
 )
 # Fields that the reply repeats as they were sent; those that it alone reads have their target there.
-_SENT = ("instructions", "text", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user")
+_SENT = ("instructions", "tool_choice", "parallel_tool_calls", "reasoning", "truncation", "user")
+_SHOWN: Mapping[str, Callable[[Any], Any]] = {"text": shown_text, "tools": shown_tools}
 
 
 def read_count_request(body: dict[str, Any]) -> RawChat:
@@ -159,6 +160,7 @@ def read_response_request(body: dict[str, Any], table: Table = TABLE) -> RawChat
     found = table.read(body)
     sampling, echoed = _taken(found, "sampling."), _taken(found, "echoed.")
     echoed |= {name: body[name] for name in _SENT if body.get(name) is not None}
+    echoed |= {name: show(body[name]) for name, show in _SHOWN.items() if body.get(name) is not None}
     echoed |= {"max_output_tokens": sampling.get("max_tokens"), "top_logprobs": sampling.get("top_logprobs") or 0}
     _ask_logprobs(sampling, found.pop("include", ()))
     if constraints := [one for one in _taken(found, "constraint.").values() if one is not None]:

@@ -13,6 +13,7 @@ from ..errors import ServingError
 from ..reply import Choice, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
 from .openai_replies import model_name
+from .responses_tools import shown_text
 
 # What a response says of a request that did not say it; the types require many of them.
 _UNSAID: dict[str, Any] = {
@@ -25,12 +26,14 @@ _UNSAID: dict[str, Any] = {
     "prompt_cache_retention": None,
     "reasoning": {"effort": None, "summary": None},
     "safety_identifier": None,
+    "text": shown_text({}),
     "tool_choice": "auto",
+    "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
     "user": None,
 }
-_FUNCTION = {"description": None, "parameters": None, "strict": True}
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # of what is repeated, as bytes: tools may be megabytes
 # kind -> code, of the few that a response's error may have
 _ERROR_CODES = {
     "bad_request": "invalid_prompt",
@@ -43,9 +46,7 @@ _ERROR_CODES = {
 
 def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
     """The response before it has any output: in progress."""
-    asked = msgspec.json.decode(echoed) if echoed else {}
-    tools = [({**_FUNCTION, **tool} if tool["type"] == "function" else tool) for tool in asked.pop("tools", ())]
-    text = {"format": {"type": "text"}, "verbosity": "medium"} | _given(asked.pop("text", {}))
+    asked = _FIELDS.decode(echoed) if echoed else {}
     sampling = request.sampling
     assert sampling is not None
     return {
@@ -66,14 +67,8 @@ def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
         "top_p": sampling.top_p,
         **_UNSAID,
         **asked,
-        "text": text,
-        "tools": tools,
         "usage": None,
     }
-
-
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def ended(request: ValidRequest, reason: str, usage: Usage) -> dict[str, Any]:
@@ -134,8 +129,8 @@ def reasoning_item(item: str, text: str) -> dict[str, Any]:
     return {"id": item, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
 
 
-def text_part(text: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of a message that has its text."""
+def text_part(text: str, found: Any) -> dict[str, Any]:
+    """The part of a message that has its text, with the list of its log probabilities."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": found}
 
 

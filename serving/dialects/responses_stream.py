@@ -34,48 +34,66 @@ _encoder = msgspec.json.Encoder()
 
 
 class _Item:
-    """An item of the output that grows. ``call`` is its call, where it is one."""
+    """An item of the output that grows. ``call`` is its call, where it is one. Log probabilities are kept as they are
+    sent: the last events have all of them once more."""
 
     def __init__(self, kind: str, item: str, call: CallDelta | None = None) -> None:
         self.kind, self.id, self.call = kind, item, call
         self._texts: list[str] = []
-        self._logprobs: list[TextLogprob] = []
+        self._scored: list[bytes] = []
+        self._scored_with_bytes: list[bytes] = []
 
-    def grow(self, text: str, found: tuple[TextLogprob, ...] = ()) -> None:
+    def grow(self, text: str, found: tuple[TextLogprob, ...] = ()) -> msgspec.Raw:
+        """Returns the log probabilities as an event has them."""
         self._texts.append(text)
-        self._logprobs += found
+        scored = [_encoder.encode(entry) for entry in logprobs(found, with_bytes=False)]
+        self._scored += scored
+        self._scored_with_bytes += [_encoder.encode(entry) for entry in logprobs(found)]
+        return _list(scored)
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
-    def empty(self) -> dict[str, Any]:
+    @property
+    def scored(self) -> msgspec.Raw:
+        """The log probabilities so far, as an event has them."""
+        return _list(self._scored)
+
+    def begun(self) -> dict[str, Any]:
         """As it is added: a message and reasoning without their part, which is added next."""
-        found = {**self._whole("", ()), "status": "in_progress"}
-        if self.kind == "custom_tool_call":
-            del found["status"]
+        found = self._whole("", _NONE)
+        if "status" in found:
+            found["status"] = "in_progress"
         return found if self.call else found | {"content": []}
 
-    def part(self, text: str, found: tuple[TextLogprob, ...] = ()) -> dict[str, Any]:
+    def empty_part(self) -> dict[str, Any]:
+        return self._part("", _NONE)
+
+    def part(self) -> dict[str, Any]:
         """The part that has its text."""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return text_part(text, logprobs(found))
+        return self._part(self.text, _list(self._scored_with_bytes))
 
     def whole(self) -> dict[str, Any]:
-        return self._whole(self.text, self.logprobs)
+        return self._whole(self.text, _list(self._scored_with_bytes))
 
-    @property
-    def logprobs(self) -> tuple[TextLogprob, ...]:
-        return tuple(self._logprobs)
+    def _part(self, text: str, found: msgspec.Raw) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text} if self.kind == "reasoning" else text_part(text, found)
 
-    def _whole(self, text: str, found: tuple[TextLogprob, ...]) -> dict[str, Any]:
+    def _whole(self, text: str, found: msgspec.Raw) -> dict[str, Any]:
         if self.call is not None:
             call_id, name = self.call.id or "", self.call.name or ""
             return call_item(self.id, ReplyCall(id=call_id, name=name, arguments=text, custom=self.call.custom))
         if self.kind == "reasoning":
             return reasoning_item(self.id, text)
-        return message_item(self.id, text_part(text, logprobs(found)))
+        return message_item(self.id, text_part(text, found))
+
+
+def _list(entries: list[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(entries) + b"]")
+
+
+_NONE = _list([])
 
 
 class ResponseStream:
@@ -127,8 +145,7 @@ class ResponseStream:
             yield from self._call(call)
 
     def _said(self, item: _Item, text: str, found: tuple[TextLogprob, ...]) -> bytes:
-        item.grow(text, found)
-        scored = logprobs(found, with_bytes=False)
+        scored = item.grow(text, found)
         return self._of_part("response.output_text.delta", item, delta=text, logprobs=scored)
 
     def _call(self, call: CallDelta) -> Iterator[bytes]:
@@ -151,9 +168,9 @@ class ResponseStream:
 
     def _add(self, kind: str, call: CallDelta | None = None) -> Iterator[bytes]:
         self._item = item = _Item(kind, item_id(self._request, kind, len(self._output)), call)
-        yield self._event("response.output_item.added", output_index=len(self._output), item=item.empty())
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item.begun())
         if call is None:
-            yield self._of_part("response.content_part.added", item, part=item.part(""))
+            yield self._of_part("response.content_part.added", item, part=item.empty_part())
 
     def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
         """The open item is done; ``is_cut``: the reply ended before it did."""
@@ -165,9 +182,9 @@ class ResponseStream:
             named = {} if item.call.custom else {"name": item.call.name}
             yield self._of_item(f"{event}.done", item, **named, **{name: text})
         else:
-            scored = {} if item.kind == "reasoning" else {"logprobs": logprobs(item.logprobs, with_bytes=False)}
+            scored = {} if item.kind == "reasoning" else {"logprobs": item.scored}
             yield self._of_part(f"{event}.done", item, **scored, text=text)
-            yield self._of_part("response.content_part.done", item, part=item.part(text, item.logprobs))
+            yield self._of_part("response.content_part.done", item, part=item.part())
         whole = incomplete(item.whole()) if is_cut else item.whole()
         yield self._event("response.output_item.done", output_index=len(self._output), item=whole)
         self._output.append(whole)

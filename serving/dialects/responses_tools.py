@@ -168,3 +168,20 @@ def read_text(value: Any, path: str) -> Constraint | None:
     if found["type"] == "json_schema":
         return Constraint(kind="json_schema", value=found["schema"], field=f"{path}.format.schema")
     return Constraint(kind=found["type"], field=f"{path}.format")
+
+
+_UNSAID = {"description": None, "parameters": None, "strict": True}
+
+
+def shown_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as a response repeats them: functions with what they are unless given."""
+    return [_UNSAID | _given(tool) if tool["type"] == "function" else tool for tool in tools]
+
+
+def shown_text(given: dict[str, Any]) -> dict[str, Any]:
+    """``text`` as a response repeats it."""
+    return {"format": {"type": "text"}, "verbosity": "medium"} | _given(given)
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

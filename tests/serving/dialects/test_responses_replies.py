@@ -97,8 +97,9 @@ def test_a_response() -> None:
         '"annotations":[],"logprobs":[]}]}],"previous_response_id":null,"service_tier":"default","store":false,'
         '"temperature":0.5,"top_p":0.9,"instructions":null,"max_output_tokens":null,"max_tool_calls":null,'
         '"metadata":{},"parallel_tool_calls":true,"prompt_cache_key":null,"prompt_cache_retention":null,'
-        '"reasoning":{"effort":null,"summary":null},"safety_identifier":null,"tool_choice":"auto","top_logprobs":0,'
-        '"truncation":"disabled","user":null,"text":{"format":{"type":"text"},"verbosity":"medium"},"tools":[],'
+        '"reasoning":{"effort":null,"summary":null},"safety_identifier":null,'
+        '"text":{"format":{"type":"text"},"verbosity":"medium"},"tool_choice":"auto","tools":[],"top_logprobs":0,'
+        '"truncation":"disabled","user":null,'
         '"usage":{"input_tokens":5,"input_tokens_details":{"cached_tokens":2,"cache_write_tokens":0},'
         '"output_tokens":4,"output_tokens_details":{"reasoning_tokens":1},"total_tokens":9}}'
     )

@@ -362,7 +362,9 @@ def test_what_the_reply_repeats() -> None:
     asked = {"instructions": "be kind", "tools": [WEATHER], "tool_choice": "auto", "user": "u", "metadata": {"a": "b"}}
     asked |= {"parallel_tool_calls": False, "text": {"format": {"type": "json_object"}}, "max_tool_calls": 3}
     asked |= {"reasoning": {"effort": "low"}, "truncation": "auto", "prompt_cache_key": "k", "max_output_tokens": 7}
-    assert echoed(**asked) == asked | {"top_logprobs": 0}
+    shown = {"tools": [WEATHER | {"description": None, "strict": True}]}
+    shown["text"] = asked["text"] | {"verbosity": "medium"}
+    assert echoed(**asked) == asked | shown | {"top_logprobs": 0}
 
 
 @pytest.mark.parametrize(
