@@ -62,9 +62,11 @@ def check_score(model_dir: Path, config: dict[str, Any]) -> None:
 
 def read_cross_encoder(model_dir: Path, tokenizer_dir: Path, config: dict[str, Any]) -> CrossEncoderSpec:
     """Activation and longest pair, as sentence-transformers takes them. Raises ``PackagingError``."""
-    own = config.get("sentence_transformers")
+    own, library = config.get("sentence_transformers"), _read(model_dir / "config_sentence_transformers.json")
+    if library.get("default_prompt_name") is not None:
+        raise PackagingError("default_prompt_name: a cross-encoder with a prompt is not supported; expected null")
     named = (
-        _read(model_dir / "config_sentence_transformers.json").get("activation_fn")
+        library.get("activation_fn")
         or (own.get("activation_fn") if isinstance(own, dict) else None)
         or config.get("sbert_ce_default_activation_function")
     )

@@ -18,8 +18,9 @@ PATHS: dict[str, Task] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "score",
 }
-PATH_OF = {task: path for path, task in PATHS.items()}
 KEYS = ("custom_id", "method", "url", "body")
 MAX_ID = 512  # characters
 
@@ -37,12 +38,20 @@ class Row:
     @property
     def asked(self) -> tuple[str, dict[str, Any]]:
         """The request's path and body. Raises ``InvalidField`` for a body of another task, or one that streams."""
-        task = task_of(self.body, None)
-        if self.path is not None and PATHS[self.path] != task:
-            raise InvalidField("url", self.path, f"{PATH_OF[task]}, by the body")
+        path = _path_of(self.body)
+        if self.path is not None and self.path != path:
+            raise InvalidField("url", self.path, f"{path}, by the body")
         if self.body.get("stream") not in (None, False):
             raise InvalidField("stream", self.body["stream"], "false: a batch has whole replies")
-        return PATH_OF[task], self.body
+        return path, self.body
+
+
+def _path_of(body: dict[str, Any]) -> str:
+    """Where a body belongs. Raises ``InvalidField``."""
+    task = task_of(body, None)
+    if task == "score":
+        return "/v1/rerank" if body.get("query") is not None else "/v1/score"
+    return next(path for path, done in PATHS.items() if done == task)
 
 
 class Rows:

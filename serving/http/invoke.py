@@ -52,7 +52,8 @@ def invoke(server: Server, request: Request) -> Answer:
             if valid.stream:
                 return _streamed(request, valid, echoed, pieces, held.pop_all())
             reply = generate.gather(pieces)
-        return server.offload(reply.size + len(echoed), _whole, request, valid, echoed, reply)
+        size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
+        return server.offload(size, _whole, request, valid, echoed, reply)
 
 
 def _accept(

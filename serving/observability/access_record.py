@@ -12,7 +12,7 @@ import msgspec
 
 from .. import logs
 from ..errors import Aborted
-from ..reply import Choice, Delta, Done, Ended, Piece, Usage, Vector
+from ..reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..request import ValidRequest
 from ..tasks.pieces import Gathered
 from . import metrics, tracing
@@ -80,7 +80,7 @@ class AccessRecord:
                 self.replies.setdefault(piece.index, Gathered())  # one that says nothing is a choice too
         elif isinstance(piece, Done):
             self.usage = piece.usage
-        elif isinstance(piece, Vector):
+        elif isinstance(piece, Vector | Score):
             self.last = time.perf_counter()
 
     def _see_tokens(self, delta: Delta) -> None:

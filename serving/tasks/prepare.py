@@ -35,7 +35,7 @@ from .endpoint import EndpointView
 from .forms import grammar
 from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
-from .sampling import resolve, seeds
+from .sampling import check_nothing_generated, resolve, seeds
 from .scored_texts import encoder_texts, pairs
 
 T = TypeVar("T", bound=Struct)
@@ -199,8 +199,8 @@ def _generation(
         raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
     raw_prompt = isinstance(raw, RawCompletion) and is_raw(raw, endpoint)
     echo = isinstance(raw, RawCompletion) and bool(raw.echo)
-    if asked.max_tokens == 0 and not echo:
-        raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
+    if asked.max_tokens == 0:
+        check_nothing_generated(asked, echo=echo)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     sampling = resolve(asked, endpoint, longest, lengths, held_to, score_prompt=echo)
     if sampling.prompt_logprobs is not None and not raw_prompt:

@@ -67,6 +67,16 @@ def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: E
     return msgspec.structs.replace(sampling, beams=beams, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)
 
 
+def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
+    """Raises ``InvalidField`` where ``max_tokens`` 0 leaves nothing to be answered, or something without effect."""
+    if not echo:
+        raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
+    if asked.beams is not None:
+        raise InvalidField(asked.beams.field, asked.beams.width, "null with max_tokens 0: no text is searched for")
+    if asked.constraint is not None and asked.constraint.kind != "text":
+        raise InvalidField(asked.constraint.field, asked.constraint.value, "null with max_tokens 0: no text is made")
+
+
 def seeds(first: int, count: int) -> list[int]:
     """Distinct uint64 seeds of a request's sequences; the first is the request's own, so n=1 is choice 0 of any n.
 

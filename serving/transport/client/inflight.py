@@ -144,7 +144,8 @@ class InflightRequest:
         self.attempt = self._to_resume()
         sequences = tuple(self._resumed(index) for index in self.attempt)
         n = self.request.n if self._searches or len(sequences) == len(self.request.sequences) else 1
-        return msgspec.structs.replace(self.request, sequences=sequences, n=n)
+        seconds = tuple(self.request.second_from[index] for index in self.attempt) if self.request.second_from else ()
+        return msgspec.structs.replace(self.request, sequences=sequences, n=n, second_from=seconds)
 
     @property
     def _searches(self) -> bool:

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.cli.batch_journal import Journal
 from mlflow_llm.serving.cli.batch_rows import Rows
-from mlflow_llm.serving.errors import RequestError
+from mlflow_llm.serving.errors import InvalidField, RequestError
 
 
 class FakeServer:
@@ -313,3 +313,25 @@ def test_a_full_disk(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) 
         journal.write({"id": second, "custom_id": "b", "response": None, "error": None})
     journal.close()
     assert [line["custom_id"] for line in lines(files[1])] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"query": "a", "documents": ["b"]}, "/v1/rerank"),
+        ({"text_1": "a", "text_2": "b"}, "/v1/score"),
+        ({"input": "a"}, "/v1/embeddings"),
+    ],
+)
+def test_rows_go_where_their_fields_say(tmp_path: Path, body: dict[str, Any], path: str) -> None:
+    """A body by itself, and a line whose url is the same; another url is refused by name."""
+    lines = [
+        body,
+        {"custom_id": "x", "url": path, "body": body},
+        {"custom_id": "y", "url": "/v1/completions", "body": body},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain, same, other = Rows(tmp_path / "in.jsonl").without(set())
+    assert plain.asked == same.asked == (path, body)
+    with pytest.raises(InvalidField, match=f"url: '/v1/completions' is not allowed; expected {path}, by the body"):
+        _ = other.asked

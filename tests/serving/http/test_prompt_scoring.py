@@ -83,6 +83,8 @@ def test_a_prompt_that_fills_the_context(client: FlaskClient) -> None:
         ("/v1/completions", {"echo": None}, "max_tokens"),
         ("/v1/completions", {"min_tokens": 1}, "min_tokens"),
         ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
+        ("/v1/completions", {"use_beam_search": True, "beam_width": 2}, "beam_width"),
+        ("/v1/completions", {"guided_regex": "a+"}, "guided_regex"),
         ("/v1/chat/completions", {}, "max_tokens"),
     ],
 )

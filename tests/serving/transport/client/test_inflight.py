@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.events import Event, Finished, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.events import Embedded, Event, Finished, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
@@ -62,6 +62,16 @@ def test_a_scored_prompt_is_not_scored_again() -> None:
     for _ in range(2):
         inflight.deliver(PromptScored(0, ()))
     assert sink[2:] == [PromptScored(1, ())]
+
+
+def test_pairs_that_are_run_again_keep_their_token_types() -> None:
+    """Where the second text of a pair begins goes with the pair, whichever of them were answered."""
+    request = msgspec.structs.replace(completion(n=3), task="score", n=1, sampling=None, second_from=(1, 2, 3))
+    inflight, _ = running(request, Embedded(1, b"\0\0\0\0"))
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert [sequence.seed for sequence in again.sequences] == [7, 9]
+    assert again.second_from == (1, 3)
 
 
 def test_the_second_attempt_numbers_only_what_is_left() -> None:
