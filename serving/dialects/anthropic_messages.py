@@ -96,10 +96,10 @@ def text_of(content: str | Sequence[dict[str, Any]]) -> str | tuple[Part, ...]:
 
 
 class Chat(NamedTuple):
-    """``prefill``: the last message is the beginning of the reply, to be continued."""
+    """``is_begun``: the last message is the beginning of the reply, to be continued."""
 
     messages: tuple[Message, ...]
-    prefill: bool
+    is_begun: bool
 
 
 def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Chat:
@@ -122,11 +122,11 @@ def chat_of(turns: Sequence[Turn], system: str | tuple[Part, ...] | None) -> Cha
         raise _unanswered(calls, "messages")
     last = turns[-1]
     if last.role != "assistant":
-        return Chat(tuple(messages), prefill=False)
+        return Chat(tuple(messages), is_begun=False)
     if not last.blocks and len(messages) > 1:  # the one turn that may be empty: the reply begins at its beginning
-        return Chat(tuple(messages[:-1]), prefill=False)
-    _check_prefill(last)
-    return Chat(tuple(messages), prefill=True)
+        return Chat(tuple(messages[:-1]), is_begun=False)
+    _check_beginning(last)
+    return Chat(tuple(messages), is_begun=True)
 
 
 def _user(turn: Turn, calls: dict[str, str]) -> list[Message]:
@@ -201,7 +201,7 @@ def _texts(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
     return parts[0].text if len(parts) == 1 else tuple(parts) or ""
 
 
-def _check_prefill(turn: Turn) -> None:
+def _check_beginning(turn: Turn) -> None:
     """A reply goes on exactly after a text that ends in no blanks: templates cut those off."""
     last = turn.blocks[-1] if turn.blocks else None
     if last is None or last.type != "text" or not last.fields["text"]:

@@ -225,12 +225,12 @@ def _chat(found: dict[str, Any], sampling: RawSampling, **more: Any) -> RawChat:
     tools = found.get("tools", ())
     _check_names(tools)
     choice, parallel = _tool_choice(found.get("tool_choice"), tools)
-    if chat.prefill:
-        _check_prefilled(sampling, choice)
+    if chat.is_begun:
+        _check_begun(sampling, choice)
     return RawChat(
         model=found["model"],
         messages=chat.messages,
-        end="open" if chat.prefill else "generation_prompt",
+        end="open" if chat.is_begun else "generation_prompt",
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -277,7 +277,7 @@ def _tool_choice(found: dict[str, Any] | None, tools: tuple[Tool, ...]) -> tuple
     return ToolChoice(mode="required" if kind == "any" else kind), parallel
 
 
-def _check_prefilled(sampling: RawSampling, choice: ToolChoice | None) -> None:
+def _check_begun(sampling: RawSampling, choice: ToolChoice | None) -> None:
     """What a reply is held to begins where the reply does, not within a text that the caller has written."""
     allowed = "null where the last message is the assistant's, which the reply continues"
     if sampling.constraint is not None:

@@ -20,7 +20,8 @@ from mlflow_llm.serving.metering.usage import Usage, UsageFilter
 from mlflow_llm.serving.modes import PayPerToken
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-ASK: dict[str, Any] = {"model": "assistant", "max_tokens": 8, "messages": HI}
+BODY: dict[str, Any] = {"model": "assistant", "max_tokens": 8, "messages": HI}
+ASK = BODY | {"extra_body": {"temperature": 0}}  # the same text each time, which does not end by itself
 PROMPT = len("<user>hi<assistant>") + 1  # a byte a token, and one that ends the turn
 
 
@@ -69,9 +70,8 @@ def test_a_message(claude: anthropic.Anthropic) -> None:
 
 def test_a_stream_is_the_message(claude: anthropic.Anthropic) -> None:
     """The stream helper's message is the one that is not streamed, but for its id."""
-    ask = ASK | {"extra_body": {"temperature": 0}}
-    whole = claude.messages.create(**ask)
-    with claude.messages.stream(**ask) as stream:
+    whole = claude.messages.create(**ASK)
+    with claude.messages.stream(**ASK) as stream:
         text = "".join(stream.text_stream)
         found = stream.get_final_message()
     assert text == "".join(block.text for block in found.content if block.type == "text")
@@ -99,15 +99,14 @@ def test_a_reply_goes_on_where_it_was_begun(claude: anthropic.Anthropic, client:
 def test_more_tokens_than_there_is_room_for(claude: anthropic.Anthropic) -> None:
     """The text goes on to the end of the context, and says that it ended there."""
     long = [{"role": "user", "content": "a" * 4068}]
-    more = {"messages": long, "max_tokens": 5000, "extra_body": {"temperature": 0}}
-    found = claude.messages.create(**ASK | more)
+    found = claude.messages.create(**ASK | {"messages": long, "max_tokens": 5000})
     assert found.stop_reason == "model_context_window_exceeded"
     assert found.usage.input_tokens + found.usage.output_tokens == 4096
 
 
 def test_stop_sequences(claude: anthropic.Anthropic) -> None:
     """The one that ended the text is named and is not part of it."""
-    ask = ASK | {"max_tokens": 64, "extra_body": {"temperature": 0}}
+    ask = ASK | {"max_tokens": 64}
     text = claude.messages.create(**ask).content[0].text
     stop = text[10:12]
     found = claude.messages.create(**ask, stop_sequences=[stop, "never"])
@@ -239,7 +238,7 @@ def test_both_places_of_a_key(metered: Metered) -> None:
             stream.until_done()
     rows = metered.rows()
     assert len(rows) == 4
-    assert [(row.prompt_tokens, row.completion_tokens) for row in rows].count((PROMPT, 8)) >= 3
+    assert [(row.prompt_tokens, row.completion_tokens) for row in rows].count((PROMPT, 8)) >= 3, "one was closed early"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,7 @@ def test_keys_that_are_refused(metered: Metered, headers: dict[str, str], path: 
     """No key, an unknown one, and two that differ: neither is chosen."""
     client = create_app(metered.server).test_client()
     given = {name: value.format(key=metered.secret) for name, value in headers.items()}
-    answer = client.post(path, json=ASK, headers=given)
+    answer = client.post(path, json=BODY, headers=given)
     assert answer.status_code == 401
     assert answer.json["error"]["type"] == "authentication_error"
     assert metered.rows() == []
@@ -266,7 +265,7 @@ def test_keys_that_are_refused(metered: Metered, headers: dict[str, str], path: 
 
 def test_an_agents_request(client: FlaskClient) -> None:
     """What a coding agent sends beside a message is known, or refused by name: nothing of it is left out unseen."""
-    body = ASK | {
+    body = BODY | {
         "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
         "metadata": {"user_id": "user_" + "0" * 120},
         "temperature": 1,
