@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 from typing import Literal
@@ -413,3 +414,29 @@ def test_pydantic_ai_responses(url: str) -> None:
                 assert "Paris" in await stream.get_output()
 
     asyncio.run(run())
+
+
+def test_canitoolcall(url: str) -> None:
+    """canitoolcall's live probe passes wherever a call is forced, whole and streamed.
+
+    Left out: what asks for two calls (a choice forces one or more), what asks for a text word for word, which is the
+    model's to write, and what has no room here. So small a model does not end its strings: they have a bound.
+    """
+    import dataclasses
+
+    from canitoolcall.probe import BUILTIN_SCENARIOS, probe
+
+    left_out = {"parallel-calls", "unicode-args", "nested-args"}
+    forced = []
+    for each in BUILTIN_SCENARIOS:
+        if each.expect.tool_names and each.id not in left_out:
+            tools = json.loads(json.dumps(each.tools).replace('"type": "string"', '"type": "string", "maxLength": 24'))
+            named = {"type": "function", "function": {"name": each.expect.tool_names[0]}}
+            choice = "required" if each.id == "empty-args" else named
+            body = {**each.extra_body, "max_tokens": 100}
+            forced.append(dataclasses.replace(each, tools=tools, tool_choice=choice, extra_body=body))
+    report = probe(f"{url}/v1", "assistant", scenarios=forced, timeout_s=300, concurrency=2)
+    assert len(report.outcomes) == 3 * len(forced) == 12
+    assert not [(each.scenario_id, each.check, each.detail) for each in report.outcomes if each.status != "pass"]
+    warned = {warning for each in report.outcomes for warning in each.warnings}
+    assert not {warning for warning in warned if "finish_reason" not in warning}  # a named call ends with stop
