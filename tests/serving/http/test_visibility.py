@@ -141,3 +141,25 @@ def test_changes_by_http_are_audited(client: FlaskClient, key: Callable[..., dic
         "one",
         None,
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/score", {"text_1": "x", "text_2": "y"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
+    ],
+)
+def test_tokens_and_scores_are_for_who_may_invoke(
+    client: FlaskClient, key: Callable[..., dict[str, str]], path: str, body: dict[str, object]
+) -> None:
+    """No key, a key of another scope, and one of another endpoint, each in OpenAI's form, as for any request."""
+    asked = body | {"model": "assistant"}
+    answers = [
+        client.post(path, json=asked, headers=headers)
+        for headers in ({}, key("usage"), key("invoke", endpoints=("other",)), key("invoke"))
+    ]
+    assert [answer.status_code for answer in answers] == [401, 403, 404, 200]
+    assert all(set(answer.json["error"]) == {"message", "type", "param", "code"} for answer in answers[:3])
