@@ -73,7 +73,8 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    parameters = _CUSTOM if tool.kind == "custom" else _NO_PARAMETERS if tool.parameters is None else tool.parameters
+    # many templates walk through properties without asking whether there are any
+    parameters = _CUSTOM if tool.kind == "custom" else {**_NO_PARAMETERS, **(tool.parameters or {})}
     return {"name": tool.name, "description": tool.description or "", "parameters": parameters}
 
 

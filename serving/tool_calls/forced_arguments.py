@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import InvalidField
 from .formats import ToolFormat
@@ -33,6 +33,8 @@ class ArgumentsGrammar:
         if self._format.arguments == "json":
             return self._lark.json(self._schema)
         objects = [each for each in self._leaves(self._schema) if each.get("type") == "object"]
+        if not objects:
+            self._refuse("the schema", "an object with properties")
         return one_of(self._object(each) for each in objects)
 
     def _leaves(self, schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -66,7 +68,7 @@ class ArgumentsGrammar:
         if names:
             self._refuse(names[0], "names of letters, digits and _")
 
-    def _refuse(self, what: str, allowed: str) -> None:
+    def _refuse(self, what: str, allowed: str) -> NoReturn:
         why = f"{allowed} alone: the calls of this model ({self._format.name}) are not written as JSON"
         raise InvalidField(self._field, what, why)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
+import jsonschema
 import mlflow
 import numpy as np
 import pandas as pd
@@ -282,3 +284,32 @@ def test_a_closed_model_says_so(assistant):
     model._model_impl.close()
     with pytest.raises(MlflowException, match="closed"):
         model.predict({"prompt": "a"})
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 24},
+        "day": {"type": "string", "format": "date"},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "day", "unit"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "get_weather", "description": "The weather in a city", "parameters": WEATHER}
+WEATHER_TOOL = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_model_that_knows_no_tools_answers_a_forced_call(model, choice):
+    """SmolLM2's template has no tools: the call is valid at any seed, and its result goes back in."""
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    body = {"messages": messages, "tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    for seed in range(4):
+        reply = model.predict({**body, "seed": seed, "temperature": 1.0, "max_tokens": 150})["choices"][0]
+        [call] = reply["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
+        assert reply["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "12 degrees"}
+    again = {"messages": [*messages, reply["message"], result], "tools": [WEATHER_TOOL], "max_tokens": 5}
+    assert model.predict(again)["choices"][0]["message"]["role"] == "assistant"

@@ -163,6 +163,13 @@ def test_ids_in_the_form_of_the_template(roomy):
     assert asked.isalnum()
 
 
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}])
+def test_a_tool_without_parameters_has_no_properties(roomy, parameters):
+    """Templates that walk through the properties find none, and not that there is nothing to walk through."""
+    source = "<tool_call></tool_call>{% for k in tools[0].function.parameters.properties.items() %}{{ k }}{% endfor %}."
+    assert _text(roomy(source), ASKED, tools=(Tool(name="now", parameters=parameters),)).endswith(".")
+
+
 def test_the_template_for_tools_is_chosen(endpoint_of, text_of):
     """A model with a template named tool_use answers chats with tools by it, as in transformers."""
     text = text_of(HERMES)

@@ -222,6 +222,7 @@ def test_a_text_may_speak_of_marks_that_are_tokens():
     [
         ({"type": "object", "properties": {"a b": {"type": "string"}}}, "a b"),
         ({"type": "object", "patternProperties": {"^a": {"type": "string"}}}, "patternProperties"),
+        ({"type": "object", "enum": [{"a": 1}]}, "the schema"),
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_coder", "llama4_pythonic"])
