@@ -151,7 +151,7 @@ _FORMS = {
     "guided_json": "a JSON schema that the text is held to",
     "guided_regex": "a regular expression that the text matches as a whole",
     "guided_choice": "texts, of which the text is one",
-    "guided_grammar": "a grammar in Lark's notation that the text is held to",
+    "guided_grammar": "a grammar in Lark's notation, or in GBNF, that the text is held to",
 }
 # What form the text must have: at most one of these in a request (``decode``).
 CONSTRAINTS = (
