@@ -17,7 +17,7 @@ from mlflow_llm.serving.structured.expression import whole_text_pattern
 from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf
 from mlflow_llm.serving.structured.keywords import Keywords
 
-MAX_ITEMS = 1_000  # of an array that says how many it has
+MAX_ITEMS = 1_000  # of an array that says how many it has, and of an object
 MAX_CHOSEN = 6  # properties or items of which all choices are written out
 
 _BEGINNING = re.compile(
@@ -232,6 +232,10 @@ class Containers:
             return [leaf]
         if most is not None and (most < least or most < len(leaf.required)):
             return []
+        if least > MAX_ITEMS:
+            place = next(place for place in places if self.keywords.get(place, "minProperties") == least)
+            raise self.keywords.document.error(f"{place.pointer}/minProperties", least, f"at most {MAX_ITEMS:,}")
+        most = most if most is None else min(most, MAX_ITEMS)
         if is_open and not optional:
             leaf.rules = {"minProperties": least} if least else {}
             leaf.rules |= {} if most is None else {"maxProperties": int(most)}

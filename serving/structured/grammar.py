@@ -32,6 +32,7 @@ def grammar_of(constraint: Constraint) -> Grammar:
     """Raises ``InvalidField``, naming the constraint's field; in a schema also the keyword and where it stands (a JSON
     pointer)."""
     kind, value, field = constraint.kind, constraint.value, constraint.field
+    assert kind != "text"  # any text has no grammar
     if kind in ("json_object", "json_schema"):
         schema, has_open_keys = _schema_and_keys({"type": "object"} if kind == "json_object" else value, field)
         source = _dumps({"grammars": [{"json_schema": schema}]})

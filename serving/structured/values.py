@@ -48,6 +48,6 @@ def can_be_written(value: Any) -> bool:
         return all(map(can_be_written, value))
     if isinstance(value, str):
         return not any((char < " " and char not in SPELLED) or char == "\x7f" for char in value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        return True
-    return abs(value) < 1 << 63 and int(float(value)) == value
+    if isinstance(value, float):
+        return abs(value) < 1 << 53  # a larger one is written with other digits than its own
+    return not isinstance(value, int) or (abs(value) < 1 << 63 and int(float(value)) == value)

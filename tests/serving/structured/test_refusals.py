@@ -57,6 +57,8 @@ def of_a(schema: Any) -> Any:
         ({"type": "integer", "minimum": 10**30}, "#/properties/a/minimum: 1"),
         ({"type": "integer", "minimum": 2**53 + 1}, "#/properties/a/minimum: 9007199254740993"),
         ({"enum": [2**53 + 1]}, "#/properties/a/enum: 9007199254740993"),
+        ({"const": -9.727837981879871e26}, "#/properties/a/const: -9.727837981879871e+26"),
+        ({"type": "object", "minProperties": 10**20}, "#/properties/a/minProperties: 1"),
         ({"const": "\x01"}, "#/properties/a/const: '\\x01'"),
         ({"type": "string", "pattern": "(?=x)"}, "#/properties/a/pattern: '(?=x)'"),
         ({"patternProperties": {"a": {}, "b": {}}}, "#/properties/a: 'patternProperties'"),
