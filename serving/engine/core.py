@@ -349,7 +349,9 @@ class EngineCore:
         if any(math.isnan(score.logprob) for score in scores):
             self._fail_not_finite(sequence)
             return
-        self._inflight.emit(self._inflight.of(sequence), PromptScored(sequence.index, tuple(scores)))
+        beams = sequence.group.beams
+        for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
+            self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
         if not sequence.generates:
             self._finish(sequence, "length")
 

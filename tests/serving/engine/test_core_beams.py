@@ -164,6 +164,18 @@ def test_log_probabilities_are_those_of_the_texts(tiny_bundle: Bundle, tiny_llam
     core.close()
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_a_scored_prompt_is_every_texts(tiny_bundle: Bundle, max_tokens: int) -> None:
+    """A prompt that is scored, with a search after it or none, has its log probabilities for each of the texts."""
+    core = make_core(tiny_bundle)
+    more: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 1, "prompt_logprobs": 1}
+    plain = run(core, request_of("a", prompt_of(9, 1), **more))["a"]
+    found = run(core, request_of("b", prompt_of(9, 1), n=2, beams=Beams(width=3), **more))["b"]
+    assert [found.scored[index].logprobs for index in range(2)] == [plain.scored[0].logprobs] * 2
+    assert [found.finished[index].num_generated_tokens for index in range(2)] == [max_tokens] * 2
+    core.close()
+
+
 def test_several_prompts_and_ends_in_between(tiny_bundle: Bundle, tiny_llama: Any) -> None:
     """Each prompt of a request is a search of its own; texts that the caller gives up leave the others as they are."""
     core = make_core(tiny_bundle)
