@@ -106,9 +106,8 @@ class ArgumentsGrammar:
         values = [value for leaf in leaves for value in leaf.get("enum", ())]
         alone = len(texts) == len(leaves) or (all(isinstance(value, str) for value in values) and len(leaves) == 1)
         options = [self._text(leaf, alone) for leaf in texts]
-        options += [
-            f"{lark.text(value)} {lark.text(format.value_end)}" for value in values if self._is_text(value, alone)
-        ]
+        if listed := [lark.plain(value) for value in values if self._is_text(value, alone)]:
+            options.append(f"{one_of(listed)} {lark.text(format.value_end)}")
         others = [leaf for leaf in leaves if leaf.get("type") != "string" and "enum" not in leaf]
         if rest := [value for value in values if not isinstance(value, str)]:
             others.append({"enum": rest})
@@ -124,17 +123,22 @@ class ArgumentsGrammar:
 
     def _is_text(self, value: Any, alone: bool) -> bool:
         """Whether a reader takes a text for one, where other types are allowed beside it."""
-        end = self._format.value_end.strip()
-        return isinstance(value, str) and end not in value and (alone or _SURE.match(value) is not None)
+        if not isinstance(value, str) or any(mark in value for mark in self._marks()):
+            return False
+        return alone or _SURE.match(value) is not None
+
+    def _marks(self) -> list[str]:
+        """What a text may not have in it, or a reader would see its end."""
+        format = self._format
+        marks = (format.value_end, format.parameter_begin, format.key_end, format.call_begin, format.call_end)
+        return [mark.strip() for mark in (*marks, format.end, *format.begin) if mark.strip()]
 
     def _text(self, schema: Mapping[str, Any], alone: bool) -> str:
         """A text as it is, up to what ends it and with it."""
         end = self._format.value_end
         rules = ("" if alone else " & /[A-Za-z](?s:.*)/" + _NOT_A_WORD) + _rules(schema)
         lark, mark = self._lark, end.strip()
-        format = self._format
-        marks = (mark, format.parameter_begin, format.key_end, format.call_begin, format.call_end, format.end)
-        free = lark.free((*marks, *format.begin), rules)
+        free = lark.free(self._marks(), rules)
         if lark.text(mark).startswith("<["):
             return f"{free} {lark.text(end)}"
         lead = end[: len(end) - len(end.lstrip())]
@@ -154,7 +158,7 @@ class ArgumentsGrammar:
         if schema.get("type") == "string":
             return f"({plain} | {self._lark.terminal(_single_quoted(schema))})"
         texts = [repr(value) for value in schema.get("enum", ()) if isinstance(value, str)]
-        return one_of([plain, *(self._lark.text(text) for text in texts if text.startswith("'"))])
+        return one_of([plain, *(self._lark.plain(text) for text in texts if text.startswith("'"))])
 
 
 def _single_quoted(schema: Mapping[str, Any]) -> str:

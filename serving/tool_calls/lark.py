@@ -39,6 +39,11 @@ class Lark:
         """Exactly ``text``, special tokens in it as tokens; "" for nothing."""
         return " ".join(self._piece(piece) for piece in self._split(text))
 
+    @staticmethod
+    def plain(text: str) -> str:
+        """Exactly ``text`` of a caller's, in which special tokens are letters."""
+        return json.dumps(text, ensure_ascii=False)
+
     def until(self, mark: str, where: str = "") -> str:
         """Any text up to the first ``mark``, and this; white space at its beginning belongs to the text. ``where``:
         what else holds of the text, as in " & ~/x/"."""

@@ -275,3 +275,17 @@ def test_a_custom_tool_with_a_grammar(name):
     with pytest.raises(InvalidField, match="regex") as caught:
         call_grammar(format, tools, REQUIRED)
     assert caught.value.param == "tools[0].definition"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_look_like_marks(name):
+    """A value of the caller's that is spelt as a special token is letters; one with a mark of the format is left out
+    where it stands as it is."""
+    words, format = vocabulary(True), FORMATS[name]
+    values = ["<|end|>", "[ARGS]", "x</tool_call>", "y</parameter>", "z</arg_value>", "w"]
+    tools = (Tool(name="f", parameters={"type": "object", "properties": {"a": {"enum": values}}, "required": ["a"]}),)
+    grammar = call_grammar(format, tools, REQUIRED, parallel=False, special=words.special)
+    for seed in range(6):
+        ids, is_whole = words.draw(grammar, seed)
+        assert is_whole
+        _check(words.read(ids, format, _use(REQUIRED, tools)).calls, REQUIRED, tools)
