@@ -17,15 +17,16 @@ _WORDS = {"null": ("null", "None"), "boolean": ("true", "false", "True", "False"
 class ParameterValue:
     """``types`` are those that the tool's schema allows, () where it says nothing, ("json",) where the format says that
     the value is JSON. A text is said as it comes, once it can be nothing else; objects and lists too where no text is
-    allowed. ``broken``: it was said as an object and is none."""
+    allowed. What may be either is held to its end. ``broken``: it was said as an object and is none."""
 
-    __slots__ = ("_held", "_kind", "_say", "_structure", "_types", "broken")
+    __slots__ = ("_held", "_kind", "_pieces", "_say", "_structure", "_types", "broken")
 
     def __init__(self, say: Callable[[str], None], types: tuple[str, ...]) -> None:
         self._say = say
         self._types = frozenset(types)
         self._held = ""
-        self._kind: Literal["open", "text", "structure"] = "open"
+        self._kind: Literal["open", "text", "structure", "either"] = "open"
+        self._pieces: list[str] = []  # of what may be an object or a text
         self._structure = PythonValue(say)
         self.broken = False
         if self._types == {"string"}:
@@ -39,6 +40,8 @@ class ParameterValue:
             text = self._decide()
         if self._kind == "text":
             self._say(text_json(text))
+        elif self._kind == "either":
+            self._pieces.append(text)
         elif self._kind == "structure":
             end = self._structure.push(text, 0)
             if self._structure.done:
@@ -49,6 +52,8 @@ class ParameterValue:
 
     def end(self) -> None:
         """The value is complete."""
+        if self._kind == "either":
+            self._kind, self._held = "open", "".join(self._pieces)
         if self._kind == "open":
             said = self._converted(self._held.strip(SPACE))
             self._say(f'"{text_json(self._held)}"' if said is None else said)
@@ -57,6 +62,8 @@ class ParameterValue:
 
     def cut(self) -> None:
         """The text has ended within the value: what is held is said, as the beginning of a text."""
+        if self._kind == "either":
+            self._kind, self._held = "open", "".join(self._pieces)
         if self._kind == "open" and self._held.strip(SPACE) and not self._types.isdisjoint({"string"}):
             self._begin_text()
             self._say(text_json(self._held))
@@ -73,6 +80,8 @@ class ParameterValue:
         texts = not self._types or "string" in self._types
         if texts and not self._may_be_other(body):
             self._begin_text()
+        elif texts and body[0] in "{[":
+            self._kind = "either"
         elif not texts and body[0] in "{[" and self._types & {"object", "array", "json"}:
             self._kind = "structure"
         else:
