@@ -326,6 +326,9 @@ class EngineCore:
         """Those that are found to be at their end, or at a dead one, when it is known what may come next."""
         over = []
         for sequence in sequences:
+            if sequence.status != "running":  # a sibling failed the request in this very step
+                over.append(sequence)
+                continue
             assert sequence.matching is not None
             try:
                 if not sequence.matching.check():

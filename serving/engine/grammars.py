@@ -96,7 +96,7 @@ class Grammars:
         _check_size(grammar)
         digest = _digest(grammar)
         found = self._cache.get(digest)
-        if found is None:
+        if found is None or (found.is_done and found.template is None):  # refused when nobody waited for it any more
             found = self._begin(digest, grammar)
         else:
             self._cache.move_to_end(digest)

@@ -45,9 +45,9 @@ class Masks:
 
     def end(self) -> None:
         """Wait for them, and hand them out."""
-        if self._job is not None:
-            self._job.result()
-            self._job = None
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
             for matching, row in zip(self._matchings, self._rows, strict=True):
                 matching.take(row)
         self._matchings = ()

@@ -168,6 +168,20 @@ def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow:
     assert slow.sources == [regex("slow").source, regex("yes").source]
 
 
+def test_refused_when_nobody_waits_any_more(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
+    """A grammar that turned out bad after its request was aborted is refused to the next that asks for it."""
+    bad = regex("(slow")
+    outcomes = add(core, held("aborted", prompt, bad))
+    assert slow.begun.acquire(timeout=60)
+    core.abort("aborted")
+    finish(core, outcomes)
+    slow.release.set()
+    run(core, held("after it", prompt, regex("yes")))
+    failed = run(core, held("next", prompt, bad))["next"].failed
+    assert failed is not None
+    assert failed.kind == "invalid_field"
+
+
 def test_the_deadline_counts_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
     """A request whose time is over ends although its grammar is not there."""
     late = held("late", prompt, regex("slow"), deadline=time.monotonic())
@@ -324,12 +338,12 @@ def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, .
     ],
 )
 def test_a_grammar_that_leads_nowhere(
-    core: EngineCore, prompt: tuple[int, ...], grammar: Grammar, why: str, monkeypatch: pytest.MonkeyPatch
+    core: EngineCore, prompt: tuple[int, ...], grammar: Grammar, why: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """One with a dead end, or whose matching takes too much in the middle of a text, is the caller's: its request is
     refused by the field, with numbers that are numbers, and those beside it go on."""
     monkeypatch.setitem(grammars.LIMITS, "step_lexer_fuel", 1000)
-    asked = [held(f"r{seed}", prompt, grammar, seed=seed, temperature=2.0) for seed in range(4)]
+    asked = [held(f"r{seed}", prompt, grammar, seed=10 * seed, temperature=2.0, n=1 + seed % 3) for seed in range(5)]
     found = run(core, *asked, held("good", prompt, regex("yes")))
     for one in asked:
         failed = found[one.request_id].failed
@@ -337,6 +351,7 @@ def test_a_grammar_that_leads_nowhere(
         assert (failed.kind, failed.param) == ("invalid_field", grammar.field)
         assert why in failed.message
     assert found["good"].finished[0].reason == "stop"
+    assert "a step of" not in caplog.text
 
 
 def test_the_instant_engine_holds_nothing_to_a_grammar(tmp_path: Any) -> None:
