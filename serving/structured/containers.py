@@ -23,6 +23,7 @@ MAX_CHOSEN = 6  # properties or items of which all choices are written out
 _BEGINNING = re.compile(
     r"\^([\w -]+)(?![\w -]|[*?{|])(?!.*\|)", re.DOTALL
 )  # and nothing that makes it another beginning
+_LISTED = re.compile(r"\^\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\)\$|\^([\w -]+)\$")  # names: a few, which may all be there
 _OWN_NAMES = ("properties", "patternProperties", "additionalProperties", "propertyNames", "unevaluatedProperties")
 
 
@@ -132,7 +133,8 @@ class Containers:
         self._add_patterns(leaf, places, level)
         names = [name for own in self._all(places, "properties") for name in own]
         for name in dict.fromkeys([*names, *(() if leaf.patterns else required)]):
-            leaf.properties[name] = self._property(places, name, level, additional)
+            if name not in leaf.properties:
+                leaf.properties[name] = self._property(places, name, level, additional)
         leaf.additional = additional or None
         self._hold_names(leaf, places, level)
         if any(name in leaf.properties and not leaf.properties[name] for name in required):
@@ -186,6 +188,11 @@ class Containers:
                 raise self.keywords.unsupported(place, "patternProperties", instead)
             for pattern in own:
                 at = place.child("patternProperties", pattern)
+                found = _LISTED.fullmatch(pattern)
+                names = (found[1] or found[2]).split("|") if found else []
+                if names and not {*names} & {*(self.keywords.get(place, "properties") or {})}:
+                    leaf.properties |= dict.fromkeys(names, self.of([at], level))
+                    continue
                 leaf.patterns[whole_text_pattern(pattern, self._refusal(at, pattern))] = self.of([at], level)
 
     def _refusal(self, place: Place, value: Any) -> Any:

@@ -252,6 +252,16 @@ def test_hostile_schemas_are_refused(number: int) -> None:
             ['["a"]', '[1,"a","b"]'],
         ),
         ({"type": "array", "items": False}, ["[]"], ["[1]"]),
+        (
+            {"type": "object", "patternProperties": {"^(en|fr)$": {"type": "integer"}}, "required": ["fr"]},
+            ['{"en":1,"fr":2}', '{"fr":2}'],
+            ["{}", '{"en":1}', '{"fr":"x"}', '{"fr":1,"fr":2}', '{"de":1,"fr":1}'],
+        ),
+        (
+            {"type": "object", "patternProperties": {"^en|fr$": {"type": "integer"}}},
+            ['{"end":1,"le fr":2}'],
+            ['{"other":1}', '{"end":"x"}'],
+        ),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
