@@ -9,6 +9,7 @@ import jsonschema
 import mlflow
 import pandas as pd
 import pytest
+from flavor_models import tiny_llama
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
@@ -30,11 +31,13 @@ def _is_person(text):
 
 
 @pytest.fixture(scope="module")
-def path(llama_dir, tmp_path_factory):
-    """A tiny model that was logged with a form of its own."""
-    path = tmp_path_factory.mktemp("m") / "m"
-    llm.save_model(path, llama_dir, defaults={"response_format": FORMAT})
-    return str(path)
+def path(tokenizer, tmp_path_factory):
+    """A tiny model that was logged with a form of its own, and with room for tools in its prompts."""
+    root = tmp_path_factory.mktemp("m")
+    tiny_llama(max_position_embeddings=2048).save_pretrained(root / "llama")
+    tokenizer.save_pretrained(root / "llama")
+    llm.save_model(root / "m", root / "llama", defaults={"response_format": FORMAT})
+    return str(root / "m")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,45 @@ def test_streams_have_the_form(model):
         return answer.text, "".join([part async for part in await model.aio.chat("Who?", stream=True, **FIELDS)])
 
     assert asyncio.run(ask()) == (stream.text, stream.text)
+
+
+TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
+CALLING = {**FIELDS, "max_tokens": 128, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+
+
+def test_answers_have_calls(model):
+    """A call stands beside the text, whole and streamed, and goes back as a message of the conversation."""
+    answer = model.chat("Who?", **CALLING)
+    (call,) = answer.tool_calls
+    assert (answer.text, answer.finish_reason, call.name) == ("", "tool_calls", "find")
+    assert _is_person(call.arguments)
+    assert f"find({call.arguments})" in repr(answer)
+    stream = model.chat("Who?", stream=True, **CALLING)
+    assert "".join(stream) == ""
+    assert [(made.name, made.arguments) for made in stream.tool_calls] == [("find", call.arguments)]
+    turns = [{"role": "user", "content": "Who?"}, answer.message]
+    turns.append({"role": "tool", "tool_call_id": call.id, "content": "ann"})
+    assert model.chat(turns, **{**CALLING, "tool_choice": "none"}).tool_calls == ()
+
+    async def ask():
+        return await model.aio.chat("Who?", **CALLING)
+
+    assert asyncio.run(ask()).tool_calls[0].arguments == call.arguments
+
+
+def test_predict_takes_tools(path):
+    """In a request and in the columns of a frame; what is no tool is refused by its place."""
+    with llm.closing(mlflow.pyfunc.load_model(path, model_config={"in_process": True, "threads": 1})) as model:
+        asked = {"messages": [{"role": "user", "content": "Who?"}], **CALLING}
+        rows = [
+            model.predict(asked),
+            *model.predict(pd.DataFrame([asked, {**asked, "tools": None, "tool_choice": None}])),
+        ]
+        messages = [row["choices"][0]["message"] for row in rows]
+        assert all(_is_person(message["tool_calls"][0]["function"]["arguments"]) for message in messages[:2])
+        assert "tool_calls" not in messages[2]
+        with pytest.raises(MlflowException, match=r"tools\[0\]\.function\.name"):
+            model.predict({**asked, "tools": [{"type": "function", "function": {"name": "a b"}}]})
 
 
 def test_predict_takes_forms(path):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -223,6 +226,18 @@ def test_langchain_tools(url: str) -> None:
     assert [call["name"] for call in whole.tool_calls] == ["Weather"] * len(whole.tool_calls)
     assert [call["args"] for call in first.tool_calls] == [call["args"] for call in whole.tool_calls]
     assert Weather.model_validate(whole.tool_calls[0]["args"])
+
+
+def test_langchain_standard(url: str) -> None:
+    """LangChain's own tests of a chat model (``langchain_standard``), where langchain-tests is installed."""
+    pytest.importorskip("langchain_tests", reason="pip install langchain-tests, which brings plugins for pytest")
+    plugins = ("-p", "pytest_asyncio.plugin", "-p", "syrupy", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider")
+    file = Path(__file__).with_name("langchain_standard.py")
+    # how fast it streams is compared with a recording, which nobody has made
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, *plugins, "-k", "not stream_time", str(file)]
+    given = os.environ | {"MLFLOW_LLM_TEST_URL": url, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_pydantic_ai(url: str) -> None:
