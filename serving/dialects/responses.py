@@ -7,7 +7,6 @@ Bodies are read by ``responses_fields``, replies written by ``responses_replies`
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,22 +14,12 @@ from ..errors import ServingError
 from ..reply import Reply
 from ..request import RawRequest, Task, ValidRequest
 from .base import Encoded, Head, InferenceRoute, StreamEncoder
-from .errors import OPENAI_ERROR_SCHEMA, openai_error, retry_headers
+from .errors import OPENAI_ERROR_SCHEMA, retry_headers
 from .json_body import json_bytes, read_object
+from .responses_errors import error_object
 from .responses_fields import TABLE, read_response_request
 from .responses_replies import response
 from .responses_stream import ResponseStream
-
-# Fields that everything below the dialects knows by another name. Where that is not the same field under a name of
-# its own, the message says both: one item of ``input`` is not one message.
-_NAMES = (
-    (re.compile(r"max_tokens$"), "max_output_tokens"),
-    (re.compile(r"(tools\[\d+\]|tool_choice)\.function\."), r"\1."),
-    (re.compile(r"messages\b.*"), r"input (\g<0>)"),
-    (re.compile(r"error_behavior$"), r"truncation (\g<0>)"),
-    (re.compile(r"thinking$"), r"reasoning.effort (\g<0>)"),
-    (re.compile(r"chat_template_kwargs\.reasoning_effort$"), r"reasoning.effort (\g<0>)"),
-)
 
 
 class ResponsesDialect:
@@ -53,19 +42,5 @@ class ResponsesDialect:
         return ResponseStream(request, echoed)
 
     def error(self, error: ServingError) -> Encoded:
-        body = json.dumps(_named(openai_error(error)), ensure_ascii=True).encode()
+        body = json.dumps(error_object(error), ensure_ascii=True).encode()
         return Encoded(status=error.status, body=body, headers=retry_headers(error))
-
-
-def _named(found: dict[str, Any]) -> dict[str, Any]:
-    """An error's object with the names of fields that the caller sent."""
-    error = found["error"]
-    param = error["param"]
-    for pattern, name in _NAMES if param is not None else ():
-        if match := pattern.match(param):
-            renamed = match.expand(name) + param[match.end() :]
-            if error["message"].startswith(param):
-                error["message"] = renamed + error["message"][len(param) :]
-            error["param"] = renamed.partition(" (")[0]
-            break
-    return found

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ServingError
 from ..reply import Choice, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
 from .openai_replies import model_name
@@ -34,14 +33,6 @@ _UNSAID: dict[str, Any] = {
     "user": None,
 }
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])  # of what is repeated, as bytes: tools may be megabytes
-# kind -> code, of the few that a response's error may have
-_ERROR_CODES = {
-    "bad_request": "invalid_prompt",
-    "invalid_field": "invalid_prompt",
-    "context_too_long": "invalid_prompt",
-    "ends_engines": "invalid_prompt",
-    "limit_exceeded": "rate_limit_exceeded",
-}
 
 
 def response_head(request: ValidRequest, echoed: bytes) -> dict[str, Any]:
@@ -80,12 +71,6 @@ def ended(request: ValidRequest, reason: str, usage: Usage) -> dict[str, Any]:
     used_up = usage.completion_tokens >= request.sampling.max_tokens
     details = {"reason": "max_output_tokens" if used_up else None}
     return {"status": "incomplete", "incomplete_details": details, "usage": response_usage(usage)}
-
-
-def failed(error: ServingError) -> dict[str, Any]:
-    """What a response has whose stream broke off."""
-    code = _ERROR_CODES.get(error.kind, "server_error")
-    return {"status": "failed", "error": {"code": code, "message": error.message}}
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:

@@ -15,12 +15,11 @@ import msgspec
 from ..errors import ServingError
 from ..reply import CallDelta, Delta, Done, Ended, Piece, ReplyCall, TextLogprob, TextLogprobs, Usage
 from ..request import ValidRequest
-from .errors import openai_error
+from .responses_errors import error_object, failure
 from .responses_replies import (
     call_item,
     call_type,
     ended,
-    failed,
     incomplete,
     item_id,
     logprobs,
@@ -204,9 +203,10 @@ class ResponseStream:
         if self._item is not None:
             self._output.append(incomplete(self._item.whole()))
             self._item = None
-        said = openai_error(error)["error"]
+        said = error_object(error)["error"]
         yield self._event("error", **{name: said[name] for name in ("code", "message", "param")})
-        yield self._event("response.failed", response=self._head | failed(error) | {"output": self._output})
+        end = {"status": "failed", "error": failure(error), "output": self._output}
+        yield self._event("response.failed", response=self._head | end)
 
     def _of_item(self, kind: str, item: _Item, **fields: Any) -> bytes:
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)

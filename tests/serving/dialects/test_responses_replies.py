@@ -339,15 +339,17 @@ def test_a_stream_that_is_cut(pieces: tuple[Piece, ...]) -> None:
         (DeadlineExceeded("late"), "timeout", "server_error"),
         (LimitExceeded("too much"), "rate_limit_exceeded", "rate_limit_exceeded"),
         (InvalidField("text", 1, "2"), "invalid_value", "invalid_prompt"),
+        (InvalidField("tools[0].function.parameters", 1, "2"), "invalid_value", "invalid_prompt"),
     ],
 )
 def test_a_stream_that_breaks_off(error: ServingError, code: str, failure: str) -> None:
     """An error, and the response as failed with what there was of it; also where nothing has been said yet."""
     events = streamed(*TEXT, error=error)
     assert kinds(events)[-2:] == ["error", "failed"]
-    assert (events[-2]["code"], events[-2]["message"]) == (code, error.message)
+    message = error.message.replace(".function", "")
+    assert (events[-2]["code"], events[-2]["message"]) == (code, message)
     response = events[-1]["response"]
-    assert (response["status"], response["error"]) == ("failed", {"code": failure, "message": error.message})
+    assert (response["status"], response["error"]) == ("failed", {"code": failure, "message": message})
     assert response["output"][0]["content"][0]["text"] == "Hé"
     assert response["output"][0]["status"] == "incomplete"
     assert kinds(streamed(error=error)) == ["created", "in_progress", "error", "failed"]

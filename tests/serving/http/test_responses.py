@@ -23,8 +23,8 @@ from mlflow_llm.serving.modes import PayPerToken
 
 ASK: dict[str, Any] = {"model": "assistant", "input": "hi", "max_output_tokens": 8, "temperature": 0}
 PROMPT = len("<user>hi<assistant>") + 1  # a byte a token, and one that ends the turn
-# all that is not the response's own: its ids
-SAME: dict[str, Any] = {"exclude": {"id": True, "output": {"__all__": {"id"}}}}
+# what two responses to one question have of their own: ids, and when they were made
+SAME: dict[str, Any] = {"exclude": {"id": True, "created_at": True, "output": {"__all__": {"id"}}}}
 
 
 def connected(server: Server, **options: Any) -> openai.OpenAI:
