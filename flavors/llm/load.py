@@ -22,6 +22,8 @@ from .session import Session
 if TYPE_CHECKING:
     from mlflow.pyfunc import PyFuncModel
 
+    from .responses_agent import LoggedModelAgent
+
 M = TypeVar("M", bound="LanguageModel | PyfuncModel | PyFuncModel")
 
 
@@ -41,10 +43,34 @@ def load_model(model_uri: str, dst_path: str | None = None, **settings: Unpack[L
         MlflowException: ``errors.ModelNotFound`` where there is no such model, ``errors.PackagingError`` where it is
             damaged, of a later format, or a setting is not allowed.
     """
+    return LanguageModel.over(_session(model_uri, dst_path, dict(settings)))
+
+
+@raises_mlflow
+def as_responses_agent(
+    model_uri: str, dst_path: str | None = None, **settings: Unpack[LoadOptions]
+) -> LoggedModelAgent:
+    """Load a logged model as MLflow's ``ResponsesAgent``: ``predict`` and ``predict_stream`` in the form of OpenAI's
+    Responses API, traced as agents are.
+
+    Args:
+        model_uri: a local directory, or any URI that MLflow can download.
+        dst_path: an existing local directory to download to; None lets MLflow choose.
+        settings: as those of ``load_model``.
+
+    Raises:
+        MlflowException: as ``load_model``.
+    """
+    from .responses_agent import LoggedModelAgent
+
+    return LoggedModelAgent(_session(model_uri, dst_path, dict(settings)))
+
+
+def _session(model_uri: str, dst_path: str | None, settings: dict[str, Any]) -> Session:
     root = local_root(model_uri, dst_path)
-    bundle, config = configured(root, dict(settings))
+    bundle, config = configured(root, settings)
     uri = "" if os.path.isdir(model_uri) else str(model_uri)
-    return LanguageModel.over(Session(bundle, config.settings, config.request_defaults, uri=uri))
+    return Session(bundle, config.settings, config.request_defaults, uri=uri)
 
 
 @raises_mlflow

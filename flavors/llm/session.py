@@ -23,7 +23,7 @@ from ...serving.dialects.mlflow import MlflowDialect
 from ...serving.engine.interface import Engine, EngineInfo
 from ...serving.errors import Aborted, ServingError, ShuttingDown
 from ...serving.reply import Piece, Reply
-from ...serving.request import Task, ValidRequest
+from ...serving.request import RawRequest, Task, ValidRequest
 from ...serving.settings import EngineSettings
 from ...serving.tasks import embed, generate, score
 from ...serving.tasks.cache_salt import CacheSalts
@@ -110,13 +110,17 @@ class Session:
 
     def valid(self, body: Mapping[str, Any], *, stream: bool = False) -> ValidRequest:
         """A request in MLflow's form, checked. Raises ``RequestError`` naming field, value and what is allowed."""
-        view = self.connect()
         asked = {name: value for name, value in body.items() if name != "stream" or value not in (None, False)}
         if stream:
             asked["stream"] = True
         task: Task = task_of(asked, None)
+        return self.prepared(self._dialect.read(asked, task))
+
+    def prepared(self, raw: RawRequest) -> ValidRequest:
+        """A request of any dialect, checked. Raises ``RequestError``."""
+        view = self.connect()
         salt = self._salts.of("tenant", tenant="", endpoint=view.name)
-        return prepare(self._dialect.read(asked, task), view, Limits(cache_salt=salt))
+        return prepare(raw, view, Limits(cache_salt=salt))
 
     def pieces(self, request: ValidRequest) -> Any:
         """The pieces of the reply as they are generated; closing the iterator aborts the request."""
