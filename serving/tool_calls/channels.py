@@ -8,7 +8,6 @@ channel too (https://github.com/openai/harmony, docs/format.md).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from ..request import ToolUse
 from .arguments import JsonArguments
@@ -35,23 +34,12 @@ class ChannelReader(Reading):
         ends = {token: Marker(encoded[token]) for token in ("<|start|>", "<|end|>", "<|call|>", "<|return|>")}
         self._ends = Search(ends)
         self._opens = tuple(Marker(literals.encode(each)) for each in _OPENS)
-        self._state: Callable[[], bool] = self._body if in_reasoning else self._begin
-
-    def push(self, text: str) -> list[Part]:
-        """See ``Parser``."""
-        if self.is_complete:
-            return []
-        self._text += text
-        while not self.is_complete and self._state():
-            pass
-        self._text, self._at = self._text[self._at :], 0
-        return self._parts.take()
+        self._state = self._body if in_reasoning else self._begin
 
     def flush(self, cut: bool) -> list[Part]:
         """See ``Parser``."""
         self._final = True
-        while not self.is_complete and self._state():
-            pass
+        self._read()
         if self.is_complete:
             return self._parts.take()
         if self._reader is not None:
@@ -62,10 +50,6 @@ class ChannelReader(Reading):
             self._say(self._text[self._at :])
         self._say_rest()
         return self._parts.take()
-
-    def _enter(self, state: Callable[[], bool]) -> bool:
-        self._state = state
-        return True
 
     def _begin(self) -> bool:
         """The first message: a text without any header is taken too."""

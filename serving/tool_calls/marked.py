@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from ..request import ToolUse
 from .arguments import ArgumentsReader, JsonArguments, KeywordArguments, ParameterArguments, QuotedArguments
@@ -18,10 +17,7 @@ _NAME = re.compile(r"[\w.\-/]*")
 
 
 class MarkedReader(Reading):
-    """A state machine over the text: each state reads what is certain and says whether it has moved on.
-
-    ``_mark`` is where that began which is held until it is known to be a call; if it turns out to be none, it is text.
-    """
+    """``_mark`` is where that began which is held until it is known to be a call; what turns out to be none is text."""
 
     def __init__(
         self, literals: Literals, tools: ToolUse | None, in_reasoning: bool = False, show_special: bool = False
@@ -42,23 +38,12 @@ class MarkedReader(Reading):
         self._in_content = Search({"reasoning": literals.reasoning_begin, **calls, **self._strays()})
         ends = calls if format.calls_in_reasoning else {}
         self._in_thought = Search({"end": literals.reasoning_end, **ends})
-        self._state: Callable[[], bool] = self._reasoning if in_reasoning else self._begin
-
-    def push(self, text: str) -> list[Part]:
-        """See ``Parser``."""
-        if self.is_complete:
-            return []
-        self._text += text
-        while not self.is_complete and self._state():
-            pass
-        self._compact()
-        return self._parts.take()
+        self._state = self._reasoning if in_reasoning else self._begin
 
     def flush(self, cut: bool) -> list[Part]:
         """See ``Parser``."""
         self._final = not cut
-        while not self.is_complete and self._state():
-            pass
+        self._read()
         if self.is_complete:
             return self._parts.take()
         if self._reader is not None and self._early is None:
@@ -160,10 +145,6 @@ class MarkedReader(Reading):
         self._at_marker()
         self.in_reasoning = False
         return self._enter(self._begin)
-
-    def _enter(self, state: Callable[[], bool]) -> bool:
-        self._state = state
-        return True
 
     def _fail(self) -> bool:
         """What is held is no call."""

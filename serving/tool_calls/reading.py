@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..request import ToolUse
@@ -35,7 +36,10 @@ class Parser(Protocol):
 
 
 class Reading:
-    """The state that readers share: the text not yet read (``_text`` from ``_at`` on), what has come of the rest."""
+    """What readers share: the text not yet read (``_text`` from ``_at`` on), what has come of the rest, and a state
+    machine over it. A state reads what is certain and says whether reading goes on, in it or in the one it entered."""
+
+    _state: Callable[[], bool]
 
     def __init__(self, literals: Literals, tools: ToolUse | None, in_reasoning: bool, show_special: bool) -> None:
         self._literals = literals
@@ -54,6 +58,27 @@ class Reading:
         self.in_reasoning = in_reasoning
         self.num_calls = 0
         self.is_complete = False
+
+    def push(self, text: str) -> list[Part]:
+        """See ``Parser``."""
+        if self.is_complete:
+            return []
+        self._text += text
+        self._read()
+        self._compact()
+        return self._parts.take()
+
+    def _read(self) -> None:
+        while not self.is_complete and self._state():
+            pass
+
+    def _enter(self, state: Callable[[], bool]) -> bool:
+        self._state = state
+        return True
+
+    def _compact(self) -> None:
+        """Forget what has been read."""
+        self._text, self._at = self._text[self._at :], 0
 
     def _say(self, text: str) -> None:
         """``text`` is of the reply, or of the reasoning where that goes on."""
