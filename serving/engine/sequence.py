@@ -233,6 +233,7 @@ class SequenceState:
         """Take over the known tokens of another beam of the same prompt."""
         self._tokens[self.num_prompt : source.num_tokens] = source.output
         self.num_tokens = source.num_tokens
+        self.prompt_scores = None  # the first beam's are all beams'
         if self.status == "running":
             self.num_computed = source.num_computed
         else:
