@@ -17,6 +17,7 @@ from mlflow_llm.serving.structured.keywords import OF_TYPE, TYPES, Keywords
 from mlflow_llm.serving.structured.scalars import Scalars
 
 MAX_FORMS = 5_000
+MAX_BESIDE = 200  # schemas that hold for one value
 MAX_LEVELS = 24  # of arrays and objects, the caller's own, a schema that refers to itself among them
 MAX_DEPTH = 150  # of calls of ``form`` within each other, each some frames of Python
 _REFUSED = {
@@ -90,6 +91,8 @@ class Conjunction:
             seen.add(place.pointer)
             above = above | {place.pointer}
             waiting += reversed([(each, above) for each in self._look(place, above, simples, groups)])
+            if len(simples) > MAX_BESIDE or len(groups) > MAX_BESIDE:
+                raise self.document.error(place, "the schema", f"at most {MAX_BESIDE} schemas beside each other")
         return _Rules(tuple(simples.values()), tuple(groups.values()))
 
     def _look(
@@ -155,7 +158,7 @@ class Conjunction:
             self._depth += 1
             if self._depth > MAX_DEPTH or len(self._made) >= MAX_FORMS:
                 where = (rules.simples or [group.place for group in rules.groups])[0]
-                raise self.document.error(where, "the schema", "fewer choices and references within each other")
+                raise self.document.error(where, "the schema", "fewer properties, choices and references")
             self._levels.setdefault(key[:-1], level)
             if not rules.groups:
                 self._made[key] = self._typed(rules.simples, level)

@@ -18,6 +18,8 @@ from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf
 from mlflow_llm.serving.structured.keywords import Keywords
 
 MAX_ITEMS = 1_000  # of an array that says how many it has, and of an object
+MAX_OPTIONAL = 64  # properties of which at least one is to be there
+MAX_PATTERNS = 64  # of properties
 MAX_CHOSEN = 6  # properties or items of which all choices are written out
 
 _BEGINNING = re.compile(
@@ -132,9 +134,11 @@ class Containers:
         additional = self._additional(places, level)
         self._add_patterns(leaf, places, level)
         names = [name for own in self._all(places, "properties") for name in own]
+        own = [self._named(place) for place in places]
+        unevaluated = self._children(places, "unevaluatedProperties")
         for name in dict.fromkeys([*names, *(() if leaf.patterns else required)]):
             if name not in leaf.properties:
-                leaf.properties[name] = self._property(places, name, level, additional)
+                leaf.properties[name] = self._property(own, unevaluated, name, level)
         leaf.additional = additional or None
         self._hold_names(leaf, places, level)
         if any(name in leaf.properties and not leaf.properties[name] for name in required):
@@ -168,23 +172,24 @@ class Containers:
             return NOTHING
         return self._part(self._children(places, "unevaluatedProperties"), level)
 
-    def _property(self, places: tuple[Place, ...], name: str, level: int, additional: Form) -> Form:
-        parts = []
-        for place in places:
-            if name in (self.keywords.get(place, "properties") or {}):
-                parts.append(place.child("properties", name))
-            elif self.keywords.get(place, "additionalProperties") is not None and not self._has_patterns(place):
-                parts.append(place.child("additionalProperties"))
-        return self._part(parts or self._children(places, "unevaluatedProperties"), level)
+    def _named(self, place: Place) -> tuple[Place, dict[str, Any], Place | None]:
+        """The properties that a place names, and what it says of all others."""
+        others = None
+        if self.keywords.get(place, "additionalProperties") is not None:
+            others = None if self.keywords.get(place, "patternProperties") else place.child("additionalProperties")
+        return place, self.keywords.get(place, "properties") or {}, others
 
-    def _has_patterns(self, place: Place) -> bool:
-        return bool(self.keywords.get(place, "patternProperties"))
+    def _property(
+        self, own: list[tuple[Place, dict[str, Any], Place | None]], unevaluated: list[Place], name: str, level: int
+    ) -> Form:
+        parts = [place.child("properties", name) if name in named else others for place, named, others in own]
+        return self._part([part for part in parts if part is not None] or unevaluated, level)
 
     def _add_patterns(self, leaf: Leaf, places: tuple[Place, ...], level: int) -> None:
         for place in places:
             own = self.keywords.get(place, "patternProperties") or {}
-            if any(not _begin_apart(one, other) for one, other in combinations(own, 2)):
-                instead = "one pattern, or patterns that begin with different texts (^a, ^b)"
+            if len(own) > MAX_PATTERNS or any(not _begin_apart(one, other) for one, other in combinations(own, 2)):
+                instead = "one pattern, or a few that begin with different texts (^a, ^b)"
                 raise self.keywords.unsupported(place, "patternProperties", instead)
             for pattern in own:
                 at = place.child("patternProperties", pattern)
@@ -232,7 +237,8 @@ class Containers:
         by writing out which are there."""
         least = int(max(self._all(places, "minProperties"), default=0))
         most = min(self._all(places, "maxProperties"), default=None)
-        optional = [name for name, form in leaf.properties.items() if form and name not in leaf.required]
+        asked = {*leaf.required}
+        optional = [name for name, form in leaf.properties.items() if form and name not in asked]
         is_open = bool(leaf.additional or leaf.patterns)
         count = len(leaf.required) + len(optional)
         if least <= len(leaf.required) and (most is None or (most >= count and not is_open)):
@@ -247,7 +253,8 @@ class Containers:
             leaf.rules = {"minProperties": least} if least else {}
             leaf.rules |= {} if most is None else {"maxProperties": int(most)}
             return [leaf]
-        if is_open or (len(optional) > MAX_CHOSEN and (most is not None or least != len(leaf.required) + 1)):
+        is_at_least_one = most is None and least == len(leaf.required) + 1 and len(optional) <= MAX_OPTIONAL
+        if is_open or (len(optional) > MAX_CHOSEN and not is_at_least_one):
             name = "minProperties" if self._all(places, "minProperties") else "maxProperties"
             instead = "required, or named properties alone (additionalProperties false)"
             raise self.keywords.unsupported(self._first(places, name), name, instead)

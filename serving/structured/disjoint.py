@@ -12,11 +12,16 @@ from itertools import combinations
 from mlflow_llm.serving.structured import values
 from mlflow_llm.serving.structured.forms import Form, Leaf
 
+MAX_LEAVES = 300  # each is looked at beside each other
+MAX_DEPTH = 3  # of objects in objects that are looked at
+
 
 def told_apart(forms: list[Form], tag: str | None) -> list[Form] | None:
     """The forms, none of which shares a value with another one; where a property tells them apart that need not be
     there it is required. None where they cannot be told apart. ``tag``: the property to look at first."""
     leaves = [list(form.leaves) for form in forms]
+    if sum(map(len, leaves)) > MAX_LEAVES:
+        return None
     for ours, others in combinations(range(len(forms)), 2):
         for i in range(len(leaves[ours])):
             for j in range(len(leaves[others])):
@@ -33,10 +38,12 @@ def _apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf] | None
     return (ours, other) if _share_nothing(ours, other) else None
 
 
-def _share_nothing(ours: Leaf, other: Leaf) -> bool:
+def _share_nothing(ours: Leaf, other: Leaf, depth: int = 0) -> bool:
     if ours.type == other.type == "object":
+        if depth >= MAX_DEPTH:
+            return False
         pairs = ((ours, other), (other, ours))
-        return all(_tells(one, another, None, required=True) is not None for one, another in pairs)
+        return all(_tells(one, another, None, depth + 1, required=True) is not None for one, another in pairs)
     if "any" in (ours.type, other.type):
         return False
     if ours.type == other.type == "values":
@@ -46,35 +53,35 @@ def _share_nothing(ours: Leaf, other: Leaf) -> bool:
     if ours.type == "values":
         return not any(values.is_of(value, (other.type,)) for value in ours.values)
     if other.type == "values":
-        return _share_nothing(other, ours)
+        return _share_nothing(other, ours, depth)
     return ours.type != other.type and {ours.type, other.type} != {"integer", "number"}
 
 
 def _objects_apart(ours: Leaf, other: Leaf, tag: str | None) -> tuple[Leaf, Leaf] | None:
-    mine, theirs = _tells(ours, other, tag), _tells(other, ours, tag)
+    mine, theirs = _tells(ours, other, tag, 0), _tells(other, ours, tag, 0)
     if mine is None or theirs is None:
         return None
     return _requiring(ours, mine), _requiring(other, theirs)
 
 
-def _tells(ours: Leaf, other: Leaf, tag: str | None, *, required: bool = False) -> str | None:
+def _tells(ours: Leaf, other: Leaf, tag: str | None, depth: int, *, required: bool = False) -> str | None:
     """A property that, where it is there, keeps every value of ours out of the other's schema; "" where they are kept
     out without one. Those that ours requires are looked at first, and alone if ``required``."""
     may_tell = [*ours.required] if required else [*ours.required, *ours.properties]
-    if tag in may_tell and _keeps_out(ours, other, tag):
+    if tag in may_tell and _keeps_out(ours, other, tag, depth):
         return tag
     if any(not ours.may_have(name) for name in other.demanded):
         return ""
-    return next((name for name in may_tell if _keeps_out(ours, other, name)), None)
+    return next((name for name in may_tell if _keeps_out(ours, other, name, depth)), None)
 
 
-def _keeps_out(ours: Leaf, other: Leaf, name: str) -> bool:
+def _keeps_out(ours: Leaf, other: Leaf, name: str, depth: int) -> bool:
     if not ours.properties.get(name):
         return False
     if name not in other.properties:
         return other.sealed
     return all(
-        _share_nothing(mine, theirs)
+        _share_nothing(mine, theirs, depth)
         for mine in ours.properties[name].leaves
         for theirs in other.properties[name].leaves
     )

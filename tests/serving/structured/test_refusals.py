@@ -141,6 +141,22 @@ HOSTILE: list[Any] = [
         "anyOf": [{"properties": {f"p{i}": {"anyOf": [{"const": i}, {"type": "null"}]}}} for i in range(3000)],
         "$schema": "x",
     },
+    {"allOf": [{"properties": {f"p{i}": {}}, "additionalProperties": True} for i in range(5000)]},
+    {
+        "properties": {f"p{i}": {} for i in range(8000)},
+        "required": [f"r{i}" for i in range(8000)],
+        "maxProperties": 9000,
+    },
+    {"type": "object", "properties": {f"p{i}": {} for i in range(8000)}, "minProperties": 1},
+    {"patternProperties": {f"^p{i}x": {} for i in range(8000)}},
+    {"oneOf": [{"const": i} for i in range(4000)]},
+    {
+        "$defs": {
+            name: {"properties": {side: {"$ref": f"#/$defs/{name}"} for side in sides}, "required": [*sides]}
+            for name, sides in (("a", ("l", "m", "r")), ("b", ("l", "m", "r")))
+        },
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+    },
     {"const": float("nan")},
     {"const": 10**400},
     {"properties": {1: {}}},
