@@ -2,8 +2,9 @@
 of the same engine in the same run; and what fast-forward saves.
 
 Rounds of plain and constrained steps alternate in one process, on the thread that loaded the model. Each row decodes at
-temperature 1 within an array of objects that never ends by itself, fast-forward off, so that a step has the same rows
-with and without the grammar. `neighbours`: a quarter of the rows has the grammar, the others are plain.
+temperature 1 within an array of objects that never ends by itself, without fast-forward and speculation, so that a step
+has the same rows with and without the grammar. `neighbours`: a quarter of the rows has the grammar, the others have
+none.
 
     python benchmarks/structured.py --model .cache/models/smollm2
 """
@@ -47,7 +48,11 @@ class Bench:
 
         bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
         settings = EngineSettings(
-            dtype=args.dtype, quantization=args.quantization, max_model_len=2048, prefix_caching=False
+            dtype=args.dtype,
+            quantization=args.quantization,
+            max_model_len=2048,
+            prefix_caching=False,
+            speculation="none",
         )
         self.core = EngineCore(bundle, settings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
