@@ -15,6 +15,7 @@ MAX_OPEN = 32  # arguments that the schema does not name
 _KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _NOT_A_WORD = " & ~/(?i:true|false|null|none|nan|inf|infinity)(?s:.*)/"  # what a reader takes for another type
 _SINGLE_QUOTED = r"""/'(?:[^'\\\x00-\x1F]|\\[nrtbf'"\\])*'/"""
+_NO_MARK = "^(?:(?:[^<]|<[^<A-Za-z/])*)$"
 _SURE = re.compile(r"(?!(?i:true|false|null|none|nan|inf))[A-Za-z]")
 
 
@@ -24,7 +25,8 @@ class ArgumentsGrammar:
     def __init__(self, lark: Lark, format: ToolFormat, schema: Mapping[str, Any], field: str) -> None:
         self._lark = lark
         self._format = format
-        self._schema = schema
+        self._schema = _without_marks(schema) if format.arguments == "parameters" else schema
+        schema = self._schema
         self._shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
         self._field = field
 
@@ -159,6 +161,38 @@ class ArgumentsGrammar:
             return f"({plain} | {self._lark.terminal(_single_quoted(schema))})"
         texts = [repr(value) for value in schema.get("enum", ()) if isinstance(value, str)]
         return one_of([plain, *(self._lark.plain(text) for text in texts if text.startswith("'"))])
+
+
+def _without_marks(schema: Any, *, within: bool = False) -> Any:
+    """A schema whose texts within lists and objects of arguments look like no mark, which a reader could take for the
+    end of the value: no "<" before a letter or a slash."""
+    if isinstance(schema, list):
+        return [_without_marks(each, within=within) for each in schema]
+    if not isinstance(schema, Mapping) or "enum" in schema:
+        return schema
+    if within and schema.get("type") == "string":
+        return {"pattern": _NO_MARK, **schema}
+    found = dict(schema)
+    for key in schema.keys() & {"items", "additionalProperties", "prefixItems", "anyOf"}:
+        inside = within or key != "anyOf"
+        found[key] = _without_marks(schema[key], within=inside)
+    for key in schema.keys() & {"properties", "patternProperties", "$defs"}:
+        inside = within or key == "$defs"
+        found[key] = {name: _nested(each, within=inside) for name, each in schema[key].items()}
+    return found
+
+
+def _nested(schema: Any, *, within: bool) -> Any:
+    """An argument, whose own text stands as it is, or what is within one."""
+    if not within and isinstance(schema, Mapping) and schema.get("type") == "object":
+        return {
+            **schema,
+            "properties": {name: _without_marks(each, within=True) for name, each in schema["properties"].items()},
+            "additionalProperties": _without_marks(schema.get("additionalProperties", False), within=True),
+        }
+    if not within and isinstance(schema, Mapping) and "anyOf" in schema:
+        return {**schema, "anyOf": [_nested(each, within=False) for each in schema["anyOf"]]}
+    return _without_marks(schema, within=within)
 
 
 def _single_quoted(schema: Mapping[str, Any]) -> str:

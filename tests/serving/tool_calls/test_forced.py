@@ -289,3 +289,16 @@ def test_values_that_look_like_marks(name):
         ids, is_whole = words.draw(grammar, seed)
         assert is_whole
         _check(words.read(ids, format, _use(REQUIRED, tools)).calls, REQUIRED, tools)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_texts_within_values_look_like_no_marks(name):
+    """A text in a list or an object among parameters has no mark in it, at which a reader would end the value."""
+    words, format = vocabulary(False), FORMATS[name]
+    grammar = call_grammar(format, (SEARCH,), REQUIRED, parallel=False)
+    head = written_calls(format, [ToolCall(id="", name="search", arguments={"q": "abc", "code": "AB1"})])
+    head = head[: head.rindex("AB1") + 3] + format.value_end + format.parameter_begin + "tags" + format.key_end
+    matcher = words.matcher(grammar)
+    for text, is_allowed in (('["a<1', True), ('["</a', False), ('["<b', False)):
+        ids = words.ids(head + text)
+        assert (matcher.validate_tokens(ids) == len(ids)) is is_allowed
