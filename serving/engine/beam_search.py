@@ -58,7 +58,34 @@ class Hypothesis:
     notes: tuple[Any, ...] = ()
 
 
-class BeamSearch:
+class _Finished(NamedTuple):
+    """A hypothesis that is kept; the places that are left have no tokens."""
+
+    score: np.float32
+    token_ids: tuple[int, ...]
+    trail: Trail | None
+
+
+class RunningBeams:
+    """What every search has: ``width`` beams that are equally long, and what was remembered of their tokens."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.done = False
+        self._running = np.zeros((width, 0), dtype=np.int32)
+        self._trails: list[Trail | None] = [None] * width
+
+    @property
+    def length(self) -> int:
+        """Tokens that each running beam has."""
+        return self._running.shape[1]
+
+    def tokens(self, beam: int) -> npt.NDArray[np.int32]:
+        """Token ids of a running beam, int32 [length], a view."""
+        return self._running[beam]
+
+
+class BeamSearch(RunningBeams):
     """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
 
     The search ends before its full length where it has ``width`` hypotheses and, with ``early_stopping`` "heuristic",
@@ -72,33 +99,16 @@ class BeamSearch:
     def __init__(
         self, width: int, max_tokens: int, ends: Collection[int], length_penalty: float, early_stopping: EarlyStopping
     ) -> None:
-        self.width = width
-        self.done = False
+        super().__init__(width)
         self._max_tokens = max_tokens
         self._ends = np.array(sorted(ends), dtype=np.int64)
         self._penalty = length_penalty
         self._early = early_stopping
         self._keep = max(2, 1 + len(self._ends)) * width
-        self._length = 0
-        self._running = np.zeros((width, max_tokens), dtype=np.int32)
         self._scores = np.full(width, NONE, dtype=np.float32)
         self._scores[0] = 0.0  # all beams are the same prompt: only one of them may go on
-        self._finished = np.zeros((width, max_tokens), dtype=np.int32)
-        self._finished_scores = np.full(width, NONE, dtype=np.float32)
-        self._finished_lengths = np.zeros(width, dtype=np.int64)
-        self._is_finished = np.zeros(width, dtype=bool)
+        self._finished: list[_Finished] = [_Finished(NONE, (), None)] * width
         self._can_improve = True
-        self._trails: list[Trail | None] = [None] * width
-        self._finished_trails: list[Trail | None] = [None] * width
-
-    @property
-    def length(self) -> int:
-        """Tokens that each running beam has."""
-        return self._length
-
-    def tokens(self, beam: int) -> npt.NDArray[np.int32]:
-        """Token ids of a running beam, int32 [length], a view."""
-        return self._running[beam, : self._length]
 
     def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
         """The beams that go on, best first; none when the search is ``done``.
@@ -112,9 +122,8 @@ class BeamSearch:
         found = torch.topk(sums, min(self._keep, len(sums)))
         values, places = found.values.cpu().numpy(), found.indices.cpu().numpy()
         parents, token_ids = places // size, places % size
-        ended = np.isin(token_ids, self._ends) | (self._length + 1 >= self._max_tokens)
-        extended = self._running[parents]
-        extended[:, self._length] = token_ids
+        ended = np.isin(token_ids, self._ends) | (self.length + 1 >= self._max_tokens)
+        extended = np.concatenate((self._running[parents], token_ids[:, None].astype(np.int32)), axis=1)
         candidates = [Fork(int(p), int(t)) for p, t in zip(parents, token_ids, strict=True)]
         trails: list[Trail | None] = [None] * len(candidates)
         if note is not None:
@@ -125,7 +134,6 @@ class BeamSearch:
         self._running = extended[order]
         self._trails = [trails[i] for i in order]
         self._scores = (values + ended.astype(np.float32) * NONE)[order]
-        self._length += 1
         self._judge(bool(ended.all()))
         return () if self.done else [candidates[i] for i in order]
 
@@ -133,46 +141,38 @@ class BeamSearch:
         self, values: npt.NDArray[np.float32], texts: Any, trails: list[Trail | None], ended: npt.NDArray[np.bool_]
     ) -> None:
         """Keep the best hypotheses of those before and of ``texts`` that ended among the best ``width``."""
-        length = self._length + 1
-        now = ended & (np.arange(len(values)) < self.width)
-        scores = values / np.float32(length**self._penalty)
-        if self._early == "first" and self._is_finished.all():
+        scores = values / np.float32(texts.shape[1] ** self._penalty)
+        if (self._early == "first" and self._is_full) or not self._can_improve:
             scores = scores + NONE
-        if not self._can_improve:
-            scores = scores + NONE
-        scores = (scores + (~now).astype(np.float32) * NONE).astype(np.float32)
-        merged = np.concatenate((self._finished_scores, scores))
-        order = np.argsort(-merged, kind="stable")[: self.width]
-        self._finished_scores = merged[order]
-        self._finished = np.concatenate((self._finished, texts))[order]
-        self._finished_lengths = np.concatenate((self._finished_lengths, np.full(len(values), length)))[order]
-        self._is_finished = np.concatenate((self._is_finished, now))[order]
-        merged_trails = self._finished_trails + trails
-        self._finished_trails = [merged_trails[i] for i in order]
+        found = [
+            _Finished(scores[i], tuple(texts[i].tolist()), trails[i])
+            for i in range(min(self.width, len(values)))
+            if ended[i]
+        ]
+        # stable: of equal scores the one that was there before stays
+        self._finished = sorted(self._finished + found, key=lambda one: -one.score)[: self.width]
+
+    @property
+    def _is_full(self) -> bool:
+        return all(one.token_ids for one in self._finished)
 
     def _judge(self, all_ended: bool) -> None:
         """Whether the search goes on: no hypothesis can improve, enough are there, or no beam can go on."""
         longest = self._early == "never" and self._penalty > 0.0
-        length = self._max_tokens if longest else self._length
-        best = self._scores[0] / np.float32(length**self._penalty)
-        worst = np.where(self._is_finished, self._finished_scores.min(), NONE)
-        self._can_improve = self._can_improve and bool((best > worst).any())
-        full = self._early == "first" and bool(self._is_finished.all())
-        self.done = not self._can_improve or full or all_ended
+        best = self._scores[0] / np.float32((self._max_tokens if longest else self.length) ** self._penalty)
+        worst = self._finished[-1].score if self._is_full else NONE
+        self._can_improve = self._can_improve and bool(best > worst)
+        self.done = not self._can_improve or (self._early == "first" and self._is_full) or all_ended
 
     def best(self, count: int) -> list[Hypothesis]:
         """The best ``count`` hypotheses, at most ``width``; where the search is not ``done`` running beams, as far as
         they are, after those that there are."""
         found = [
-            Hypothesis(
-                tuple(self._finished[i, : self._finished_lengths[i]].tolist()),
-                float(self._finished_scores[i]),
-                Trail.notes(self._finished_trails[i]),
-            )
-            for i in range(self.width)
-            if self._is_finished[i]
+            Hypothesis(one.token_ids, float(one.score), Trail.notes(one.trail))
+            for one in self._finished
+            if one.token_ids
         ]
-        for beam in range(self.width) if self._length else ():
-            score = float(self._scores[beam]) / self._length**self._penalty
+        for beam in range(self.width) if self.length else ():
+            score = float(self._scores[beam]) / self.length**self._penalty
             found.append(Hypothesis(tuple(self.tokens(beam).tolist()), score, Trail.notes(self._trails[beam])))
         return found[: min(count, self.width)]

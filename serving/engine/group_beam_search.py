@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..request import EarlyStopping
-from .beam_search import NONE, Fork, Hypothesis, Note, Trail
+from .beam_search import NONE, Fork, Hypothesis, Note, RunningBeams, Trail
 
 
 class _Group:
@@ -53,7 +52,7 @@ class _Group:
         self.done = self.worst >= best / (self._max_tokens if longest else length) ** self._penalty
 
 
-class GroupBeamSearch:
+class GroupBeamSearch(RunningBeams):
     """``num_groups`` groups of ``width // num_groups`` beams of one prompt; otherwise like ``BeamSearch``.
 
     ``filler`` is the token that the beams of a group that is done count with for the diversity of later groups
@@ -72,26 +71,13 @@ class GroupBeamSearch:
         diversity_penalty: float,
         filler: int,
     ) -> None:
-        self.width = width
-        self.done = False
+        super().__init__(width)
         self._max_tokens = max_tokens
         self._ends = frozenset(ends)
         self._diversity = np.float32(diversity_penalty)
         self._filler = filler
         self._size = width // num_groups
         self._groups = [_Group(self._size, early_stopping, length_penalty, max_tokens) for _ in range(num_groups)]
-        self._length = 0
-        self._running = np.zeros((width, max_tokens), dtype=np.int32)
-        self._trails: list[Trail | None] = [None] * width
-
-    @property
-    def length(self) -> int:
-        """Tokens that each running beam has."""
-        return self._length
-
-    def tokens(self, beam: int) -> npt.NDArray[np.int32]:
-        """Token ids of a running beam, int32 [length], a view."""
-        return self._running[beam, : self._length]
 
     def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
         """The beams that go on, group by group, as ``BeamSearch.step``. Those of a group that is done go on with the
@@ -109,13 +95,12 @@ class GroupBeamSearch:
             forks += mine
             trails += trail
             chosen += [fork.token_id for fork in mine]
-        if not self._length:  # all beams are the prompt
+        if not self.length:  # all beams are the prompt
             forks = [Fork(0, fork.token_id) for fork in forks]
-        self._running = self._running[[fork.parent for fork in forks]]
-        self._running[:, self._length] = chosen
+        before = self._running[[fork.parent for fork in forks]]
+        self._running = np.concatenate((before, np.array(chosen, dtype=np.int32)[:, None]), axis=1)
         self._trails = trails
-        self._length += 1
-        self.done = all(group.done for group in self._groups) or self._length >= self._max_tokens
+        self.done = all(group.done for group in self._groups) or self.length >= self._max_tokens
         if self.done:
             self._finish()
         return () if self.done else forks
@@ -129,7 +114,7 @@ class GroupBeamSearch:
             log_probs = log_probs - float(self._diversity) * counts
         sums = (log_probs + torch.from_numpy(group.scores).to(log_probs.device)[:, None]).reshape(-1)
         found = torch.topk(sums, min(max(2, 1 + len(self._ends)) * self._size, len(sums)))
-        length, size = self._length + 1, log_probs.shape[-1]
+        length, size = self.length + 1, log_probs.shape[-1]
         candidates = [Fork(first + place // size, place % size) for place in found.indices.tolist()]
         trails: list[Trail | None] = [None] * len(candidates)
         if note is not None:
@@ -154,13 +139,13 @@ class GroupBeamSearch:
         for number, group in enumerate(self._groups):
             for i in () if group.done else range(self._size):
                 beam = number * self._size + i
-                group.add(tuple(self.tokens(beam).tolist()), float(group.scores[i]), self._length, self._trails[beam])
+                group.add(tuple(self.tokens(beam).tolist()), float(group.scores[i]), self.length, self._trails[beam])
 
     def best(self, count: int) -> list[Hypothesis]:
         """The best ``count`` hypotheses of all groups, as ``BeamSearch.best``."""
         found = [one for group in self._groups for one in group.hypotheses]
         ranked = sorted(found, key=lambda one: one.score)[::-1]
-        if not self.done and self._length:
+        if not self.done and self.length:
             for beam in range(self.width):
                 ranked.append(Hypothesis(tuple(self.tokens(beam).tolist()), 0.0, Trail.notes(self._trails[beam])))
         return ranked[: min(count, self.width)]

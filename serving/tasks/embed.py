@@ -23,8 +23,9 @@ def run(engine: Engine, request: ValidRequest) -> Pieces:
     return Pieces(all_pieces(Run(request), stream), stream)
 
 
-class Run:
-    """One request's inputs, fed with events by ``pieces.all_pieces`` or by an event loop (``flavors``' ``aio``)."""
+class EncoderRun:
+    """One request's inputs, of which an engine gives a vector each, fed with events by ``pieces.all_pieces`` or by an
+    event loop (``flavors``' ``aio``)."""
 
     def __init__(self, request: ValidRequest) -> None:
         self._request = request
@@ -45,14 +46,30 @@ class Run:
                 raise DeadlineExceeded("timeout: the request's time limit passed before it was complete")
             return
         if not isinstance(event, Embedded):
-            raise InternalError("the engine answered an embeddings request with tokens")
+            raise InternalError(f"the engine answered a request of task {self._request.task} with tokens")
         self._missing.discard(event.index)
-        yield Vector(index=event.index, data=shortened(event.vector, self._request.dimensions))
+        yield from self.take(event)
+
+    def take(self, event: Embedded) -> Iterator[Piece]:
+        """What one input's vector makes certain."""
+        raise NotImplementedError
+
+    def conclude(self) -> Iterator[Piece]:
+        """What is certain when all are there."""
+        return iter(())
 
     def end(self) -> Iterator[Piece]:
         if self._missing:
             raise InternalError("the engine ended the request without finishing it")
+        yield from self.conclude()
         yield Done(usage=Usage(prompt_tokens=self._request.num_prompt_tokens))
+
+
+class Run(EncoderRun):
+    """A vector an input, as they come."""
+
+    def take(self, event: Embedded) -> Iterator[Piece]:
+        yield Vector(index=event.index, data=shortened(event.vector, self._request.dimensions))
 
 
 def shortened(vector: bytes, dimensions: int | None) -> bytes:

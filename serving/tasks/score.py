@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine.interface import Engine
-from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Event, Failed, Finished
-from ..reply import Done, Piece, Score, Usage
+from ..events import Embedded
+from ..reply import Piece, Score
 from ..request import Activation, ValidRequest
-from .pieces import Pieces, all_pieces, failure
+from .embed import EncoderRun
+from .pieces import Pieces, all_pieces
 
 
 def run(engine: Engine, request: ValidRequest) -> Pieces:
@@ -47,48 +47,26 @@ ACTIVATIONS: Mapping[Activation, Callable[[float], float]] = {
 }
 
 
-class Run:
-    """One request's texts or pairs, fed with events (``pieces.Run``)."""
+class Run(EncoderRun):
+    """A number a pair as they come, or the cosines when all texts have their vectors."""
 
     def __init__(self, request: ValidRequest) -> None:
+        super().__init__(request)
         assert request.scoring is not None
-        self._request = request
         self._num_queries = request.scoring.num_queries
         self._activate = ACTIVATIONS[request.scoring.activation]
-        self._missing = set(range(len(request.sequences)))
         self._vectors: dict[int, npt.NDArray[np.float64]] = {}
 
-    @property
-    def is_complete(self) -> bool:
-        return not self._missing
-
-    def begin(self) -> Iterator[Piece]:
-        return iter(())
-
-    def feed(self, event: Event) -> Iterator[Piece]:
-        if isinstance(event, Failed):
-            raise failure(event)
-        if isinstance(event, Finished):
-            if event.reason == "deadline":
-                raise DeadlineExceeded("timeout: the request's time limit passed before it was complete")
-            return
-        if not isinstance(event, Embedded):
-            raise InternalError("the engine answered a request for scores with tokens")
-        self._missing.discard(event.index)
+    def take(self, event: Embedded) -> Iterator[Piece]:
         vector = np.frombuffer(event.vector, dtype="<f4").astype(np.float64)
         if self._num_queries:
             self._vectors[event.index] = vector
         else:
             yield Score(index=event.index, value=self._activate(float(vector[0])))
 
-    def end(self) -> Iterator[Piece]:
-        if self._missing:
-            raise InternalError("the engine ended the request without finishing it")
-        if self._num_queries:
-            yield from self._compared()
-        yield Done(usage=Usage(prompt_tokens=self._request.num_prompt_tokens))
-
-    def _compared(self) -> Iterator[Piece]:
+    def conclude(self) -> Iterator[Piece]:
+        if not self._num_queries:
+            return
         vectors = [_unit(self._vectors[index]) for index in range(len(self._request.sequences))]
         queries, documents = vectors[: self._num_queries], vectors[self._num_queries :]
         for index, document in enumerate(documents):
