@@ -118,7 +118,6 @@ KINDS: Mapping[str, Reader[Constraint]] = {
 }
 GUIDED: Mapping[str, Reader[Constraint]] = {f"guided_{name}": read for name, read in KINDS.items()}
 BACKEND = one_of("auto", "guidance", "llguidance", why="grammars are llguidance's")
-ONE_ENGINE = "there is no other backend to fall back to"
 WHITESPACE = "the white space of JSON is compact"
 
 _ASKS_NOTHING: Mapping[str, Reader[Any]] = {

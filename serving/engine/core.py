@@ -312,10 +312,7 @@ class EngineCore:
         try:
             made = beams.advance(self._parts.cache, lambda: self._add_member(group, first.index))
         except FloatingPointError:
-            for beam in group.members:
-                if beam.status == "running":
-                    self._parts.cache.wipe(beam.id)
-            self._fail(self._inflight.of(first), InternalError("the model produced numbers that are not finite"))
+            self._fail_not_finite(first)
             return
         for beam in made:
             self._scheduler.add(beam)
@@ -380,7 +377,10 @@ class EngineCore:
             self._inflight.flush(sequence)
 
     def _fail_not_finite(self, sequence: SequenceState) -> None:
-        self._parts.cache.wipe(sequence.id)
+        """Of a beam: its search, whose beams may have copied what is not finite."""
+        for one in (sequence,) if sequence.group.beams is None else sequence.group.members:
+            if one.status == "running":
+                self._parts.cache.wipe(one.id)
         logger.error("request %s: logits are not finite", sequence.request.request_id)
         error = InternalError("the model produced numbers that are not finite")
         self._fail(self._inflight.of(sequence), error)
@@ -443,9 +443,7 @@ class EngineCore:
         for number, beam in enumerate(group.members):
             self._scheduler.finish(beam, keep=number == 0)
         texts = beams.texts(reason)
-        generated = sum(len(text.token_ids) for text in texts)
-        self._generated += generated
-        self._generated_provisioned += generated * group.request.provisioned
+        self._count(group.members[0], sum(len(text.token_ids) for text in texts))
         self._inflight.finish_search(group, texts)
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:

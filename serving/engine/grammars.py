@@ -93,7 +93,6 @@ class Grammars:
     def ask(self, request_id: str, grammar: Grammar) -> Compilation:
         """The compilation of ``grammar``: done, or one that the request now waits for. Raises ``InvalidField`` for one
         that is too large, and ``Overloaded``."""
-        _check_size(grammar)
         digest = _digest(grammar)
         found = self._cache.get(digest)
         if found is None or (found.is_done and found.template is None):  # refused when nobody waited for it any more
@@ -106,6 +105,7 @@ class Grammars:
         return found
 
     def _begin(self, digest: bytes, grammar: Grammar) -> Compilation:
+        _check_size(grammar)
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         if len(self._given_up) >= MAX_GIVEN_UP:
             raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)

@@ -290,14 +290,14 @@ class Scheduler:
 
     def _is_full(self, sequence: SequenceState) -> bool:
         """Whether the places that are left are not enough for ``sequence``, and for the beams that start with it."""
-        return len(self.running) + self._reserved + self._places(sequence) > self.max_num_seqs
+        return self._taken(self.running) + self._places(sequence) > self.max_num_seqs
 
-    @property
-    def _reserved(self) -> int:
-        """Places kept for beams that do not run yet, of searches that have begun."""
+    def _taken(self, running: Sequence[SequenceState]) -> int:
+        """Places that ``running`` take: one each, but all that their searches need for beams."""
         if not self._searches:
-            return 0
-        return sum(g.beams.width - sum(m.status == "running" for m in g.members) for g in self._searches if g.beams)
+            return len(running)
+        searches = {id(s.group): s.group.beams.width for s in running if s.group.beams is not None}
+        return sum(s.group.beams is None for s in running) + sum(searches.values())
 
     def _places(self, sequence: SequenceState) -> int:
         beams = sequence.group.beams
@@ -309,9 +309,8 @@ class Scheduler:
         """Whether preempting best-effort sequences would make enough places for a provisioned one."""
         if not sequence.provisioned:
             return False
-        others = sum(1 if s.group.beams is None else 0 for s in self.running if not s.provisioned)
-        others += sum(g.beams.width for g in self._searches if g.beams and not g.members[0].provisioned)
-        return len(self.running) + self._reserved - others + self._places(sequence) <= self.max_num_seqs
+        kept = [s for s in self.running if s.provisioned]
+        return self._taken(kept) + self._places(sequence) <= self.max_num_seqs
 
     def _can_displace(self, sequence: SequenceState) -> bool:
         return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlflow_llm.serving.structured import values
-from mlflow_llm.serving.structured.containers import Containers
-from mlflow_llm.serving.structured.disjoint import told_apart
-from mlflow_llm.serving.structured.document import Document, Place, pointer
-from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf, alternatives
-from mlflow_llm.serving.structured.keywords import OF_TYPE, TYPES, Keywords
-from mlflow_llm.serving.structured.scalars import Scalars
+from ..structured import values
+from .containers import Containers
+from .disjoint import told_apart
+from .document import Document, Place, pointer
+from .forms import ANY, NOTHING, Form, Leaf, alternatives
+from .keywords import OF_TYPE, TYPES, Keywords
+from .scalars import Scalars
 
 MAX_FORMS = 5_000
 MAX_BESIDE = 200  # schemas that hold for one value

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
-from mlflow_llm.serving.structured import values
-from mlflow_llm.serving.structured.document import Place, pointer
-from mlflow_llm.serving.structured.expression import whole_text_pattern
-from mlflow_llm.serving.structured.forms import ANY, NOTHING, Form, Leaf
-from mlflow_llm.serving.structured.keywords import Keywords
+from ..structured import values
+from .document import Place, pointer
+from .expression import whole_text_pattern
+from .forms import ANY, NOTHING, Form, Leaf
+from .keywords import Keywords
 
 MAX_ITEMS = 1_000  # of an array that says how many it has, and of an object
 MAX_OPTIONAL = 64  # properties of which at least one is to be there

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from mlflow_llm.serving.structured import values
-from mlflow_llm.serving.structured.forms import Form, Leaf
+from ..structured import values
+from .forms import Form, Leaf
 
 MAX_LEAVES = 300  # each is looked at beside each other
 MAX_DEPTH = 3  # of objects in objects that are looked at

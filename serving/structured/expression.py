@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias
 
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.structured.document import is_unicode
+from ..errors import InvalidField
+from .document import is_unicode
 
 MAX_CHARS = 16_384
 MAX_GROUPS_DEEP = 50

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlflow_llm.serving.constraint import Constraint, Grammar
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.structured.document import is_unicode
-from mlflow_llm.serving.structured.expression import in_slashes, lark_expression, literal
-from mlflow_llm.serving.structured.lark import checked_lark
-from mlflow_llm.serving.structured.schema import normalized
+from ..constraint import Constraint, Grammar
+from ..errors import InvalidField
+from .document import is_unicode
+from .expression import in_slashes, lark_expression, literal
+from .lark import checked_lark
+from .schema import normalized
 
 MAX_CHOICES = 10_000
 MAX_CHOICES_CHARS = 512 * 1024

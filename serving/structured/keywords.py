@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
-from mlflow_llm.serving.structured.document import Document, Place
+from .document import Document, Place
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 

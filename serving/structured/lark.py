@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from mlflow_llm.serving.errors import InvalidField, reason
-from mlflow_llm.serving.structured.document import is_unicode
+from ..errors import InvalidField, reason
+from .document import is_unicode
 
 MAX_CHARS = 65_536
 MAX_GBNF_RULES = 256

@@ -8,12 +8,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NoReturn
 
-from mlflow_llm.serving.structured import formats
-from mlflow_llm.serving.structured.document import Place
-from mlflow_llm.serving.structured.expression import whole_text_pattern
-from mlflow_llm.serving.structured.forms import INTEGERS, PARTS_DIGITS, WHOLE_DIGITS, Leaf
-from mlflow_llm.serving.structured.keywords import OF_TYPE, Keywords
-from mlflow_llm.serving.structured.values import type_of
+from ..structured import formats
+from .document import Place
+from .expression import whole_text_pattern
+from .forms import INTEGERS, PARTS_DIGITS, WHOLE_DIGITS, Leaf
+from .keywords import OF_TYPE, Keywords
+from .values import type_of
 
 MAX_LENGTH = 100_000
 _MAX_COEFFICIENT = 10_000  # an automaton with so many states is made in 3 ms, with 10,000,000 in 12 s

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlflow_llm.serving.errors import InvalidField
-from mlflow_llm.serving.structured.conjunction import MAX_LEVELS, Conjunction
-from mlflow_llm.serving.structured.document import Document
-from mlflow_llm.serving.structured.forms import has_open_keys, written
+from ..errors import InvalidField
+from .conjunction import MAX_LEVELS, Conjunction
+from .document import Document
+from .forms import has_open_keys, written
 
 
 def normalized(schema: Any, field: str) -> tuple[dict[str, Any], bool]:

@@ -8,6 +8,7 @@ from ..constraint import Grammar
 from ..errors import InvalidField
 from ..request import RawChat, ToolChoice, ToolUse
 from ..tool_calls.argument_types import argument_types
+from ..tool_calls.formats import ToolFormat
 from .endpoint import EndpointView
 from .forms import chat_grammar, check_choice
 from .prompts import Prompt, chat_prompt
@@ -39,16 +40,12 @@ def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
     if tools is None and format.reasoning is None:
         held_to = chat_grammar(raw, endpoint, format, in_reasoning=False)
         return Chat(prompt, None, begins_in_reasoning=False, read_as=None, grammar=held_to)
-    reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text)
-    if raw.thinking is False and raw.end != "open" and (reasoning or _always_reasons(raw, endpoint.text)):
+    reasoning = _ends_in_reasoning(prompt.token_ids, raw, endpoint.text, format)
+    always = format.layout == "channels"  # without a word of it in the prompt
+    if raw.thinking is False and raw.end != "open" and (reasoning or always):
         raise InvalidField("thinking", "disabled", "enabled: this model always reasons before it answers")
     held_to = chat_grammar(raw, endpoint, format, in_reasoning=reasoning)
     return Chat(prompt, tools, reasoning, template or DEFAULT_TEMPLATE, held_to)
-
-
-def _always_reasons(raw: RawChat, text: TextModel) -> bool:
-    """Without a word of it in the prompt."""
-    return text.tool_format(template_name(raw, text)).layout == "channels"
 
 
 def tool_use(raw: RawChat) -> ToolUse | None:
@@ -69,9 +66,9 @@ def tool_use(raw: RawChat) -> ToolUse | None:
     )
 
 
-def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel) -> bool:
+def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel, format: ToolFormat) -> bool:
     """Whether the prompt's last words open the reasoning; of a message that is to go on, whether it is in it."""
-    reasoning = text.tool_format(template_name(raw, text)).reasoning
+    reasoning = format.reasoning
     if reasoning is None or raw.end == "closed":
         return False
     begin, end = reasoning.begin.strip(), reasoning.end.strip()

@@ -101,9 +101,7 @@ class ChannelReader(Reading):
         return self._enter(self._body)
 
     def _body(self) -> bool:
-        start, kind, end = self._ends.find(self._text, self._at)
-        self._say(self._text[self._at : start])
-        self._at = start
+        start, kind, end = self._say_up_to(self._ends)
         if not kind:
             return False
         self._at_marker()

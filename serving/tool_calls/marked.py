@@ -103,9 +103,7 @@ class MarkedReader(Reading):
         return self._enter(self._content_state)
 
     def _content_state(self) -> bool:
-        start, kind, end = self._in_content.find(self._text, self._at)
-        self._say(self._text[self._at : start])
-        self._at = start
+        start, kind, end = self._say_up_to(self._in_content)
         if not kind:
             return False
         if kind == "reasoning":
@@ -134,9 +132,7 @@ class MarkedReader(Reading):
         return self._enter(self._reasoning)
 
     def _reasoning(self) -> bool:
-        start, kind, end = self._in_thought.find(self._text, self._at)
-        self._say(self._text[self._at : start])
-        self._at = start
+        start, kind, end = self._say_up_to(self._in_thought)
         if not kind:
             return False
         if kind != "end":

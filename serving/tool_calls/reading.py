@@ -9,7 +9,7 @@ from ..request import ToolUse
 from .arguments import ArgumentsReader
 from .formats import CUSTOM_INPUT
 from .json_values import MemberText
-from .markers import Literals
+from .markers import Literals, Search
 from .parts import CallArguments, CallBegin, CallEnd, Part, Parts, Text, Thought, Trimmed
 
 NO_TOOLS = ToolUse(names=())
@@ -89,6 +89,13 @@ class Reading:
             self._parts.add(Thought, self._thought.push(shown))
         else:
             self._parts.add(Text, self._content.push(shown))
+
+    def _say_up_to(self, markers: Search) -> tuple[int, str, int]:
+        """Read the text before the first of ``markers``, of which ``Search.find`` is returned."""
+        found = markers.find(self._text, self._at)
+        self._say(self._text[self._at : found[0]])
+        self._at = found[0]
+        return found
 
     def _at_marker(self) -> None:
         """A marker has been read: white space beside it is not text."""
