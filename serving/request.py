@@ -38,9 +38,24 @@ class RawBeams(Struct, frozen=True, kw_only=True):
     field: str = "beam_width"
 
 
+class Draft(Struct, frozen=True, kw_only=True):
+    """What the caller expects the text to be: as ``text``, or as ``token_ids``, with their ``logits`` (float32, little
+    endian, [tokens, V]) where the drafts were drawn from a distribution. ``field`` is what it is called there."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
+    logits: bytes | None = None
+    field: str = "draft_input_ids"
+
+
 class RawSampling(Struct, frozen=True, kw_only=True):
-    """What a caller may say of sampling; None means the default of the endpoint's profile. ``clip_max_tokens``: of more
-    tokens than the context leaves, as many as it leaves, instead of a refusal."""
+    """What a caller may say of sampling; None means the default of the endpoint's profile.
+
+    ``clip_max_tokens``: of more tokens than the context leaves, as many as it leaves, instead of a refusal.
+    ``stop_sequences`` are runs of tokens that end the text, beside the strings of ``stop``. ``embedding_bias`` is added
+    to the logits: float32, little endian, [V]. ``end_id`` ends the text in place of the model's own end-of-text
+    ids. ``penalize_prompt``: presence and frequency penalties count the prompt's tokens too, as TensorRT-LLM's do.
+    """
 
     max_tokens: int | None = None
     clip_max_tokens: bool | None = None
@@ -67,12 +82,45 @@ class RawSampling(Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     constraint: Constraint | None = None
     beams: RawBeams | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] | None = None
+    stop_sequences: tuple[tuple[int, ...], ...] | None = None
+    no_repeat_ngram_size: int | None = None
+    embedding_bias: bytes | None = None
+    end_id: int | None = None
+    penalize_prompt: bool | None = None
+    context_logits: bool | None = None
+    generation_logits: bool | None = None
+    draft: Draft | None = None
+
+
+class LoraTask(Struct, frozen=True, kw_only=True):
+    """An adapter that comes with the request (TensorRT-LLM's ``lora_task_id``, ``lora_weights``, ``lora_config``).
+
+    Its first request has all three, later ones ``task_id`` alone. ``weights``: float32, little endian, row-major,
+    [rows, width], each row A [rank, in] then B [out, rank], padded with zeros. ``config``: a row of
+    ``[module_id, layer, rank]`` or ``[module_id, layer, rank, is_dora]`` for each row of weights.
+    """
+
+    task_id: int
+    weights: bytes | None = None
+    config: tuple[tuple[int, ...], ...] | None = None
+
+
+class PromptTable(Struct, frozen=True, kw_only=True):
+    """Vectors of virtual tokens (p-tuning): token ids from the vocabulary's size on are its rows.
+
+    ``data``: float32, little endian, [num_tokens, hidden size].
+    """
+
+    data: bytes
+    num_tokens: int
 
 
 class Raw(Struct, frozen=True, kw_only=True):
     """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share.
 
     ``echoed`` is what the dialect's reply repeats of the request, in a form of its own; nothing else reads it.
+    ``lora_task`` takes the place of ``adapter``.
     """
 
     task: ClassVar[Task]
@@ -83,6 +131,8 @@ class Raw(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     user: str | None = None
     cache_salt: str | None = None
+    lora_task: LoraTask | None = None
+    prompt_table: PromptTable | None = None
     echoed: bytes = b""
 
 
