@@ -10,6 +10,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,8 +230,8 @@ def test_langchain_tools(url: str) -> None:
 
 
 def test_langchain_standard(url: str) -> None:
-    """LangChain's own tests of a chat model (``langchain_standard``), where langchain-tests is installed."""
-    pytest.importorskip("langchain_tests", reason="pip install langchain-tests, which brings plugins for pytest")
+    """LangChain's own tests of a chat model (``langchain_standard``)."""
+    pytest.importorskip("langchain_tests")
     plugins = ("-p", "pytest_asyncio.plugin", "-p", "syrupy", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider")
     file = Path(__file__).with_name("langchain_standard.py")
     # how fast it streams is compared with a recording, which nobody has made
@@ -238,6 +239,40 @@ def test_langchain_standard(url: str) -> None:
     given = os.environ | {"MLFLOW_LLM_TEST_URL": url, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.fixture(scope="module")
+def ai_sdk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Vercel's AI SDK as its lockfile has it, installed by npm beside a program that uses it."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("needs node and npm")
+    folder = tmp_path_factory.mktemp("npm") / "ai_sdk"
+    shutil.copytree(Path(__file__).with_name("ai_sdk"), folder)
+    install = ("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund")
+    done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"npm could not install the AI SDK: {done.stderr[-300:]}")
+    return folder
+
+
+def test_ai_sdk(url: str, ai_sdk: Path) -> None:
+    """npm's ``ai`` with ``@ai-sdk/openai-compatible``: texts, objects and calls, whole and streamed, and an error."""
+    given = os.environ | {"MLFLOW_LLM_TEST_URL": url}
+    done = subprocess.run(("node", "client.mjs"), cwd=ai_sdk, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = json.loads(done.stdout)
+    for field in ("text", "reason"):
+        assert got["stream"][field] == got["text"][field]
+    assert got["stream"]["usage"]["totalTokens"] == got["text"]["usage"]["totalTokens"]
+    assert got["text"]["usage"]["totalTokens"] > got["text"]["usage"]["outputTokens"] > 0
+    assert Report.model_validate(got["object"])
+    assert got["streamedObject"] == got["object"]
+    assert got["calls"]["reason"] == "tool-calls"
+    assert got["calls"]["results"] == [f"sunny in {call['city']}" for call in got["calls"]["calls"]]
+    assert got["streamedCalls"] == got["calls"]["calls"]
+    assert got["answered"]["inputTokens"] > 0
+    assert got["refused"]["status"] == 400
+    assert "top_p" in got["refused"]["message"]
 
 
 def test_pydantic_ai(url: str) -> None:

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from llm_server import served
+
+from mlflow_llm.flavors import llm
+
+VERDICT = {
+    "type": "object",
+    "properties": {"rationale": {"type": "string", "maxLength": 80}, "result": {"enum": ["yes", "no"]}},
+    "required": ["rationale", "result"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def url(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the endpoints ``assistant`` and ``judge``, whose model was logged with the form of a verdict."""
+    root = tmp_path_factory.mktemp("judges")
+    llm.save_model(root / "chat", smollm2_dir, link_files=True)
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": VERDICT}}
+    defaults = {"response_format": form, "temperature": 0.0, "max_tokens": 200}
+    llm.save_model(root / "judge", smollm2_dir, link_files=True, defaults=defaults)
+    models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{root / 'judge'}=judge")
+    with served(root, *models, "-C", "max_model_len=2048") as url:
+        yield url
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -22,3 +48,38 @@ def test_a_judge_by_openais_route(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     feedback = judge(outputs="Thank you very much.")
     assert feedback.error is None
     assert feedback.value in (True, False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_judge_by_a_workspaces_route(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """databricks:/… where the server is the workspace. MLflow 3.17 hands its ``endpoints:/…`` in ``make_judge`` to
+    litellm, which knows no such provider; for its own scorers it is the deployments client's."""
+    from mlflow.genai.judges import make_judge
+
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setenv("DATABRICKS_API_BASE", f"{workspace}/serving-endpoints")
+    monkeypatch.setenv("DATABRICKS_API_KEY", "x")
+    judge = make_judge(
+        name="polite",
+        instructions="Is the text polite? {{ outputs }}",
+        model="databricks:/assistant",
+        feedback_value_type=bool,
+        inference_params={"max_tokens": 200, "temperature": 0.0},
+    )
+    feedback = judge(outputs="Thank you very much.")
+    assert feedback.error is None
+    assert feedback.value in (True, False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_scorer_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """endpoints:/… in MLflow's own scorers, with our server as the deployments target. MLflow asks in words alone for
+    the form of the verdict: the model's own default holds it to one."""
+    from mlflow.genai.scorers import Guidelines
+
+    monkeypatch.setattr("mlflow.deployments.utils._deployments_target", None)
+    monkeypatch.setenv("MLFLOW_DEPLOYMENTS_TARGET", workspace)
+    scorer = Guidelines(name="polite", guidelines="The text must be polite.", model="endpoints:/judge")
+    feedback = scorer(inputs={"q": "Say thank you."}, outputs="Thank you very much.")
+    assert feedback.error is None
+    assert feedback.value in ("yes", "no")
