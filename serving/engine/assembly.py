@@ -22,7 +22,7 @@ from .lora import LoraPool
 from .native_decoder import NativeDecoder
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
-from .slot_cache import SlotKVCache
+from .slot_cache import KEPT_IN_BF16, SlotKVCache
 from .speculation import Speculation
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         kernels="torch" if loaded.decoder is None else "native",
         kernels_reason=loaded.kernels_reason,
         kv_cache_memory=memory,
+        kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True),
@@ -98,7 +99,9 @@ def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KVCache:
     """A cache within ``memory`` bytes."""
-    itemsize = torch.empty((), dtype=loaded.dtype).element_size()
+    bf16_kv = settings.kv_cache_dtype == "bfloat16" and loaded.dtype != torch.bfloat16
+    kept = KEPT_IN_BF16 if bf16_kv else {"dtype": loaded.dtype}
+    itemsize = torch.empty((), dtype=kept["dtype"]).element_size()
     token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
     num_tokens = memory // token_bytes
     num_slots = 2 * settings.max_num_seqs
@@ -108,8 +111,8 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KV
     if num_tokens < 1 or num_slots < 1:
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
     make = partial(
-        SlotKVCache, loaded.layers, num_tokens=num_tokens, dtype=loaded.dtype, device=loaded.device,
-        prefix_caching=settings.prefix_caching,
+        SlotKVCache, loaded.layers, num_tokens=num_tokens, device=loaded.device,
+        prefix_caching=settings.prefix_caching, **kept,
     )  # fmt: skip
     try:
         return make(num_slots=num_slots, max_model_len=max_model_len)

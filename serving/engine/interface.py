@@ -52,8 +52,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
-    ``kv_cache_memory`` is bytes, ``num_standbys`` how many are to be kept beside it, ``threads`` how many of them
-    compute on CPU, ``backend`` the name of the ``Core``.
+    ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
+    be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
     """
 
     content_hash: str
@@ -69,6 +69,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     kernels: str = "torch"
     kernels_reason: str = ""
     kv_cache_memory: int = 0
+    kv_cache_dtype: str = ""
     num_standbys: int = 0
     threads: int = 1
     pid: int = 0

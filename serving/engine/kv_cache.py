@@ -66,6 +66,7 @@ class KVCache(ABC):
 
     num_tokens_total: int
     max_model_len: int
+    dtype: Any
 
     @property
     @abstractmethod

@@ -195,23 +195,37 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
 def native_decoder(
     model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
 ) -> tuple[DecoderWeights | None, str]:
-    """The weights of a native step, where the model can be run so and the self-test agrees; else why not."""
+    """The weights of a native step, where the model can be run so and the self-test agrees; else why not. Raises
+    ``PackagingError`` where keys and values are to be kept as only such a step does."""
+    bf16_kv = settings.kv_cache_dtype == "bfloat16" and like.dtype != torch.bfloat16
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         weights = decoder_weights(model, uses)
+        if bf16_kv:
+            library.check_bf16_kv(weights.head_dim)
     except NotNative as reason:
+        if bf16_kv:
+            raise refused_bf16_kv(reason) from None
         return None, str(reason)
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
     try:
-        test.check(forward, [use.shape for use in uses], like, int8=settings.quantization == "int8")
+        int8 = settings.quantization == "int8"
+        test.check(forward, [use.shape for use in uses], like, int8=int8, bf16_kv=bf16_kv)
     except PackagingError as error:
+        if bf16_kv:
+            raise refused_bf16_kv(error) from error
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
         return None, f"the self-test at load refused them: {error}"
     return weights, ""
+
+
+def refused_bf16_kv(reason: Exception) -> PackagingError:
+    text = "kv_cache_dtype: 'bfloat16' is not allowed; expected 'auto': our own kernels alone keep keys and values so"
+    return PackagingError(f"{text}, and {reason}")
 
 
 def vocab_size(model: Any) -> int:

@@ -159,6 +159,7 @@ class NativeDecoder:
             slot_elements=cache.slot_elements,
             eps=weights.eps,
             scaling=weights.scaling,
+            bf16_kv=cache.dtype == torch.bfloat16,
         )
         layers = [_layer(layer, offset) for layer, offset in zip(weights.layers, cache.layer_offsets, strict=True)]
         self._handle = found.mlt_decoder_new(

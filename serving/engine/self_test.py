@@ -17,7 +17,7 @@ import torch
 from ..errors import PackagingError
 from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import LayerShape, PrefixKey, Row
-from .slot_cache import SlotKVCache
+from .slot_cache import KEPT_IN_BF16, SlotKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +102,15 @@ class SelfTest:
             expected.append(model(input_ids=row, use_cache=False).logits[0].float())
         return cls(tokens, expected)
 
-    def check(self, forward: Forward, layers: Sequence[LayerShape], like: Any, *, int8: bool = False) -> None:
+    def check(
+        self, forward: Forward, layers: Sequence[LayerShape], like: Any, *, int8: bool = False, bf16_kv: bool = False
+    ) -> None:
         """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model."""
-        cache = SlotKVCache(
-            layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, dtype=like.dtype, device=like.device
-        )
+        kept = KEPT_IN_BF16 if bf16_kv else {"dtype": like.dtype}
+        cache = SlotKVCache(layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, device=like.device, **kept)
         for owner, ids in enumerate(self.tokens):
             cache.acquire(owner, PrefixKey("", ""), ids.astype(np.int32))
-        allowed = INT8_TOLERANCE if int8 else TOLERANCE[like.dtype]
+        allowed = INT8_TOLERANCE if int8 else TOLERANCE[cache.dtype]
         for step in STEPS:
             found = self._step(forward, cache, [part for part in step if self._fits(part)])
             if found is None:

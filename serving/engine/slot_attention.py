@@ -32,7 +32,11 @@ class SlotSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerViews:
-    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` the same memory as rows of D."""
+    """Views of one layer: ``k``, ``v`` are [slots, Hkv, S, D]; ``k_rows``, ``v_rows`` the same memory as rows of D.
+
+    Tokens are moved and given up in whole blocks of ``block`` of them: what of a block is not meant is either the same
+    in both places, or is not read before it is written.
+    """
 
     shape: LayerShape
     k: Any
@@ -42,10 +46,18 @@ class LayerViews:
     slot_elements: int
     offset: int
     slot_tokens: int
+    block: int = 1
 
     @classmethod
     def of(
-        cls, slab: Any, shape: LayerShape, num_slots: int, slot_elements: int, offset: int, size: SlotSize
+        cls,
+        slab: Any,
+        shape: LayerShape,
+        num_slots: int,
+        slot_elements: int,
+        offset: int,
+        size: SlotSize,
+        block: int = 1,
     ) -> LayerViews:
         """Views of the layer whose keys begin ``offset`` elements into each slot of ``slab``."""
         S, H = size.slot_tokens, shape.num_kv_heads
@@ -57,28 +69,35 @@ class LayerViews:
 
         k, k_rows = views(offset, shape.key_dim)
         v, v_rows = views(offset + H * S * shape.key_dim, shape.value_dim)
-        return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S)
+        return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S, block)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """Copy tokens ``[start, stop)`` of slot ``source`` to their places in slot ``target``."""
+        """Copy tokens ``[start, stop)`` of slot ``source`` to their places in slot ``target``; those before are the
+        same in both."""
+        start, stop = start // self.block * self.block, self._whole(stop)
         self.k[target, :, start:stop] = self.k[source, :, start:stop]
         self.v[target, :, start:stop] = self.v[source, :, start:stop]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange the first ``length_a`` tokens of slot ``a`` with the first ``length_b`` of slot ``b``."""
+        length_a, length_b = self._whole(length_a), self._whole(length_b)
         for cube in (self.k, self.v):
             kept = cube[b, :, :length_b].clone()
             cube[b, :, :length_a] = cube[a, :, :length_a]
             cube[a, :, :length_b] = kept
 
     def tails(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Elements within a slot that hold tokens ``[first, last)``: one range a head."""
+        """Elements within a slot that hold tokens ``[first, last)`` and none before: one range a head."""
+        first, last = self._whole(first), self._whole(last)
         S, at, ranges = self.slot_tokens, self.offset, []
         for dim in (self.shape.key_dim, self.shape.value_dim):
             for head in range(self.shape.num_kv_heads):
                 ranges.append((at + (head * S + first) * dim, at + (head * S + last) * dim))
             at += self.shape.num_kv_heads * S * dim
         return ranges
+
+    def _whole(self, tokens: int) -> int:
+        return -(-tokens // self.block) * self.block
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@
     slab   [ slot 0                                    | slot 1 … | slot n-1 ]      each slot a whole number of pages
     slot   [ layer 0: K [Hkv, S, D] , V [Hkv, S, D] | layer 1 … | unused ]
 
+A native step may keep V in blocks of tokens, each [D, block] (``block``): then blocks are copied whole.
+
 Contiguity is what lets one attention call read the KV of many sequences in place (a strided view over a range of
 slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
 """
@@ -12,7 +14,7 @@ slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from .slot_table import EMPTY, Match, Slot, SlotTable
 
 MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
 PAD = 64  # tokens; keeps rows of a slot aligned to cache lines
+KEPT_IN_BF16: Mapping[str, Any] = {"dtype": torch.bfloat16, "block": 32}  # as native/tile_attention.h has it
 
 
 class SlotKVCache(KVCache):
@@ -39,9 +42,11 @@ class SlotKVCache(KVCache):
         dtype: Any,
         device: Any = "cpu",
         prefix_caching: bool = True,
+        block: int = 1,
     ) -> None:
         self.num_tokens_total = num_tokens
         self.max_model_len = max_model_len
+        self.dtype = dtype
         self.device = device
         self.prefix_caching = prefix_caching
         self.table = SlotTable(num_slots, num_tokens)
@@ -51,7 +56,8 @@ class SlotKVCache(KVCache):
         self._layers: list[LayerViews] = []
         offset = 0
         for shape in layers:
-            self._layers.append(LayerViews.of(self._slab.tensor, shape, num_slots, self._slot_elements, offset, self))
+            views = LayerViews.of(self._slab.tensor, shape, num_slots, self._slot_elements, offset, self, block)
+            self._layers.append(views)
             offset += shape.elements_per_token * self._slot_tokens
 
     @property

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "tile_attention.h"
 
 namespace mlt {
 
@@ -31,13 +32,14 @@ struct Layer {
     const float *q_norm, *k_norm;    // [D], or null
     const Linear *qkv, *o, *gate_up, *down;
     int32_t window;                  // tokens a query sees, 0: all before it
-    int64_t kv_offset;               // of this layer in a slot, in floats: K [Hkv, S, D] then V
+    int64_t kv_offset;               // of this layer in a slot, in numbers: K [Hkv, S, D] then V
 };
 
 struct Shape {
     int32_t hidden, heads, kv_heads, head_dim, intermediate, layers, slot_tokens;
     int64_t slot_elements;
     float eps, scaling;
+    int32_t bf16_kv;  // 1: keys and values are kept in bfloat16, as tile_attention.h has them; 0: in float32
 };
 
 // Consecutive tokens of one sequence in the flat row of a step.
@@ -50,7 +52,7 @@ struct Step {
     int32_t num_runs, T;
     const int64_t* ids;          // [T]
     const float *cos, *sin;      // [positions, D / 2]
-    float* slab;
+    void* slab;
     const Factors* const* adapters;  // by number: [layers * MEMBERS]
     const int32_t* kept;         // [num_kept] rows whose logits are wanted
     int32_t num_kept;
@@ -75,6 +77,7 @@ class Decoder {
     std::vector<Item> items;
     std::vector<int> split;  // by row: first of its partials, or -1
     std::vector<Partial> partials;
+    std::vector<TiledPartial> tiled_partials;
     std::vector<float> hidden, normed, qkv, attended, wide, gated;
     Prepared rows_for;
 
@@ -82,9 +85,20 @@ class Decoder {
     void layer(Team& team, const Layer& layer, int index, const Step& step);
     void rotate_row(const Layer& layer, int index, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
+    void attend_bf16(const Layer& layer, const Step& step, const Item& item);
     void join(int t);
     void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const;
     int group() const { return shape.heads / shape.kv_heads; }
+    // Rows of a prompt that one item takes, and softmaxes that a segment of a row has for a KV head.
+    int rows_together() const { return shape.bf16_kv ? std::max(1, TILED_COLUMNS / group()) : QUERY_ROWS; }
+    int parts_together() const { return shape.bf16_kv ? 1 : group(); }
+    // Where a KV head's keys and values of a layer begin in a run's slot.
+    template <class T>
+    std::pair<T*, T*> kept(const Layer& layer, const Step& step, const Run& run, int kv_head) const {
+        const size_t S = shape.slot_tokens, D = shape.head_dim;
+        T* slot = (T*)step.slab + run.slot * shape.slot_elements + layer.kv_offset;
+        return {slot + kv_head * S * D, slot + (shape.kv_heads + kv_head) * S * D};
+    }
     int seen_from(const Layer& layer, int position) const {
         return layer.window ? std::max(0, position + 1 - layer.window) : 0;
     }

@@ -25,17 +25,18 @@ inline void Decoder::plan(const Step& step) {
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
             if (run.count == 1 && segments > 1) {  // a long context is shared out; join() merges in order
                 for (int s = 0; s < segments; s++)
-                    items.push_back({at, 1, kv_head, s, parts + (kv_head * segments + s) * group()});
+                    items.push_back({at, 1, kv_head, s, parts + (kv_head * segments + s) * parts_together()});
                 split[at] = parts;
             } else {
-                for (int a = 0; a < run.count; a += QUERY_ROWS)
-                    items.push_back({at + a, std::min(QUERY_ROWS, run.count - a), kv_head, -1, -1});
+                for (int a = 0; a < run.count; a += rows_together())
+                    items.push_back({at + a, std::min(rows_together(), run.count - a), kv_head, -1, -1});
             }
         }
-        if (split[at] >= 0) parts += shape.kv_heads * segments * group();
+        if (split[at] >= 0) parts += shape.kv_heads * segments * parts_together();
         at += run.count;
     }
-    if (partials.size() < size_t(parts)) partials.resize(parts);
+    if (shape.bf16_kv) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
+    else partials.resize(std::max(partials.size(), size_t(parts)));
     const auto room = [&](std::vector<float>& buffer, int width) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
     };
@@ -154,17 +155,23 @@ inline void Decoder::rotate_row(const Layer& layer, int index, const Step& step,
         rotate(q + h * D, cos, sin, D / 2);
         for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
     }
-    const size_t S = shape.slot_tokens;
-    float* slot = step.slab + step.runs[rows[t].run].slot * shape.slot_elements + layer.kv_offset;
+    const Run& run = step.runs[rows[t].run];
     for (int h = 0; h < G; h++) {
         if (layer.k_norm) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
         rotate(k + h * D, cos, sin, D / 2);
-        std::memcpy(slot + (h * S + position) * D, k + h * D, D * sizeof(float));
-        std::memcpy(slot + ((G + h) * S + position) * D, v + h * D, D * sizeof(float));
+        if (shape.bf16_kv) {
+            const auto [keys, values] = kept<uint16_t>(layer, step, run, h);
+            keep_bf16(k + h * D, v + h * D, D, position, keys, values);
+        } else {
+            const auto [keys, values] = kept<float>(layer, step, run, h);
+            std::memcpy(keys + size_t(position) * D, k + h * D, D * sizeof(float));
+            std::memcpy(values + size_t(position) * D, v + h * D, D * sizeof(float));
+        }
     }
 }
 
 inline void Decoder::attend(const Layer& layer, const Step& step, const Item& item) {
+    if (shape.bf16_kv) return attend_bf16(layer, step, item);
     const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
     const float* q[QUERY_ROWS * MAX_GROUP];
     int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, longest = 0;
@@ -177,9 +184,7 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         longest = std::max(longest, position + 1);
     }
     const Queries queries{n, q, lo, hi};
-    const size_t S = shape.slot_tokens;
-    const float* slot = step.slab + step.runs[rows[item.row].run].slot * shape.slot_elements + layer.kv_offset;
-    const float *k = slot + item.kv_head * S * D, *v = slot + (G + item.kv_head) * S * D;
+    const auto [k, v] = kept<const float>(layer, step, step.runs[rows[item.row].run], item.kv_head);
     if (item.segment >= 0) return attend_segment(D, queries, k, v, item.segment, &partials[item.partial]);
     thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
     for (int s = 0; s * SEGMENT < longest; s++) {
@@ -193,9 +198,47 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
     }
 }
 
+// The same over keys and values in bfloat16.
+inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Item& item) {
+    const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
+    static thread_local TiledQueries queries;
+    static thread_local TiledPartial total[COLUMN_TILES], part[COLUMN_TILES];
+    float* out[TILED_COLUMNS];
+    int n = 0, longest = 0;
+    for (int i = 0; i < item.count; i++) {
+        const int t = item.row + i, position = rows[t].position;
+        for (int g = 0; g < group(); g++, n++) {
+            const int head = item.kv_head * group() + g;
+            queries.set(n, &qkv[size_t(t) * wide_row + head * D], D, seen_from(layer, position), position + 1);
+            out[n] = &attended[(size_t(t) * shape.heads + head) * D];
+        }
+        longest = std::max(longest, position + 1);
+    }
+    queries.pack(n, D);
+    const auto [k, v] = kept<const uint16_t>(layer, step, step.runs[rows[item.row].run], item.kv_head);
+    if (item.segment >= 0) return attend_tiled(D, queries, k, v, item.segment, &tiled_partials[item.partial]);
+    for (int s = 0; s * SEGMENT < longest; s++) {
+        attend_tiled(D, queries, k, v, s, s ? part : total);
+        if (s)
+            for (int c = 0; c < queries.tiles(); c++) merge(total[c], part[c], D);
+    }
+    for (int c = 0; c < queries.tiles(); c++) finish(total[c], D, std::min(LANES, n - c * LANES), out + c * LANES);
+}
+
 // The segments of a decode over a long context, merged in order.
 inline void Decoder::join(int t) {
     const int D = shape.head_dim, segments = rows[t].position / SEGMENT + 1;
+    if (shape.bf16_kv) {
+        for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            TiledPartial* first = &tiled_partials[split[t] + kv_head * segments];
+            for (int s = 1; s < segments; s++) merge(first[0], first[s], D);
+            float* out[LANES];
+            for (int g = 0; g < group(); g++)
+                out[g] = &attended[(size_t(t) * shape.heads + kv_head * group() + g) * D];
+            finish(first[0], D, group(), out);
+        }
+        return;
+    }
     for (int head = 0; head < shape.heads; head++) {
         Partial* first = &partials[split[t] + head / group() * segments * group() + head % group()];
         for (int s = 1; s < segments; s++) merge(first[0], first[s * group()], D);

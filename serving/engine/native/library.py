@@ -44,7 +44,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("intermediate", c_int32), ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
-        ("eps", c_float), ("scaling", c_float),
+        ("eps", c_float), ("scaling", c_float), ("bf16_kv", c_int32),
     )  # fmt: skip
 
 
@@ -132,6 +132,15 @@ def has_bf16() -> bool:
     return found is not None and bool(found.mlt_supported() & 2)
 
 
+def check_bf16_kv(head_dim: int) -> None:
+    """Raises ``NotNative`` where keys and values of such heads cannot be kept in bfloat16."""
+    can = required().mlt_can_attend_bf16(head_dim)
+    if not can & 2:
+        raise NotNative("the processor lacks AMX for bfloat16")
+    if not can & 1:
+        raise NotNative(f"heads of {head_dim} are no multiple of 32")
+
+
 def use_threads(threads: int) -> None:
     """Of all calls from now on. With more threads than processors none of them spins: it would keep another waiting."""
     found = library()
@@ -154,7 +163,7 @@ def num_native_threads() -> int:
 
 
 def tiles() -> int:
-    """How int8 products of several rows are made: NO_TILES, AMX, or EMULATED_TILES."""
+    """How products of several rows are made: NO_TILES, AMX, or EMULATED_TILES."""
     found = library()
     return NO_TILES if found is None else int(found.mlt_tiles())
 
@@ -197,6 +206,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare_checked("mlt_linear_dense", c_void_p, c_void_p)
     declare_checked("mlt_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)
     declare("mlt_can_attend", c_int32, c_int32, c_int32)
+    declare("mlt_can_attend_bf16", c_int32, c_int32)
     declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
     declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))

@@ -94,7 +94,7 @@ API int mlt_each(int n, int (*work)(int)) {
     });
 }
 
-// Whether int8 products are made by tiles: 0 no, 1 by the processor's (where it has them), 2 emulated. What is used then.
+// Whether products are made by tiles: 0 no, 1 by the processor's (where it has them), 2 emulated. What is used then.
 API int mlt_use_tiles(int use) {
     tile_use() = TileUse(use) == TileUse::HARDWARE && !has_tiles() ? TileUse::NONE : TileUse(use);
     return int(tile_use().load());
@@ -151,6 +151,9 @@ API int mlt_linear_multiply(const Linear* linear, int T, const float* x, float* 
 }
 
 API int mlt_can_attend(int head_dim, int group) { return can_attend(head_dim) && group <= MAX_GROUP; }
+
+// Whether keys and values can be kept in bfloat16: bit 0 by such heads, bit 1 by this processor.
+API int mlt_can_attend_bf16(int head_dim) { return int(can_attend_tiled(head_dim)) | int(multiplies_bf16()) << 1; }
 
 API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const float* embedding, const float* norm,
                          const Linear* head) {

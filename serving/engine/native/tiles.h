@@ -1,9 +1,12 @@
-// Tiles of Intel's AMX: eight two-dimensional registers of 16 rows by 64 bytes, and products of a tile of unsigned bytes
-// with one of signed bytes, added to a tile of 32-bit integers. Sums of integers are exact in any order, so what comes
-// out is, bit for bit, what vpdpbusd gives.
+// Tiles of Intel's AMX: eight two-dimensional registers of 16 rows by 64 bytes, and products of two of them, C += A B.
 //
-//   A  16 rows of activations, 64 k's each        B  16 groups of four k's, 16 columns each (linear.h's panel)
-//   C  16 rows by 16 columns, C += A B
+//   of bytes      A  16 rows of activations, 64 k's each     B  16 groups of four k's, 16 columns each (linear.h's panel)
+//   of bfloat16   A  16 rows of 32 k's                       B  16 pairs of k's, 16 columns each
+//   C  16 rows by 16 columns, of 32-bit integers or of float32
+//
+// Sums of integers are exact in any order, so what comes out is, bit for bit, what vpdpbusd gives. Those of bfloat16 are
+// in the order that the manual has: even and odd k's apart, each product and sum rounded once, numbers below the
+// smallest normal one taken as zero. A row of C depends on that row of A alone, and on B.
 //
 // Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18. The system gives a process the
 // state by arch_prctl(ARCH_REQ_XCOMP_PERM) and saves it only while tiles are in use: Tiles takes them for one scope.
@@ -14,6 +17,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -57,7 +61,20 @@ class HardwareTiles {
     }
     template <int C, int A, int B>
     void multiply() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>
+    void multiply_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
+
+// A bfloat16 as the tiles read it.
+inline float tile_float(uint16_t bits) {
+    const uint32_t wide = bits & 0x7f80 ? uint32_t(bits) << 16 : uint32_t(bits & 0x8000) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+}
+
+// A sum as the tiles keep it.
+inline float flushed(float value) { return std::fabs(value) < 1.17549435e-38f ? std::copysign(0.0f, value) : value; }
 
 // The same operations in plain C++, by which the code around them is tested where there is no AMX.
 class EmulatedTiles {
@@ -84,37 +101,66 @@ class EmulatedTiles {
             std::memcpy(tiles[C][m], row, TILE_BYTES);
         }
     }
+    template <int C, int A, int B>
+    void multiply_bf16() {
+        constexpr int COLUMNS = TILE_BYTES / 4;
+        for (int m = 0; m < TILE_ROWS; m++) {
+            float row[COLUMNS], sums[2][COLUMNS] = {};
+            uint16_t a[2 * COLUMNS], b[2 * COLUMNS];
+            std::memcpy(row, tiles[C][m], TILE_BYTES), std::memcpy(a, tiles[A][m], TILE_BYTES);
+            for (int k = 0; k < TILE_ROWS; k++) {
+                std::memcpy(b, tiles[B][k], TILE_BYTES);
+                for (int n = 0; n < COLUMNS; n++)
+                    for (int i = 0; i < 2; i++)
+                        sums[i][n] = flushed(std::fma(tile_float(a[2 * k + i]), tile_float(b[2 * n + i]), sums[i][n]));
+            }
+            for (int n = 0; n < COLUMNS; n++) row[n] = flushed(row[n] + flushed(sums[0][n] + sums[1][n]));
+            std::memcpy(tiles[C][m], row, TILE_BYTES);
+        }
+    }
 
   private:
     uint8_t tiles[8][TILE_ROWS][TILE_BYTES];
 };
 
-// Whether processor and system have AMX for bytes, and gave it to this process. Asked once: the permission is the
-// process's, its later threads have it too.
-inline bool has_tiles() {
+// What the processor multiplies by tiles, once the system has given them to this process: bytes, and bfloat16 too. Asked
+// once: the permission is the process's, its later threads have it too.
+enum class TileKinds : int { NONE = 0, BYTES = 1, BYTES_AND_BF16 = 2 };
+
+inline TileKinds tile_kinds() {
 #if __GNUC__ >= 11  // whose assembler knows the instructions
-    static const bool granted = [] {
-        constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27;
+    static const TileKinds granted = [] {
+        constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27;
         constexpr uint64_t STATE = uint64_t(3) << 17;  // XTILECFG and XTILEDATA in XCR0
         constexpr int REQUEST_PERMISSION = 0x1023, XTILEDATA = 18;
         unsigned a, b, c, d;
-        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
-        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8)) != (TILE | INT8)) return false;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return TileKinds::NONE;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (TILE | INT8)) != (TILE | INT8)) return TileKinds::NONE;
+        const bool bf16 = d & BF16;
         unsigned low, high;
         asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-        if (((uint64_t(high) << 32 | low) & STATE) != STATE) return false;
-        return syscall(SYS_arch_prctl, REQUEST_PERMISSION, XTILEDATA) == 0;
+        if (((uint64_t(high) << 32 | low) & STATE) != STATE) return TileKinds::NONE;
+        if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, XTILEDATA) != 0) return TileKinds::NONE;
+        return bf16 ? TileKinds::BYTES_AND_BF16 : TileKinds::BYTES;
     }();
     return granted;
 #else
-    return false;
+    return TileKinds::NONE;
 #endif
 }
 
-// What int8 linears of all calls from now on use: the processor's tiles where it has them, unless a test says otherwise.
+inline bool has_tiles() { return tile_kinds() != TileKinds::NONE; }
+
+// What all calls from now on use: the processor's tiles where it has them, unless a test says otherwise.
 inline std::atomic<TileUse>& tile_use() {
     static std::atomic<TileUse> use{has_tiles() ? TileUse::HARDWARE : TileUse::NONE};
     return use;
+}
+
+// Whether products of bfloat16 can be made by what is used.
+inline bool multiplies_bf16() {
+    const TileUse use = tile_use();
+    return use == TileUse::EMULATED || (use == TileUse::HARDWARE && tile_kinds() == TileKinds::BYTES_AND_BF16);
 }
 
 }  // namespace mlt

@@ -1,0 +1,197 @@
+"""Keys and values in bfloat16, which attention by tiles reads: near to float32, and as exact whatever runs beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from engine_runs import run
+from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.loader import load_model
+from mlflow_llm.serving.engine.native.library import (
+    AMX,
+    EMULATED_TILES,
+    NO_TILES,
+    library,
+    num_native_threads,
+    tiles,
+    use_threads,
+    use_tiles,
+)
+from mlflow_llm.serving.engine.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16, SlotKVCache
+from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.request import Beams
+from mlflow_llm.serving.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+
+WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
+MODELS = {
+    "qwen3": lambda dim=32: tf.Qwen3Config(**WIDE, head_dim=dim),
+    "window": lambda: tf.MistralConfig(**WIDE, head_dim=32, sliding_window=37),
+    "many heads": lambda: tf.LlamaConfig(**WIDE | {"num_attention_heads": 16, "num_key_value_heads": 1}, head_dim=32),
+}
+BF16_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16", "kv_cache_memory": 1 << 25}
+
+
+def has_bf16_tiles() -> bool:
+    found = library()
+    return found is not None and use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
+
+
+@pytest.fixture(autouse=True)
+def tiles_that_multiply_bf16() -> Iterator[None]:
+    """The processor's, or emulated ones."""
+    before, used = num_native_threads(), tiles()
+    use_threads(2)
+    use_tiles(AMX if has_bf16_tiles() else EMULATED_TILES)
+    yield
+    use_threads(before)
+    use_tiles(used)
+
+
+def loaded_model(config: Any, folder: Path, **settings: Any) -> Any:
+    return load_model(save_bundle(make_model(config), folder), EngineSettings(**BF16_KV | settings))
+
+
+def logits_of(
+    loaded: Any, tokens: Any, cuts: list[int], *, beside: int = 0, threads: int = 2, fill: float = 0.0, **kept: Any
+) -> Any:
+    """Logits of every token, computed in pieces that end at ``cuts`` beside ``beside`` other sequences, in memory that
+    held ``fill`` before."""
+    use_threads(threads)
+    kept = kept or dict(KEPT_IN_BF16)
+    cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, **kept)
+    if fill:
+        cache._slab.tensor.fill_(fill)
+    decoder = NativeDecoder(loaded.decoder, cache)
+    for owner in range(beside + 1):
+        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
+    rows, start = [], 0
+    for number, end in enumerate(cuts):
+        others = [np.full(3, 7 + i) for i in range(beside)]
+        ids = np.concatenate([*others, tokens[start:end]]).astype(np.int64)
+        runs = [Row(1 + i, 3 * number, 3) for i in range(beside)] + [Row(0, start, end - start)]
+        rows.append(decoder.forward(ids, runs, [None] * len(runs), range(len(ids) - (end - start), len(ids))))
+        start = end
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
+    """Chunks, neighbours, threads and what the memory held before change no bit."""
+    loaded = loaded_model(MODELS[name](), tmp_path)
+    count = 1100 if has_bf16_tiles() else 600
+    tokens = np.random.default_rng(0).integers(0, 131, count)
+    whole = logits_of(loaded, tokens, [count])
+    for cuts, beside, threads in (
+        ([5, 33, 64, 512, 555, count - 1, count], 0, 2),
+        ([512, count - 1, count], 3, 1),
+        ([1, 2, 3, 97, count], 2, 5),
+    ):
+        assert torch.equal(logits_of(loaded, tokens, cuts, beside=beside, threads=threads), whole)
+    assert torch.equal(logits_of(loaded, tokens, [65, count - 1, count], fill=float("nan")), whole)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+def test_logits_are_near_those_in_float32(dim: int, tmp_path: Path) -> None:
+    """Heads of every width: what rounding keys, values, queries and weights to eight bits leaves."""
+    loaded = loaded_model(MODELS["qwen3"](dim), tmp_path)
+    tokens = np.random.default_rng(1).integers(0, 131, 150)
+    exact = logits_of(loaded, tokens, [150], dtype=torch.float32)
+    found = logits_of(loaded, tokens, [70, 149, 150])
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+    assert not torch.equal(found, exact)
+
+
+@pytest.mark.skipif(not has_bf16_tiles(), reason="a processor without AMX for bfloat16")
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_emulated_tiles_are_the_processors(name: str, tmp_path: Path) -> None:
+    """The code that stands for the instructions gives their bits."""
+    loaded = loaded_model(MODELS[name](), tmp_path)
+    tokens = np.random.default_rng(2).integers(0, 131, 140)
+    found = logits_of(loaded, tokens, [100, 139, 140])
+    use_tiles(EMULATED_TILES)
+    assert torch.equal(logits_of(loaded, tokens, [100, 139, 140]), found)
+
+
+def core_of(tmp_path: Path, **settings: Any) -> EngineCore:
+    bundle = save_bundle(make_model(MODELS["qwen3"]()), tmp_path)
+    return EngineCore(bundle, EngineSettings(**BF16_KV | settings))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_prefixes_beams_and_drafts_leave_texts_as_they_are(quantization: str, tmp_path: Path) -> None:
+    """A prefix that ends within a block of values, forks of beams, and drafted tokens: as alone and cold."""
+    prompt = prompt_of(75, 3)
+    asked = [
+        request_of("whole", prompt, max_tokens=9, logprobs=2),
+        request_of("branch", prompt[:41] + prompt_of(30, 4), max_tokens=9, logprobs=2),
+        request_of("repeating", prompt[:5] * 9, max_tokens=30, logprobs=1, temperature=0.7),
+        request_of("beams", prompt[:50], max_tokens=12, beams=Beams(width=4), n=2),
+    ]
+    alone = {}
+    for request in asked:
+        core = core_of(tmp_path, quantization=quantization, prefix_caching=False, speculation="none")
+        assert core.info.kernels == "native"
+        assert core.info.kv_cache_dtype == "bfloat16"
+        alone |= run(core, request)
+        core.close()
+    core = core_of(tmp_path, quantization=quantization, max_num_batched_tokens=48)
+    run(core, request_of("first", prompt, max_tokens=2))
+    together = run(core, *asked)
+    warm = run(core, *asked)
+    core.close()
+    for request in asked:
+        name = request.request_id
+        for found in (together[name], warm[name]):
+            assert found.tokens == alone[name].tokens
+            assert found.logprobs == alone[name].logprobs
+
+
+def test_the_same_memory_keeps_twice_as_much(tmp_path: Path) -> None:
+    """The budget is in bytes."""
+    totals = []
+    for kind in ("auto", "bfloat16"):
+        core = core_of(tmp_path, kv_cache_dtype=kind)
+        totals.append(core._parts.cache.num_tokens_total)
+        core.close()
+    assert totals[1] == 2 * totals[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        (MODELS["qwen3"], {"kernels": "torch"}, "the setting kernels is 'torch'"),
+        (lambda: tf.Phi3Config(**WIDE), {}, "its architecture is not among those"),
+        (lambda: tf.LlamaConfig(**WIDE), {}, "heads of 16 are no multiple of 32"),
+    ],
+)
+def test_what_cannot_be_kept_so_is_refused(config: Any, settings: Any, reason: str, tmp_path: Path) -> None:
+    """By name and with the reason, instead of another way in silence."""
+    with pytest.raises(PackagingError, match=f"kv_cache_dtype: 'bfloat16' is not allowed.*{reason}"):
+        loaded_model(config(), tmp_path, **settings)
+
+
+def test_a_processor_without_tiles_is_named(tmp_path: Path) -> None:
+    """The setting of one machine may come to another."""
+    use_tiles(NO_TILES)
+    with pytest.raises(PackagingError, match="the processor lacks AMX for bfloat16"):
+        loaded_model(MODELS["qwen3"](), tmp_path)
+
+
+def test_a_model_in_bfloat16_has_them_so_already(tmp_path: Path) -> None:
+    """The setting asks for nothing else there."""
+    core = core_of(tmp_path, dtype="bfloat16")
+    assert core.info.kv_cache_dtype == "bfloat16"
+    assert core.info.kernels == "torch"
+    core.close()
