@@ -31,22 +31,21 @@ Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", descriptio
 class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine runs a model.
 
-    ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. ``quantization``: "int8" stores linear weights in int8 by
-    output channel and quantises activations per token. ``kernels``: "auto" takes our own where they were built and the
-    processor has what they need, "torch" never. ``max_model_len`` None is the model's own. ``kv_cache_memory``
-    is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values as the model
-    computes, "bfloat16" in half the memory, for a model in float32 or int8 that our own kernels run on a processor with
-    AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and float32.
-    ``threads`` None is the physical cores this process may use,
-    by affinity and within the CPU quota of its control groups.
-    ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our own kernels run
-    and few sequences do; the text is the same.
-    ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
-    ``packed_cache``: bytes that weights in the form that our kernels read may take in this user's cache directory, so
-    that later starts map them; 0 keeps and uses none. ``standby``: 1 keeps a second process loaded, which takes over
-    when the engine dies. ``backend``: settings that one backend alone has, by its name (``of_backend``); our own engine
-    has none beside these. ``in_process`` runs the engine on a thread of this process (debugging and small tests: about
-    half the speed, see docs/performance.md).
+    ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. Our own kernels round weights to "bfloat16", what they
+    multiply and, with AMX, keys and values; what lies between stays float32. ``quantization``: "int8" stores linear
+    weights in int8 by output channel and quantises activations per token. ``kernels``: "auto" takes our own where they
+    were built and the processor has what they need, "torch" never. ``max_model_len`` None is the model's own.
+    ``kv_cache_memory`` is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values
+    as the model computes, "bfloat16" in half the memory, for a model in float32 or int8 that our own kernels run on a
+    processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
+    float32. ``threads`` None is the physical cores this process may use, by affinity and within the CPU quota of its
+    control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our
+    own kernels run and few sequences do; the text is the same. ``idle_timeout``: seconds an engine process outlives its
+    last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the form that
+    our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses none.
+    ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
+    backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
+    engine on a thread of this process (debugging and small tests: about half the speed, see docs/performance.md).
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -22,7 +22,7 @@ from .lora import LoraPool
 from .native_decoder import NativeDecoder
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
-from .slot_cache import KEPT_IN_BF16, SlotKVCache
+from .slot_cache import SlotKVCache
 from .speculation import Speculation
 
 logger = logging.getLogger(__name__)
@@ -99,9 +99,7 @@ def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KVCache:
     """A cache within ``memory`` bytes."""
-    bf16_kv = settings.kv_cache_dtype == "bfloat16" and loaded.dtype != torch.bfloat16
-    kept = KEPT_IN_BF16 if bf16_kv else {"dtype": loaded.dtype}
-    itemsize = torch.empty((), dtype=kept["dtype"]).element_size()
+    itemsize = torch.empty((), dtype=loaded.kept["dtype"]).element_size()
     token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
     num_tokens = memory // token_bytes
     num_slots = 2 * settings.max_num_seqs
@@ -112,7 +110,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KV
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
     make = partial(
         SlotKVCache, loaded.layers, num_tokens=num_tokens, device=loaded.device,
-        prefix_caching=settings.prefix_caching, **kept,
+        prefix_caching=settings.prefix_caching, **loaded.kept,
     )  # fmt: skip
     try:
         return make(num_slots=num_slots, max_model_len=max_model_len)

@@ -160,7 +160,9 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     blocked by oneDNN the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
     int8 = settings.quantization == "int8" and can_quantize(weight)
     if settings.kernels == "auto" and can_pack(weight):
-        return NativeWeight(weight, bias, (BF16 if is_head else INT8) if int8 else F32)
+        if int8:
+            return NativeWeight(weight, bias, BF16 if is_head else INT8)
+        return NativeWeight(weight, bias, BF16 if settings.dtype == "bfloat16" else F32)
     return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 
 

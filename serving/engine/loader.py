@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
 from .native import library
 from .native.library import NotNative
-from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights
+from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed_cache import MappedDecoder, keep_decoder, packed_key
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
-from .slot_cache import SlotKVCache
+from .slot_cache import KEPT_IN_BF16, SlotKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the l
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned,
-    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none."""
+    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none, ``kept`` how its KV cache keeps."""
 
     model: Any
     config: Any
@@ -50,6 +50,7 @@ class LoadedModel:
     device: Any
     max_model_len: int
     vocab_size: int
+    kept: Mapping[str, Any]
 
 
 def resolve_device(settings: EngineSettings) -> Any:
@@ -89,8 +90,21 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
         return mapped
     model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+    if dtype == torch.bfloat16 and settings.kernels == "auto" and may_run_in_bf16(model, device):
+        try:
+            return _load(model.float(), bundle, settings, device, key)
+        except NotNative as reason:  # its own code then runs it in bfloat16, which is now lost
+            logger.warning("%s is not run natively in bfloat16: %s", type(model).__name__, reason)
+            model = from_pretrained(AutoModelForCausalLM, bundle.model_dir, settings, dtype)
+    return _load(model, bundle, settings, device, key)
+
+
+def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key: str | None) -> LoadedModel:
+    """Of the model as transformers has read it. One in float32 where ``settings`` ask for bfloat16 is to be run in it
+    by our kernels: raises ``NotNative`` where they cannot."""
     model = model.to(device).eval()
     model.requires_grad_(False)
+    rounded = settings.dtype == "bfloat16"
     config = model.config.get_text_config()
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
@@ -106,8 +120,10 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
         raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
     linears = linear.install(model, holder, settings)
-    test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8")
-    decoder, reason = native_decoder(model, uses, test, like, settings)
+    test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8", rounded=rounded)
+    decoder, reason, kept = native_decoder(model, uses, test, like, settings)
+    if rounded and decoder is None and like.dtype == torch.float32:
+        raise NotNative(reason)
     if key is not None and decoder is not None:
         keep_decoder(key, model, linears, uses, test, settings.packed_cache)
     return LoadedModel(
@@ -118,10 +134,11 @@ def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
         linears=linears,
         decoder=decoder,
         kernels_reason=reason,
-        dtype=dtype,
+        dtype=torch.bfloat16 if rounded else like.dtype,
         device=device,
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
+        kept=kept,
     )
 
 
@@ -172,7 +189,7 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
     config = found.model.config.get_text_config()
     refuse_unsupported(found.model, config)
     like = next(found.model.parameters())
-    decoder, reason = native_decoder(found.model, found.uses, found.test, like, settings)
+    decoder, reason, kept = native_decoder(found.model, found.uses, found.test, like, settings)
     if decoder is None:
         logger.warning("packed weights are not used: %s", reason)
         return None
@@ -185,42 +202,50 @@ def _mapped(key: str, bundle: Bundle, settings: EngineSettings) -> LoadedModel |
         linears=found.linears,
         decoder=decoder,
         kernels_reason="",
-        dtype=like.dtype,
+        dtype=torch.bfloat16 if settings.dtype == "bfloat16" else like.dtype,
         device=like.device,
         max_model_len=resolve_max_model_len(config, settings),
         vocab_size=vocab_size(found.model),
+        kept=kept,
     )
 
 
 def native_decoder(
     model: Any, uses: Sequence[LayerUse], test: SelfTest, like: Any, settings: EngineSettings
-) -> tuple[DecoderWeights | None, str]:
-    """The weights of a native step, where the model can be run so and the self-test agrees; else why not. Raises
-    ``PackagingError`` where keys and values are to be kept as only such a step does."""
-    bf16_kv = settings.kv_cache_dtype == "bfloat16" and like.dtype != torch.bfloat16
+) -> tuple[DecoderWeights | None, str, Mapping[str, Any]]:
+    """The weights of a native step, where the model can be run so and the self-test agrees; else why not. And how its
+    KV cache keeps. Raises ``PackagingError`` where keys and values are to be kept as only such a step does."""
+    kept: Mapping[str, Any] = {"dtype": like.dtype}
+    must = settings.kv_cache_dtype == "bfloat16" and like.dtype != torch.bfloat16
+    rounded = settings.dtype == "bfloat16"
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         weights = decoder_weights(model, uses)
-        if bf16_kv:
-            library.check_bf16_kv(weights.head_dim)
+        if must or rounded:
+            why_not = library.why_no_bf16_kv(weights.head_dim)
+            if why_not is None:
+                kept = KEPT_IN_BF16
+            elif must:
+                raise NotNative(why_not)
     except NotNative as reason:
-        if bf16_kv:
+        if must:
             raise refused_bf16_kv(reason) from None
-        return None, str(reason)
+        return None, str(reason), kept
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
     try:
         int8 = settings.quantization == "int8"
-        test.check(forward, [use.shape for use in uses], like, int8=int8, bf16_kv=bf16_kv)
+        rounded = rounded or kept is KEPT_IN_BF16
+        test.check(forward, [use.shape for use in uses], like, int8=int8, rounded=rounded, kept=kept)
     except PackagingError as error:
-        if bf16_kv:
+        if must:
             raise refused_bf16_kv(error) from error
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
-        return None, f"the self-test at load refused them: {error}"
-    return weights, ""
+        return None, f"the self-test at load refused them: {error}", {"dtype": like.dtype}
+    return weights, "", kept
 
 
 def refused_bf16_kv(reason: Exception) -> PackagingError:

@@ -71,8 +71,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     other = NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
     if not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear):
         raise other
-    names = {type(layer).__name__ for layer in layers}
-    if len(names) != 1 or not names <= DECODERS or not type(layers[0]).__module__.startswith("transformers.models."):
+    if not _known(layers):
         raise other
     attention = layers[0].self_attn
     head_dim = int(attention.head_dim)
@@ -103,6 +102,18 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         eps=float(config.rms_norm_eps),
         scaling=uses[0].scaling,
     )
+
+
+def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
+    """Whether it is worth a try to run a model in bfloat16 natively: linears, and keys and values where tiles are, in
+    bfloat16, all between them in float32."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    return device.type == "cpu" and library.has_bf16() and isinstance(layers, nn.ModuleList) and _known(layers)
+
+
+def _known(layers: nn.ModuleList) -> bool:
+    names = {type(layer).__name__ for layer in layers}
+    return len(names) == 1 and names <= DECODERS and type(layers[0]).__module__.startswith("transformers.models.")
 
 
 def check_plain(model: nn.Module) -> None:

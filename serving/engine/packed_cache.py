@@ -37,7 +37,7 @@ from .self_test import LayerUse, SelfTest
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 KEY_LENGTH = 32
 HASH = re.compile(r"[0-9a-f]{64}")
 Kind = Literal["decoder", "encoder"]
@@ -48,10 +48,11 @@ def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any
     """The name of this model's packed file; None where it can have none. A model without a content hash is not
     known well enough, one with code of its own may do with its weights what it likes."""
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
-    on_cpu = device.type == "cpu" and dtype == torch.float32 and library.library() is not None
+    runs = dtype == torch.float32 or (dtype == torch.bfloat16 and kind == "decoder" and library.has_bf16())
+    on_cpu = device.type == "cpu" and runs and library.library() is not None
     if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
         return None
-    described = (FORMAT, kind, bundle.content_hash, settings.quantization, library.has_bf16(), _code())
+    described = (FORMAT, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), _code())
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:KEY_LENGTH]
 
 

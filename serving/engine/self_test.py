@@ -7,7 +7,7 @@ mixed steps; the logits must agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from ..errors import PackagingError
 from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import LayerShape, PrefixKey, Row
-from .slot_cache import KEPT_IN_BF16, SlotKVCache
+from .slot_cache import SlotKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -103,14 +103,22 @@ class SelfTest:
         return cls(tokens, expected)
 
     def check(
-        self, forward: Forward, layers: Sequence[LayerShape], like: Any, *, int8: bool = False, bf16_kv: bool = False
+        self,
+        forward: Forward,
+        layers: Sequence[LayerShape],
+        like: Any,
+        *,
+        int8: bool = False,
+        rounded: bool = False,
+        kept: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model."""
-        kept = KEPT_IN_BF16 if bf16_kv else {"dtype": like.dtype}
+        """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model;
+        ``rounded``: to bfloat16, though it is in float32. ``kept``: how keys and values are, if not like it."""
+        kept = kept or {"dtype": like.dtype}
         cache = SlotKVCache(layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, device=like.device, **kept)
         for owner, ids in enumerate(self.tokens):
             cache.acquire(owner, PrefixKey("", ""), ids.astype(np.int32))
-        allowed = INT8_TOLERANCE if int8 else TOLERANCE[cache.dtype]
+        allowed = INT8_TOLERANCE if int8 else TOLERANCE[torch.bfloat16 if rounded else like.dtype]
         for step in STEPS:
             found = self._step(forward, cache, [part for part in step if self._fits(part)])
             if found is None:

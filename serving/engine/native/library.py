@@ -132,13 +132,12 @@ def has_bf16() -> bool:
     return found is not None and bool(found.mlt_supported() & 2)
 
 
-def check_bf16_kv(head_dim: int) -> None:
-    """Raises ``NotNative`` where keys and values of such heads cannot be kept in bfloat16."""
+def why_no_bf16_kv(head_dim: int) -> str | None:
+    """Why keys and values of such heads cannot be kept in bfloat16; None where they can."""
     can = required().mlt_can_attend_bf16(head_dim)
     if not can & 2:
-        raise NotNative("the processor lacks AMX for bfloat16")
-    if not can & 1:
-        raise NotNative(f"heads of {head_dim} are no multiple of 32")
+        return "the processor lacks AMX for bfloat16"
+    return None if can & 1 else f"heads of {head_dim} are no multiple of 32"
 
 
 def use_threads(threads: int) -> None:

@@ -272,63 +272,84 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
             }
 }
 
-// INT8 by tiles, A rows of them (one or two) by one panel's two halves: tiles 0 to 3 are the sums, 4 and 5 activations,
-// 6 and 7 weights.
-template <int A, class Tiles>
-inline void tile_sums(Tiles& tiles, const Linear& w, int panel, const uint8_t* x, int32_t (&sums)[2 * TILE_ROWS][PANEL]) {
+template <Kind KIND, int C, int A, int B, class Tiles>
+inline void multiply_add(Tiles& tiles) {
+    if constexpr (KIND == Kind::INT8) tiles.template multiply<C, A, B>();
+    else tiles.template multiply_bf16<C, A, B>();
+}
+
+// By tiles, A rows of them (one or two) by one panel's two halves: tiles 0 to 3 are the sums, 4 and 5 activations, 6 and
+// 7 weights. `row` is the bytes of a row of activations.
+template <Kind KIND, int A, class Tiles>
+inline void tile_sums(Tiles& tiles, const Linear& w, int panel, const uint8_t* x, int row,
+                      int32_t (&sums)[2 * TILE_ROWS][PANEL]) {
     const char* weights = (const char*)w.packed + panel * w.panel_bytes();
     tiles.template zero<0>(), tiles.template zero<1>();
     if (A == 2) tiles.template zero<2>(), tiles.template zero<3>();
-    for (int k = 0; k < w.K; k += TILE_BYTES, weights += TILE_ROWS * PANEL * 4) {
+    for (int k = 0; k < row; k += TILE_BYTES, weights += TILE_ROWS * PANEL * 4) {
         tiles.template load<6>(weights, PANEL * 4), tiles.template load<7>(weights + 64, PANEL * 4);
-        tiles.template load<4>(x + k, w.K);
-        tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
+        tiles.template load<4>(x + k, row);
+        multiply_add<KIND, 0, 4, 6>(tiles), multiply_add<KIND, 1, 4, 7>(tiles);
         if (A == 2) {
-            tiles.template load<5>(x + size_t(TILE_ROWS) * w.K + k, w.K);
-            tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
+            tiles.template load<5>(x + size_t(TILE_ROWS) * row + k, row);
+            multiply_add<KIND, 2, 5, 6>(tiles), multiply_add<KIND, 3, 5, 7>(tiles);
         }
     }
     tiles.template store<0>(sums[0], PANEL * 4), tiles.template store<1>(sums[0] + LANES, PANEL * 4);
     if (A == 2) tiles.template store<2>(sums[TILE_ROWS], PANEL * 4), tiles.template store<3>(sums[TILE_ROWS] + LANES, PANEL * 4);
 }
 
-template <class Tiles>
+template <Kind KIND, class Tiles>
 inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    const auto sum_of = [](const int32_t* sums) {
+        if constexpr (KIND == Kind::INT8) return _mm512_load_si512(sums);
+        else return _mm512_load_ps(sums);
+    };
+    const int row_bytes = w.K / w.lane() * 4;
     Tiles tiles;
     alignas(64) int32_t sums[2 * TILE_ROWS][PANEL];
     for (int a = 0; a < T; a += 2 * TILE_ROWS) {  // these rows stay in the first cache while panels stream past
         const int count = std::min(T - a, 2 * TILE_ROWS);
-        const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * w.K;
+        const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * row_bytes;
+        const float* scale = x.scale ? x.scale + a : nullptr;
         float* out = y + size_t(a) * w.N;
         for (int panel = first; panel < last; panel++) {
-            if (count > TILE_ROWS) tile_sums<2>(tiles, w, panel, rows, sums);
-            else tile_sums<1>(tiles, w, panel, rows, sums);
+            if (count > TILE_ROWS) tile_sums<KIND, 2>(tiles, w, panel, rows, row_bytes, sums);
+            else tile_sums<KIND, 1>(tiles, w, panel, rows, row_bytes, sums);
             const int n = panel * PANEL;
             const bool add = finish == Finish::ADD;
             for (int m = 0; m < count; m++) {
                 float* row = out + size_t(m) * w.N;
-                put<Kind::INT8>(w, _mm512_load_si512(sums[m]), n, x.scale + a + m, row, add);
-                if (n + LANES < w.N)
-                    put<Kind::INT8>(w, _mm512_load_si512(sums[m] + LANES), n + LANES, x.scale + a + m, row, add);
+                put<KIND>(w, sum_of(sums[m]), n, scale + m, row, add);
+                if (n + LANES < w.N) put<KIND>(w, sum_of(sums[m] + LANES), n + LANES, scale + m, row, add);
             }
             if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
         }
     }
 }
 
-inline void multiply_bytes(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    const TileUse use = T < TILES_FROM || w.K % TILE_BYTES ? TileUse::NONE : tile_use().load(std::memory_order_relaxed);
-    if (use == TileUse::HARDWARE) multiply_tiles<HardwareTiles>(w, x, T, y, finish, first, last);
-    else if (use == TileUse::EMULATED) multiply_tiles<EmulatedTiles>(w, x, T, y, finish, first, last);
-    else multiply_panels<Kind::INT8>(w, x, T, y, finish, first, last);
+// How a linear is multiplied. Products of bytes are the same by tiles and without; those of bfloat16 round otherwise, so
+// that all rows go one way.
+inline TileUse tiles_for(const Linear& w, int T) {
+    const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
+    const bool pays = w.kind == Kind::INT8 ? T >= TILES_FROM : w.kind == Kind::BF16 && multiplies_bf16();
+    return whole && pays ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
+}
+
+template <Kind KIND>
+inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    const TileUse use = tiles_for(w, T);
+    if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
+    else if (use == TileUse::EMULATED) multiply_tiles<KIND, EmulatedTiles>(w, x, T, y, finish, first, last);
+    else multiply_panels<KIND>(w, x, T, y, finish, first, last);
 }
 
 // y [T, N] from x W^T + b, shared out by panels.
 inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finish finish) {
     team.ranges(w.panels, PANELS, [&](int first, int last) {
         if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
-        else if (w.kind == Kind::INT8) multiply_bytes(w, x, T, y, finish, first, last);
-        else multiply_panels<Kind::BF16>(w, x, T, y, finish, first, last);
+        else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
+        else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
     });
 }
 

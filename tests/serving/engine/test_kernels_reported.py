@@ -35,7 +35,7 @@ def info_of(bundle: Bundle, **settings: Any) -> EngineInfo:
     ("config", "settings", "reason"),
     [
         (tf.LlamaConfig(**WIDE), {"kernels": "torch"}, "the setting kernels is 'torch'"),
-        (tf.LlamaConfig(**WIDE), {"dtype": "bfloat16"}, "dtype is bfloat16"),
+        (tf.LlamaConfig(**WIDE), {"dtype": "float16"}, "dtype is float16"),
         (tf.Phi3Config(**WIDE), {}, "Phi3ForCausalLM"),
         (tf.LlamaConfig(**COMMON), {}, "heads of"),
     ],

@@ -1,6 +1,7 @@
-"""What keys and values in bfloat16 gain and cost, beside float32: prompts, decodes, and how far texts differ.
+"""What bfloat16 gains and costs, beside float32: of keys and values alone, or of the whole model (--dtype bfloat16).
+Prompts, decodes, and how far texts differ.
 
-    python benchmarks/kv_cache_dtype.py --model .cache/models/smollm2 [--quantization int8]
+    python benchmarks/bfloat16.py --model .cache/models/smollm2 [--quantization int8] [--dtype bfloat16]
 
 Both engines are in one process and take turns, prompt by prompt; times are medians. Texts that are scored are the
 project's own documents; perplexity is that of each token given up to `--window` before it.
@@ -23,7 +24,7 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
-KINDS = ("auto", "bfloat16")
+KINDS = ("float32", "bfloat16")
 DOCUMENTS = Path(__file__).parent.parent / "docs"
 
 
@@ -89,7 +90,8 @@ def texts(core: EngineCore, prompts: list[tuple[int, ...]], new: int) -> list[li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2")
-    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--dtype", choices=KINDS, default="float32")
     parser.add_argument("--prompts", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--length", type=int, default=165, help="of the sequences that decode")
@@ -100,10 +102,16 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
-    settings = {"max_model_len": 8192, "prefix_caching": False, "speculation": "none", "kv_cache_memory": 2 << 30}
+    settings: dict[str, Any] = {
+        "max_model_len": 8192,
+        "prefix_caching": False,
+        "speculation": "none",
+        "kv_cache_memory": 2 << 30,
+    }
+    each: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"kv_cache_dtype": "bfloat16", "dtype": args.dtype}}
     cores = {
-        kind: EngineCore(bundle, EngineSettings(quantization=args.quantization, kv_cache_dtype=kind, **settings))
-        for kind in KINDS
+        kind: EngineCore(bundle, EngineSettings(quantization=args.quantization, **settings, **more))
+        for kind, more in each.items()
     }
     rows: list[dict[str, Any]] = []
 
@@ -115,8 +123,8 @@ def main() -> None:
                 if turn:
                     times[kind].append(found)
         ms = [1e3 * statistics.median(times[kind]) for kind in KINDS]
-        ratio = statistics.median(a / b for a, b in zip(times["auto"], times["bfloat16"], strict=True))
-        rows.append({"what": what, "auto": ms[0], "bfloat16": ms[1], "times as fast": ratio})
+        ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+        rows.append({"what": what, "float32": ms[0], "bfloat16": ms[1], "times as fast": ratio})
 
     for length in args.prompts:
         compared(f"prompt of {length}, ms", lambda core, turn, n=length: seconds_to_first(core, drawn(n, turn)))
@@ -136,7 +144,7 @@ def main() -> None:
     found = {kind: texts(cores[kind], prompts, 64) for kind in KINDS}
     same = [a == b for a, b in zip(*found.values(), strict=True)]
     rows.append({"what": "greedy texts of 64 tokens that are the same", "bfloat16": f"{sum(same)} of {len(same)}"})
-    publish("kv_cache_dtype", rows, quantization=args.quantization, rounds=args.rounds)
+    publish("bfloat16", rows, quantization=args.quantization, dtype=args.dtype, rounds=args.rounds)
 
 
 if __name__ == "__main__":

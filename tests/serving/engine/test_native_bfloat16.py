@@ -1,4 +1,4 @@
-"""Keys and values in bfloat16, which attention by tiles reads: near to float32, and as exact whatever runs beside."""
+"""Models, or their keys and values alone, in bfloat16: near to float32, and as exact whatever runs beside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import transformers as tf
 from engine_runs import run
 from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
 
+from mlflow_llm.serving.engine import loader
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
@@ -20,6 +21,8 @@ from mlflow_llm.serving.engine.native.library import (
     AMX,
     EMULATED_TILES,
     NO_TILES,
+    NotNative,
+    has_bf16,
     library,
     num_native_threads,
     tiles,
@@ -189,9 +192,61 @@ def test_a_processor_without_tiles_is_named(tmp_path: Path) -> None:
         loaded_model(MODELS["qwen3"](), tmp_path)
 
 
-def test_a_model_in_bfloat16_has_them_so_already(tmp_path: Path) -> None:
-    """The setting asks for nothing else there."""
-    core = core_of(tmp_path, dtype="bfloat16")
+in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+
+
+@in_bfloat16
+@pytest.mark.parametrize("use", [AMX, NO_TILES, EMULATED_TILES])
+def test_a_model_in_bfloat16_is_exact_in_its_way(use: int, tmp_path: Path) -> None:
+    """By tiles or without, a token has the same bits in any chunks, beside others, on any number of threads, and its
+    logits are near those in float32. Without tiles keys and values stay in float32."""
+    use_tiles(use)
+    tiled = use_tiles(use) != NO_TILES and (use == EMULATED_TILES or has_bf16_tiles())
+    use_tiles(use)
+    loaded = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings(dtype="bfloat16"))
+    assert loaded.decoder is not None
+    assert loaded.kept["dtype"] == (torch.bfloat16 if tiled else torch.float32)
+    kept = dict(loaded.kept)
+    tokens = np.random.default_rng(5).integers(0, 131, 150)
+    whole = logits_of(loaded, tokens, [150], **kept)
+    for cuts, beside, threads in (([1, 2, 40, 149, 150], 2, 1), ([64, 97, 150], 0, 3)):
+        assert torch.equal(logits_of(loaded, tokens, cuts, beside=beside, threads=threads, **kept), whole)
+    plain = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings())
+    exact = logits_of(plain, tokens, [150], dtype=torch.float32)
+    assert 0 < float((whole - exact).norm() / exact.norm()) < 0.02
+
+
+@in_bfloat16
+def test_a_model_in_bfloat16_with_int8_linears(tmp_path: Path) -> None:
+    """Both settings together: linears in int8, the head, keys and values in bfloat16. Of weights that are in bfloat16
+    it is what int8 with such keys and values is."""
+    bundle = save_bundle(make_model(MODELS["qwen3"]()).bfloat16(), tmp_path)
+    core, other = (
+        EngineCore(bundle, EngineSettings(**BF16_KV | {"quantization": "int8"} | more))
+        for more in ({"dtype": "bfloat16", "kv_cache_dtype": "auto"}, {})
+    )
+    assert (core.info.dtype, core.info.quantization, core.info.kernels) == ("bfloat16", "int8", "native")
     assert core.info.kv_cache_dtype == "bfloat16"
-    assert core.info.kernels == "torch"
+    request = request_of("r", prompt_of(50, 1), max_tokens=9, logprobs=1)
+    assert run(core, request)["r"].logprobs == run(other, request)["r"].logprobs
     core.close()
+    other.close()
+
+
+@in_bfloat16
+def test_what_is_not_run_natively_is_run_in_bfloat16_by_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another architecture; the setting; and a model whose native step the self-test refuses, which is read again."""
+    for config, settings in ((tf.Phi3Config(**WIDE), {}), (MODELS["qwen3"](), {"kernels": "torch"})):
+        loaded = load_model(save_bundle(make_model(config), tmp_path), EngineSettings(dtype="bfloat16", **settings))
+        assert next(loaded.model.parameters()).dtype == torch.bfloat16
+        assert loaded.decoder is None
+    monkeypatch.setattr(loader, "decoder_weights", refuses)
+    loaded = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings(dtype="bfloat16"))
+    assert next(loaded.model.parameters()).dtype == loaded.dtype == torch.bfloat16
+    assert "dtype is bfloat16" in loaded.kernels_reason or "as if" in loaded.kernels_reason
+
+
+def refuses(*_: Any) -> Any:
+    raise NotNative("as if its form were another")
