@@ -12,6 +12,7 @@ import re
 from msgspec import Struct
 
 LATEST = "latest"
+UNREGISTERED = "1"  # the version of a model that no registry has counted, for protocols in which each has one
 STORE_SCHEMES = ("models:", "runs:")  # of URIs that MLflow looks up in its stores
 PATTERN = re.compile(r"models:/+(?P<name>[^/]+)(?:/(?P<version>[^/]+))?")
 LOGGED_MODEL = re.compile(r"m-[0-9a-f]{32}")
@@ -51,6 +52,12 @@ def by_version(name: str, version: str) -> RegisteredModel:
     if version.isdecimal() or version == LATEST:  # MLflow refuses an alias of that name
         return RegisteredModel(name=name, version=version)
     return RegisteredModel(name=name, alias=version.removeprefix("@"))
+
+
+def version_of(uri: str) -> str:
+    """The version, or the alias, of the registered model that ``uri`` names; ``UNREGISTERED`` for any other."""
+    found = parse(uri)
+    return UNREGISTERED if found is None else found.version or found.alias or UNREGISTERED
 
 
 def in_store(uri: str) -> bool:

@@ -365,7 +365,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
     ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
     ``scoring`` is for ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has
-    tokens of the second type; () where sequences are one text.
+    tokens of the second type; () where sequences are one text. ``model_version``: of the model that answers, for
+    dialects whose replies say it.
     """
 
     request_id: str
@@ -398,6 +399,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     provisioned: bool = False
     cache_salt: str | None = None
+    model_version: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

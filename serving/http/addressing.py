@@ -14,6 +14,7 @@ from .server import Server
 
 STICKY_HEADER = "X-Sticky-Key"
 STICKY_MAX = 1000  # characters
+VERSION = "model_version"  # the variable of paths that name a version of the endpoint's model
 
 R = TypeVar("R", bound=Raw)
 
@@ -46,6 +47,7 @@ def address(endpoints: ServedEndpoints, request: Request, raw: R) -> tuple[Serve
     entity, adapter = endpoints.route(
         request.name or raw.model,
         raw.model if request.name else None,
+        version=request.path.get(VERSION),
         sticky_key=_sticky_key(request.headers.get(STICKY_HEADER)),
         caller=request.caller.key_id,
     )

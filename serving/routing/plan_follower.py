@@ -14,6 +14,7 @@ from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, 
 from ..dialects.defaults import defaults_of
 from ..endpoints.config import ModelSource
 from ..engine.interface import AdapterInfo, Engine
+from ..model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
 from ..tasks.endpoint import EndpointView, Profile
 from ..tasks.text import TextModel
@@ -164,6 +165,7 @@ class PlanFollower:
             defaults=defaults_of(source.defaults),
             profile=profile_in(mode, profile),
             names=(entity.config.name,),
+            version=version_of(source.uri),
         )
         return ServedEntity(
             endpoint=planned.name,

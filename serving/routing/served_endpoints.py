@@ -33,6 +33,11 @@ class ServedEntity:
     prefix_sharing: PrefixSharing | None = None
 
     @property
+    def version(self) -> str:
+        """The model's, in the registry."""
+        return self.view.version
+
+    @property
     def tasks(self) -> tuple[Task, ...]:
         return self.engine.info.tasks
 
@@ -69,6 +74,21 @@ class ServedEndpoint:
     @property
     def first(self) -> ServedEntity:
         return next(iter(self.entities.values()))
+
+    def of_version(self, version: str) -> ServedEntity:
+        """The served entity whose model has this version in the registry. Raises ``NotFound``."""
+        for entity in self.entities.values():
+            if entity.version == version:
+                return entity
+        raise NotFound(
+            f"endpoint {self.name} has no model of version {version[:80]!r}; it has {', '.join(self.versions)}",
+            param="version",
+        )
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions of its models, each once."""
+        return tuple(dict.fromkeys(entity.version for entity in self.entities.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +154,16 @@ class ServedEndpoints:
         """Every served entity of every endpoint."""
         return iter(tuple(entity for served in self._by_name.values() for entity in served.entities.values()))
 
+    def versions_of(self, endpoint: str) -> tuple[str, ...]:
+        """The versions of an endpoint's models."""
+        return self._by_name[endpoint].versions
+
     def route(
         self,
         called: str | None,
         model: str | None = None,
         *,
+        version: str | None = None,
         sticky_key: str | None = None,
         caller: str | None = None,
     ) -> tuple[ServedEntity, str | None]:
@@ -146,20 +171,23 @@ class ServedEndpoints:
         ``endpoint:adapter``.
 
         None is the only endpoint there is. ``model``, of the body where the path names the endpoint, may say more of
-        the same one: an entity, an adapter. An endpoint's traffic split chooses the entity, by ``sticky_key`` where it
-        is given, by ``caller`` (a key's id) where the endpoint is sticky. Raises ``NotFound``, ``InvalidField``.
+        the same one: an entity, an adapter; ``version`` is its model's in the registry. An endpoint's traffic split
+        chooses the entity, by ``sticky_key`` where it is given, by ``caller`` (a key's id) where the endpoint is
+        sticky. Raises ``NotFound``, ``InvalidField``.
         """
         address = self._resolve(called)
         if model is not None and model not in (called, address.endpoint.name):
             address = self._narrow(address, called, model)
+        address = _of_version(address, version)
         return self._checked(address, address.entity or address.endpoint.choose(sticky_key, caller))
 
-    def find(self, called: str) -> tuple[ServedEntity, str | None]:
-        """The served entity and adapter that ``called`` names, of an endpoint the first entity: no traffic is split.
+    def find(self, called: str, version: str | None = None) -> tuple[ServedEntity, str | None]:
+        """The served entity and adapter that ``called`` names, of an endpoint the first entity, or that of ``version``:
+        no traffic is split.
 
         Raises ``NotFound``, ``InvalidField``.
         """
-        address = self._resolve(called)
+        address = _of_version(self._resolve(called), version)
         return self._checked(address, address.entity or address.endpoint.first)
 
     def _checked(self, address: _Address, entity: ServedEntity) -> tuple[ServedEntity, str | None]:
@@ -207,3 +235,13 @@ class ServedEndpoints:
 
     def _listed(self) -> str:
         return ", ".join(self._by_name) or "none"
+
+
+def _of_version(address: _Address, version: str | None) -> _Address:
+    """``address``, held to ``version``. Raises ``NotFound``."""
+    if version is None or (address.entity is not None and address.entity.version == version):
+        return address
+    found = address.endpoint.of_version(version)
+    if address.entity is not None:
+        raise NotFound(f"{address.entity.entity} is of version {address.entity.version}", param="version")
+    return replace(address, entity=found)

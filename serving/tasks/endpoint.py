@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.interface import EngineInfo
 from ..errors import InvalidField, NotFound
+from ..model_uri import UNREGISTERED
 from ..request import MAX_MESSAGES, MAX_PROMPTS, RawRequest, Task
 from .text import TextModel
 
@@ -57,7 +58,7 @@ class EndpointView:
     ``names``: what ``model`` may say besides ``name`` (served entities); None takes any name, for a model loaded in a
     notebook, which cannot know what its callers call it; what follows a colon is an adapter there too. ``adapters`` is
     asked at each request, since they come and go. ``default_adapter`` answers requests that name none; ``defaults`` has
-    the fields of requests that lack them (``dialects.defaults``).
+    the fields of requests that lack them (``dialects.defaults``). ``version`` is the model's in the registry.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EndpointView:
     defaults: Callable[[Task], RawRequest | None] = lambda task: None
     profile: Profile = field(default_factory=Profile)
     names: tuple[str, ...] | None = ()
+    version: str = UNREGISTERED
 
     def known_adapters(self) -> tuple[str, ...]:
         """The names of the adapters that are loaded now, sorted."""

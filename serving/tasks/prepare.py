@@ -71,6 +71,7 @@ class _Head(Struct, frozen=True):
     created: int
     adapter: str | None
     model: str
+    model_version: str
     cache_salt: str | None
     deadline: float | None
 
@@ -104,6 +105,7 @@ def prepare(
         created=int(time.time()) if created is None else created,
         adapter=adapter,
         model=raw.model or endpoint.name,
+        model_version=endpoint.version,
         cache_salt=limits.cache_salt(raw.cache_salt),
         deadline=_deadline(now, timeout, limits.timeout, endpoint.profile.timeout),
     )
@@ -209,6 +211,7 @@ def _generation(
         request_id=head.request_id,
         task=task,
         model=head.model,
+        model_version=head.model_version,
         adapter=head.adapter,
         cache_salt=head.cache_salt,
         sequences=_sequences(prompts, n, asked.seed),
@@ -239,6 +242,7 @@ def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidR
         request_id=head.request_id,
         task="embeddings",
         model=head.model,
+        model_version=head.model_version,
         adapter=head.adapter,
         sequences=tuple(Sequence(prompt_token_ids=entry.token_ids) for entry in inputs),
         dimensions=raw.dimensions,
@@ -269,6 +273,7 @@ def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
         request_id=head.request_id,
         task="score",
         model=head.model,
+        model_version=head.model_version,
         adapter=head.adapter,
         sequences=tuple(Sequence(prompt_token_ids=ids) for ids in texts.sequences),
         second_from=texts.second_from,
