@@ -37,6 +37,23 @@ class Tokens(Struct, frozen=True, tag="t", array_like=True):
     num_cached_tokens: int | None = None
 
 
+class StepTiming(Struct, frozen=True, array_like=True):
+    """One step that gave a sequence tokens, in seconds since its step before (for the first since its submission to
+    this engine): ``waited`` until the step began, for the first the prompt's first step; ``elapsed`` until the tokens
+    were there. ``batch_size``: sequences that ran in the step."""
+
+    waited: float
+    elapsed: float
+    batch_size: int
+
+
+class Timed(Struct, frozen=True, tag="s", array_like=True):
+    """The steps that gave the tokens of the next ``Tokens`` of sequence ``index``, for a request with ``timings``."""
+
+    index: int
+    steps: tuple[StepTiming, ...]
+
+
 class PromptScored(Struct, frozen=True, tag="p", array_like=True):
     """Log probabilities of the prompt's tokens 1.. of sequence ``index`` (the first has none)."""
 
@@ -74,7 +91,7 @@ class Failed(Struct, frozen=True, tag="x", array_like=True):
     retry_after: float | None = None
 
 
-Event: TypeAlias = Tokens | PromptScored | Finished | Embedded | Failed
+Event: TypeAlias = Tokens | Timed | PromptScored | Finished | Embedded | Failed
 
 
 def is_terminal(event: Event) -> bool:

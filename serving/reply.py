@@ -53,6 +53,19 @@ class CallDelta(Struct, frozen=True, kw_only=True):
     custom: bool = False
 
 
+class Step(Struct, frozen=True, kw_only=True):
+    """A step of choice ``index`` that gave it tokens, which are in the next delta; of a request with ``timings``.
+
+    In seconds since its step before, for the first since the engine had the request: ``waited`` until the step began,
+    ``elapsed`` until the tokens were there. ``batch_size``: sequences that ran in it.
+    """
+
+    index: int
+    waited: float
+    elapsed: float
+    batch_size: int
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """New text of choice ``index``; may be empty where only tokens were counted.
 
@@ -97,7 +110,7 @@ class Done(Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-Piece: TypeAlias = Delta | Ended | Vector | Score | Done
+Piece: TypeAlias = Delta | Step | Ended | Vector | Score | Done
 
 
 class ReplyCall(Struct, frozen=True, kw_only=True):
@@ -148,7 +161,7 @@ def _beginning(entries: tuple[TextLogprob, ...], text: str) -> tuple[TextLogprob
 
 class Choice(Struct, frozen=True, kw_only=True):
     """One finished choice, gathered for a response that is not streamed. ``text_logprobs`` are those of ``logprobs``
-    that are of the text."""
+    that are of the text, ``steps`` those that gave it tokens, where they are measured."""
 
     index: int
     text: str
@@ -159,6 +172,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] = ()
     text_logprobs: tuple[TextLogprob, ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 class Reply(Struct, frozen=True, kw_only=True):

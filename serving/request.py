@@ -120,7 +120,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     """What every task has: the name called, the adapter, whether to stream, whose prefixes it may share.
 
     ``echoed`` is what the dialect's reply repeats of the request, in a form of its own; nothing else reads it.
-    ``lora_task`` takes the place of ``adapter``.
+    ``lora_task`` takes the place of ``adapter``. ``timings``: the reply is to say how long each step took.
     """
 
     task: ClassVar[Task]
@@ -133,6 +133,7 @@ class Raw(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     lora_task: LoraTask | None = None
     prompt_table: PromptTable | None = None
+    timings: bool = False
     echoed: bytes = b""
 
 
@@ -364,9 +365,9 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``begins_in_reasoning``: the prompt's template has opened the reasoning that the reply goes on with. ``read_as``:
     the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
     ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
-    ``scoring`` is for ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has
-    tokens of the second type; () where sequences are one text. ``model_version``: of the model that answers, for
-    dialects whose replies say it.
+    ``timings``: the engine measures its steps (``events.Timed``). ``scoring`` is for ``tasks.score``.
+    ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second type; () where
+    sequences are one text. ``model_version``: of the model that answers, for dialects whose replies say it.
     """
 
     request_id: str
@@ -385,6 +386,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     read_as: str | None = None
     stream: bool = False
     include_usage: bool = False
+    timings: bool = False
     echo: tuple[str, ...] = ()
     suffix: str = ""
     dimensions: int | None = None

@@ -65,6 +65,7 @@ class EngineCore:
         self._steps = 0
         self._last_step = time.monotonic()
         self._goes_on = False
+        self._step_began, self._batch_size = 0.0, 0
         self._closed = False
         self.info: EngineInfo = self._parts.info
         self._contention = Contention(self._wait_on_processors)
@@ -237,6 +238,7 @@ class EngineCore:
         return self._inflight.drain()
 
     def _run(self, runs: list[Run]) -> None:
+        self._step_began, self._batch_size = time.monotonic(), len(runs)
         known = [run.sequence.num_tokens for run in runs]
         try:
             self._forward(runs)
@@ -364,6 +366,8 @@ class EngineCore:
             return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
+        if sequence.timings is not None:
+            sequence.note_step(self._step_began, time.monotonic(), self._batch_size)
         self._count(sequence, sequence.num_tokens - before)
         if sequence.matching is not None:
             try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ServingError
-from ..events import Event, Failed, Finished, FinishReason, TokenLogprob, Tokens
+from ..events import Event, Failed, Finished, FinishReason, Timed, TokenLogprob, Tokens
 from ..request import ValidRequest
 from .interface import Client, EngineOutput
 from .sequence import SequenceGroup, SequenceState
@@ -94,6 +94,9 @@ class InflightRequests:
         """Emit the tokens that were held back, in one event."""
         unsent, sequence.unsent = sequence.unsent, []
         if unsent:
+            if sequence.timings:
+                steps, sequence.timings = tuple(sequence.timings), []
+                self.emit(self.of(sequence), Timed(sequence.index, steps))
             token_ids = tuple(one.token_id for one in unsent)
             logprobs: tuple[TokenLogprob, ...] = tuple(one.logprob for one in unsent if one.logprob is not None)
             is_first = sequence.num_generated - len(unsent) == sequence.num_resumed

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..events import TokenLogprob
+from ..events import StepTiming, TokenLogprob
 from ..request import Sampling, Sequence, ValidRequest
 from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
@@ -100,7 +100,8 @@ class SequenceGroup:
 class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
-    ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event.
+    ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event, nor are
+    ``timings``, the steps that gave them; None where nobody asks. ``ready_at`` is when it got its last tokens, then.
     ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``matching`` is where it is in its
     grammar, None until that is compiled and where there is none. A beam whose ``num_remaining`` is 0 waits for the
     others of its search; ``forked_from`` is the beam whose KV a new one is to begin with.
@@ -109,8 +110,8 @@ class SequenceState:
     __slots__ = (
         "_tokens", "adapter", "arrival", "arrived_at", "drafted", "first_step_at", "forced_from", "forked_from",
         "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt",
-        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "request", "sampling", "seed", "status",
-        "stop_rule", "unsent", "waits_for",
+        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "ready_at", "request", "sampling", "seed",
+        "status", "stop_rule", "timings", "unsent", "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -137,6 +138,8 @@ class SequenceState:
         self.num_cached = 0
         self.num_preemptions = 0
         self.unsent: list[Sampled] = []
+        self.timings: list[StepTiming] | None = [] if request.timings else None
+        self.ready_at = group.arrived_at
         self.prompt_scores: list[Any] | None = [] if group.sampling.prompt_logprobs is not None else None
         self.status: Status = "waiting"
         self.waits_for: WaitReason = "turn"
@@ -228,6 +231,16 @@ class SequenceState:
         if matching.is_complete:
             return "stop"
         return reason
+
+    def note_step(self, began: float, now: float, batch_size: int) -> None:
+        """Take note of the step that has just given it tokens, where the request asks for ``timings``. ``began`` and
+        ``now`` are seconds of ``time.monotonic()``."""
+        if self.timings is None:
+            return
+        is_first = self.ready_at == self.arrived_at
+        started = self.first_step_at if is_first and self.first_step_at is not None else began
+        self.timings.append(StepTiming(started - self.ready_at, now - self.ready_at, batch_size))
+        self.ready_at = now
 
     def become(self, source: SequenceState) -> None:
         """Take over the known tokens of another beam of the same prompt."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..engine.interface import Engine, EventStream
 from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Event, Failed, Finished, PromptScored, Tokens
-from ..reply import Delta, Done, Piece, Usage
+from ..events import Embedded, Event, Failed, Finished, PromptScored, Timed, Tokens
+from ..reply import Delta, Done, Piece, Step, Usage
 from ..request import ValidRequest
 from .choice import ChoiceText
 from .parsed_choice import ParsedChoice
@@ -32,6 +32,11 @@ def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTok
 
 def _ignore(index: int, count: int) -> None:
     pass
+
+
+def _steps(event: Timed) -> Iterator[Piece]:
+    for step in event.steps:
+        yield Step(index=event.index, waited=step.waited, elapsed=step.elapsed, batch_size=step.batch_size)
 
 
 class Run:
@@ -64,7 +69,7 @@ class Run:
             raise InternalError("the engine ended the request without finishing it")
         yield Done(usage=self._usage())
 
-    def _on_event(self, event: Tokens | PromptScored | Finished | Embedded) -> Iterator[Piece]:
+    def _on_event(self, event: Tokens | Timed | PromptScored | Finished | Embedded) -> Iterator[Piece]:
         if isinstance(event, Embedded):
             raise InternalError("the engine answered a generating request with a vector")
         choice = self._choices[event.index]
@@ -74,7 +79,10 @@ class Run:
             if event.index in self._open:
                 yield from self._end(choice, event)
         elif event.index in self._open:
-            pieces = choice.scored(event) if isinstance(event, PromptScored) else choice.push(event)
+            if isinstance(event, Tokens):
+                pieces = choice.push(event)
+            else:
+                pieces = choice.scored(event) if isinstance(event, PromptScored) else _steps(event)
             for piece in pieces:
                 self._count(piece)
                 yield piece

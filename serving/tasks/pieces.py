@@ -17,6 +17,7 @@ from ..reply import (
     Reply,
     ReplyCall,
     Score,
+    Step,
     TextLogprob,
     TextLogprobs,
     Usage,
@@ -112,6 +113,8 @@ def gather(pieces: Iterable[Piece]) -> Reply:
             vectors[piece.index] = piece.data
         elif isinstance(piece, Score):
             scores[piece.index] = piece.value
+        elif isinstance(piece, Step):
+            choices.setdefault(piece.index, Gathered()).steps.append(piece)
         else:
             usage = piece.usage
     return Reply(
@@ -127,6 +130,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
+        self.steps: list[Step] = []
         self.ended: Ended | None = None
 
     def add(self, delta: Delta) -> None:
@@ -144,6 +148,7 @@ class Gathered:
             token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
             logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
             text_logprobs=self._text_logprobs(),
+            steps=tuple(self.steps),
         )
 
     def _text_logprobs(self) -> tuple[TextLogprob, ...]:

@@ -226,6 +226,7 @@ def _generation(
         read_as=read_as,
         stream=raw.stream,
         include_usage=raw.include_usage,
+        timings=raw.timings,
         echo=tuple(prompt.text for prompt in prompts) if echo else (),
         suffix=(raw.suffix or "") if isinstance(raw, RawCompletion) else "",
         truncate_on_timeout=asked.error_behavior == "truncate",

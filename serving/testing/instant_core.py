@@ -25,7 +25,7 @@ from ..constraint import GIVEN
 from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from ..engine.request_check import NO_GRAMMARS
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
-from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, TokenLogprob, Tokens
+from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
 from ..request import POOLED, ValidRequest
 from ..settings import EngineSettings, SecondsOrZero
 from ..stop_rule import StopReason, StopRule
@@ -72,7 +72,9 @@ def digest(token_ids: tuple[int, ...]) -> int:
 class InstantSequence:
     """A prompt and its tokens so far. ``state`` hashes the adapter, the seed unless greedy, and all tokens."""
 
-    __slots__ = ("done", "index", "num_cached", "num_generated", "num_resumed", "started_at", "state", "stop_rule")
+    __slots__ = (
+        "done", "index", "num_cached", "num_generated", "num_resumed", "ready_at", "started_at", "state", "stop_rule",
+    )  # fmt: skip
 
     def __init__(self, request: ValidRequest, index: int, max_model_len: int) -> None:
         source = request.sequences[index]
@@ -81,6 +83,7 @@ class InstantSequence:
         self.index = index
         self.done = False
         self.started_at = 0.0
+        self.ready_at: float | None = None  # when it got its last token
         self.num_cached = 0
         self.num_generated = self.num_resumed = len(source.resumed_token_ids)
         greedy = sampling is None or sampling.temperature == 0
@@ -234,10 +237,18 @@ class InstantCore:
                 self._generated_provisioned += request.provisioned
                 cached = sequence.num_cached if sequence.num_generated == sequence.num_resumed + 1 else None
                 event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs), cached)
+                if request.timings:
+                    self._time(running, sequence, now)
                 self._outbox.append((running.client, request.request_id, event))
                 reason = sequence.stop_reason(token_id)
             if reason is not None:
                 self._end(running, sequence, reason)
+
+    def _time(self, running: _Running, sequence: InstantSequence, began: float) -> None:
+        since, done = sequence.ready_at or running.queued_at, time.monotonic()
+        step = StepTiming(began - since, done - since, len(self._running))
+        self._outbox.append((running.client, running.request.request_id, Timed(sequence.index, (step,))))
+        sequence.ready_at = done
 
     def _look_up(self, request: ValidRequest, index: int) -> int:
         if not self.model.prefix_cache or request.cache_salt is None:

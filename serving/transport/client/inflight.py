@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from ...errors import ServingError
-from ...events import Event, Failed, Finished, FinishReason, PromptScored, Tokens
+from ...events import Event, Failed, Finished, FinishReason, PromptScored, Timed, Tokens
 from ...request import POOLED, ValidRequest
 from ...stop_rule import StopRule
 
@@ -95,7 +95,7 @@ class InflightRequest:
                 self._park(index)
                 return
             self.open.discard(index)
-        else:
+        elif not isinstance(event, Timed):
             self.open.discard(index)
         self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
         self._park(None)

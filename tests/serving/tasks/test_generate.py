@@ -5,8 +5,8 @@ from scripted_engine import ScriptedEngine, spoken
 
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.errors import DeadlineExceeded, EngineDied, InternalError
-from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
-from mlflow_llm.serving.reply import Delta, Done, Ended
+from mlflow_llm.serving.events import Failed, Finished, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
+from mlflow_llm.serving.reply import Delta, Done, Ended, Step
 from mlflow_llm.serving.tasks import generate
 from mlflow_llm.serving.tasks.prepare import prepare
 
@@ -222,3 +222,15 @@ def test_end_comes_once_and_done_last(text, ask):
     pieces = list(generate.run(ScriptedEngine([*spoken(0, (9,)), *spoken(1, (9,))]), ask(n=2), text))
     assert sum(isinstance(p, Ended) for p in pieces) == 2
     assert isinstance(pieces[-1], Done)
+
+
+def test_steps_come_before_their_text(text, ask):
+    """Measured steps are pieces before the deltas of their tokens, and stand in a whole reply's choice."""
+    ids = text.encode("hello", False)
+    steps = (StepTiming(0.5, 0.75, 3), StepTiming(0.0, 0.25, 2))
+    events = [Timed(0, steps[:1]), Tokens(0, ids[:1]), Timed(0, steps[1:]), Tokens(0, ids[1:]), Finished(0, "length")]
+    pieces = list(generate.run(ScriptedEngine(events), ask(), text))
+    assert [type(piece) for piece in pieces][:4] == [Step, Delta, Step, Delta]
+    choice = generate.gather(pieces).choices[0]
+    assert [(step.waited, step.elapsed, step.batch_size) for step in choice.steps] == [(0.5, 0.75, 3), (0.0, 0.25, 2)]
+    assert choice.text == "hello"
