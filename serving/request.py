@@ -51,7 +51,9 @@ class Draft(Struct, frozen=True, kw_only=True):
 class RawSampling(Struct, frozen=True, kw_only=True):
     """What a caller may say of sampling; None means the default of the endpoint's profile.
 
-    ``clip_max_tokens``: of more tokens than the context leaves, as many as it leaves, instead of a refusal.
+    ``clip_max_tokens``: of more tokens than the context leaves or the endpoint allows, as many as it does, instead of a
+    refusal. ``exact_bounds``: ``top_k`` is less than the vocabulary's size, and a prompt leaves room for as many tokens
+    as the endpoint ever generates (``maxIterTimes``), or it is refused.
     ``stop_sequences`` are runs of tokens that end the text, beside the strings of ``stop``. ``embedding_bias`` is added
     to the logits: float32, little endian, [V]. ``end_id`` ends the text in place of the model's own end-of-text
     ids. ``penalize_prompt``: presence and frequency penalties count the prompt's tokens too, as TensorRT-LLM's do.
@@ -59,6 +61,7 @@ class RawSampling(Struct, frozen=True, kw_only=True):
 
     max_tokens: int | None = None
     clip_max_tokens: bool | None = None
+    exact_bounds: bool | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -143,7 +146,22 @@ class TextPart(Struct, frozen=True):
     text: str
 
 
-Part: TypeAlias = TextPart  # or one of the kinds beside it: an image, a sound
+class MediaPart(Struct, frozen=True, kw_only=True):
+    """An image, a video or a sound within a message, whose form has been checked.
+
+    ``place``: the path of a local file, or the host of a URL and its port if it has one; "" for what the request
+    brought itself. ``most`` bytes it may have. ``field`` is where it is named in the request, ``part`` its part.
+    """
+
+    kind: Literal["image", "video", "audio"]
+    source: Literal["path", "url", "data"]
+    place: str = ""
+    most: int
+    field: str
+    part: str
+
+
+Part: TypeAlias = TextPart | MediaPart
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -163,6 +181,13 @@ class Message(Struct, frozen=True, kw_only=True):
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of its text, its parts joined with nothing between them."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join([part.text for part in self.content if isinstance(part, TextPart)])
 
 
 class Tool(Struct, frozen=True, kw_only=True):
@@ -338,6 +363,15 @@ class ToolUse(Struct, frozen=True, kw_only=True):
 Activation: TypeAlias = Literal["identity", "sigmoid", "tanh"]
 
 
+class ReplyForm(Struct, frozen=True, array_like=True):
+    """What an endpoint's settings say of the form of replies (``dialect_settings``): a stream's chunks have the
+    ``full_text`` so far, Triton's details have ``times``, and its last event an ``end_text``."""
+
+    full_text: bool = False
+    times: bool = False
+    end_text: bool = False
+
+
 class Scoring(Struct, frozen=True, kw_only=True):
     """What becomes of the engine's answers to a request of task "score".
 
@@ -365,9 +399,10 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``begins_in_reasoning``: the prompt's template has opened the reasoning that the reply goes on with. ``read_as``:
     the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
     ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
-    ``timings``: the engine measures its steps (``events.Timed``). ``scoring`` is for ``tasks.score``.
-    ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second type; () where
-    sequences are one text. ``model_version``: of the model that answers, for dialects whose replies say it.
+    ``timings``: the engine measures its steps (``events.Timed``). ``form`` is the endpoint's. ``scoring`` is for
+    ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second
+    type; () where sequences are one text. ``model_version``: of the model that answers, for dialects whose replies
+    say it.
     """
 
     request_id: str
@@ -393,6 +428,7 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     encoding_format: Literal["float", "base64"] = "float"
     scoring: Scoring | None = None
     second_from: tuple[int, ...] = ()
+    form: ReplyForm = ReplyForm()
     truncate_on_timeout: bool = False
     truncated: bool = False
     clipped: bool = False

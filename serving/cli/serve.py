@@ -22,6 +22,7 @@ from ..http.gunicorn.tls import gateway_tls, probe_tls
 from ..model_uri import parse
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
+from .dialect_options import dialect_options, dialects_of
 from .spec_files import read_serve_spec
 from .store import opened
 
@@ -213,6 +214,7 @@ def settings_help() -> str:
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="Of the log on standard error.",
 )
+@dialect_options
 def serve(
     models: tuple[str, ...],
     name: str | None,
@@ -235,6 +237,7 @@ def serve(
         spec = read_serve_spec(spec_file)
         _check_place(spec.settings)
     else:
+        dialects = dialects_of(server)
         settings = ServerSettings(**server)
         _check_place(settings)
         named = {} if server["database"] and not models else _named(models, name)
@@ -254,7 +257,9 @@ def serve(
             settings=settings,
             engine=overrides,
             profile=profile,
+            dialects=dialects,
         )
+    spec = spec.resolved()
     if spec.settings.is_open_to_others:
         click.echo(
             f"warning: {spec.settings.host} is reached from other machines and no API keys are asked for: whoever "

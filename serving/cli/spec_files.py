@@ -12,6 +12,7 @@ import msgspec
 from ..checked import Checked
 from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
+from ..dialect_settings import DialectSettings
 from ..errors import InvalidField
 from ..settings import EngineSettings, check_server_engine
 from ..supervision.engine_spec import EngineSpec
@@ -43,10 +44,15 @@ def _read(path: str, kind: type[T], settings: type[Checked]) -> T:
 
 def _settings_in(raw: Any, settings: type[Checked]) -> Iterator[tuple[str, type[Checked], dict[str, Any]]]:
     """Where in a file are settings, of which kind; what is no object there is left to its type."""
-    found: list[tuple[str, type[Checked], Any]] = [("settings", settings, raw), ("engine", EngineSettings, raw)]
+    found: list[tuple[str, type[Checked], Any]] = [
+        ("settings", settings, raw),
+        ("engine", EngineSettings, raw),
+        ("dialects", DialectSettings, raw),
+    ]
     listed = raw.get("endpoints") if isinstance(raw, dict) else None
     for place, one in enumerate(listed if isinstance(listed, list) else ()):
         found.append((f"endpoints[{place}].engine", EngineSettings, one))
+        found.append((f"endpoints[{place}].dialects", DialectSettings, one))
     for parent, checked, holder in found:
         values = holder.get(parent.rpartition(".")[2]) if isinstance(holder, dict) else None
         if isinstance(values, dict):

@@ -95,7 +95,11 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
     )
     route = Route(served_model_name=spec.entity, traffic_percentage=100)
     return EndpointConfig(
-        served_entities=(entity,), routes=(route,), profile=spec.profile, prefix_sharing=spec.prefix_sharing
+        served_entities=(entity,),
+        routes=(route,),
+        profile=spec.profile,
+        prefix_sharing=spec.prefix_sharing,
+        dialects=spec.dialects,
     )
 
 

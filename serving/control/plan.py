@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from ..dialect_settings import DialectSettings
 from ..endpoints.config import EntityConfig, Route
 from ..engine.interface import EngineInfo
 from ..file_locks import create_locked, is_held, try_acquire
@@ -55,6 +56,7 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
     sticky: bool = False
     profile: str | None = None
     prefix_sharing: PrefixSharing | None = None
+    dialects: DialectSettings = DialectSettings()
 
 
 class Plan(Struct, frozen=True, kw_only=True):

@@ -267,6 +267,7 @@ class Reconciler:
             sticky=config.sticky,
             profile=config.profile,
             prefix_sharing=config.prefix_sharing,
+            dialects=config.dialects,
         )
 
     def _report_readiness(self, states: dict[str, EndpointState]) -> None:

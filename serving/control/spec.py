@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from ..bundle import Bundle
+from ..dialect_settings import DialectSettings, batched
 from ..settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
 
@@ -27,6 +29,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
     engine: EngineSettings = EngineSettings()
     profile: ProfileName = "open"
     prefix_sharing: PrefixSharing | None = None
+    dialects: DialectSettings = DialectSettings()
     created: int = 0
     defaults: dict[str, Any] = {}
     core: str | None = None
@@ -42,20 +45,37 @@ class EndpointSpec(Struct, frozen=True, kw_only=True):
 
 class ServeSpec(Struct, frozen=True, kw_only=True):
     """``endpoints`` are those of the command line; the store may have more. ``engine`` (engine settings) and
-    ``profile`` are for models served later. ``runtime_dir`` is where engine processes are found; None is the user's
-    own."""
+    ``profile`` are for models served later, ``dialects`` for endpoints that say nothing of them. ``runtime_dir``
+    is where engine processes are found; None is the user's own."""
 
     endpoints: tuple[EndpointSpec, ...] = ()
     settings: ServerSettings = ServerSettings()
     runtime_dir: str | None = None
     engine: dict[str, Any] = {}
     profile: ProfileName = "open"
+    dialects: DialectSettings = DialectSettings()
+
+    def resolved(self) -> ServeSpec:
+        """With each endpoint's own settings of dialects, and those of them that are its engine's. Raises
+        ``InvalidField``."""
+        own = [one.dialects.over(self.dialects) for one in self.endpoints]
+        for dialects in (self.dialects, *own):
+            dialects.check()
+        endpoints = tuple(
+            msgspec.structs.replace(one, dialects=dialects, engine=_with_batch(one.engine, dialects))
+            for one, dialects in zip(self.endpoints, own, strict=True)
+        )
+        return msgspec.structs.replace(self, endpoints=endpoints, engine=batched(self.engine, self.dialects))
 
     @property
     def trusts_remote_code(self) -> bool:
         """Whether code that comes with a model may run in this server."""
         own = any(endpoint.engine.trust_remote_code for endpoint in self.endpoints)
         return own or bool(self.engine.get("trust_remote_code"))
+
+
+def _with_batch(engine: EngineSettings, dialects: DialectSettings) -> EngineSettings:
+    return msgspec.structs.replace(engine, **batched({}, dialects))
 
 
 def store_url(spec: ServeSpec, directory: Path) -> str:

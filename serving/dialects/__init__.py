@@ -8,6 +8,7 @@ import re
 from .anthropic import AnthropicDialect
 from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
+from .mindie import MindieDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
 from .rerank import RerankDialect
@@ -22,6 +23,7 @@ DIALECTS: dict[str, Dialect] = {
         AnthropicDialect(),
         RerankDialect(),
         DatabricksDialect(),
+        MindieDialect(),
         MlflowDialect(),
     )
 }

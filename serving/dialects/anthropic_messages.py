@@ -189,7 +189,7 @@ def _call(fields: dict[str, Any]) -> ToolCall:
 
 
 def _texts(blocks: Sequence[Block]) -> str | tuple[Part, ...]:
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     begins = False
     for block in blocks:
         begins = begins or block.begins

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import InvalidField
 from ..readers import obj, reader, string
 from ..request import MAX_MESSAGES, Message, Part, Role, TextPart, ToolCall
 from ..tool_calls.formats import CUSTOM_INPUT
 from .fields import unknown_field
+
+PartReaders: TypeAlias = Mapping[str, Callable[[dict[str, Any], str], Part]]
 
 # OpenAI's "developer" is its newer word for "system"; templates know only the latter.
 ROLES: Mapping[str, Role] = {
@@ -102,10 +104,11 @@ def read_messages(value: Any, path: str) -> tuple[Message, ...]:
         raise InvalidField(path, value, "a non-empty list of messages")
     if len(value) > MAX_MESSAGES:
         raise InvalidField(path, f"{len(value)} messages", f"at most {MAX_MESSAGES}")
-    return tuple(_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    return tuple(read_message(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
 
-def _message(value: Any, path: str) -> Message:
+def read_message(value: Any, path: str, parts: PartReaders | None = None) -> Message:
+    """One message; ``parts`` are the kinds that its content may have, ``PARTS`` where None is given."""
     if not isinstance(value, dict):
         raise InvalidField(path, value, "an object with role and content")
     for key in value:
@@ -120,7 +123,7 @@ def _message(value: Any, path: str) -> Message:
     calls = _tool_calls(value.get("tool_calls"), role, path)
     content: str | tuple[Part, ...] = ""
     if value.get("content") is not None:
-        content = _content(value["content"], f"{path}.content")
+        content = _content(value["content"], f"{path}.content", PARTS if parts is None else parts)
     elif not calls:
         raise InvalidField(f"{path}.content", None, "a string or a list of text parts")
     thought = value.get("reasoning_content")
@@ -134,25 +137,26 @@ def _message(value: Any, path: str) -> Message:
     )
 
 
-def _content(value: Any, path: str) -> str | tuple[Part, ...]:
+def _content(value: Any, path: str, parts: PartReaders) -> str | tuple[Part, ...]:
     if isinstance(value, str):
         return string(value, path)
     if not isinstance(value, list | tuple) or not value:
         raise InvalidField(path, value, "a string or a non-empty list of text parts")
-    return tuple(_part(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+    return tuple(_part(entry, f"{path}[{i}]", parts) for i, entry in enumerate(value))
 
 
-def _part(value: Any, path: str) -> Part:
+def _part(value: Any, path: str, parts: PartReaders) -> Part:
     if not isinstance(value, dict):
         raise InvalidField(path, value, 'a part such as {"type": "text", "text": "..."}')
     kind = value.get("type")
-    read = PARTS.get(kind) if isinstance(kind, str) else None
+    read = parts.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise InvalidField(f"{path}.type", kind, '"text": this model reads text only')
+        kinds = ", ".join(f'"{name}"' for name in parts)
+        raise InvalidField(f"{path}.type", kind, f"{kinds}: this model reads text only" if len(parts) == 1 else kinds)
     return read(value, path)
 
 
-def _text_part(value: dict[str, Any], path: str) -> TextPart:
+def text_part(value: dict[str, Any], path: str) -> TextPart:
     for key in value:
         if key not in ("type", "text"):
             raise unknown_field(key, value[key], ("type", "text"), f"{path}.")
@@ -160,7 +164,7 @@ def _text_part(value: dict[str, Any], path: str) -> TextPart:
 
 
 # By "type". A kind that is not here is refused by the part's path; a new one has its schema in ``_CONTENT``.
-PARTS: Mapping[str, Callable[[dict[str, Any], str], Part]] = {"text": _text_part}
+PARTS: PartReaders = {"text": text_part}
 
 
 def _tool_call_id(value: Any, role: str, path: str) -> str | None:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ..bundle import Bundle
+from ..dialect_settings import DialectSettings
 from ..model_uri import by_version
 from ..settings import EngineSettings, PrefixSharing
 
@@ -84,7 +85,8 @@ class Route(Struct, frozen=True, kw_only=True):
 
 class EndpointConfig(Struct, frozen=True, kw_only=True):
     """``sticky``: a caller with an API key stays with the served entity that the key falls to. ``profile`` names the
-    defaults and limits of its requests, ``prefix_sharing`` says who reuses whose prompt prefixes; None is the server's.
+    defaults and limits of its requests, ``prefix_sharing`` says who reuses whose prompt prefixes; None is the server's,
+    as it is of settings of ``dialects``.
     """
 
     served_entities: tuple[EntityConfig, ...]
@@ -92,6 +94,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     sticky: bool = False
     profile: str | None = None
     prefix_sharing: PrefixSharing | None = None
+    dialects: DialectSettings = DialectSettings()
 
 
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
@@ -118,4 +121,8 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     ]
     traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
     sharing = {} if config.prefix_sharing is None else {"prefix_sharing": config.prefix_sharing}
-    return {"served_entities": entities, "served_models": models, "traffic_config": traffic} | sharing
+    return (
+        {"served_entities": entities, "served_models": models, "traffic_config": traffic}
+        | sharing
+        | config.dialects.given()
+    )

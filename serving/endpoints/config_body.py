@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import msgspec
 
+from ..dialect_settings import NAMES as DIALECT_SETTINGS
+from ..dialect_settings import DialectSettings, batched
 from ..errors import InvalidField
 from ..modes.provisioned import check_throughput
 from ..readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
@@ -100,7 +102,19 @@ def _entities(spelling: Mapping[str, str]) -> Entry:
     return Entry(list_of(entity, allowed, least=1, most=MAX_ENTITIES), required=allowed)
 
 
+def _setting(name: str) -> Entry:
+    kind = msgspec.json.schema(DialectSettings)["$defs"][DialectSettings.__name__]["properties"][name]
+
+    @reader(**{key: value for key, value in kind.items() if key != "default"})
+    def read(value: Any, path: str) -> Any:
+        parent, _, _ = path.rpartition(".")
+        return getattr(DialectSettings.read({name: value}, parent), name)
+
+    return Entry(read, "See docs/mindie.md")
+
+
 _COMMON = {
+    **{name: _setting(name) for name in DIALECT_SETTINGS},
     "traffic_config": Entry(_TRAFFIC),
     "prefix_sharing": Entry(
         one_of(*get_args(PrefixSharing)),
@@ -144,7 +158,9 @@ def _is_older(body: Any) -> bool:
 
 
 def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConfig:
-    entities = tuple(_entity(item, f"served_entities[{place}]") for place, item in enumerate(listed))
+    dialects = DialectSettings(**{name: found[name] for name in DIALECT_SETTINGS if name in found})
+    dialects.check()
+    entities = tuple(_entity(item, f"served_entities[{place}]", dialects) for place, item in enumerate(listed))
     names = [entity.name for entity in entities]
     for place, name in enumerate(names):
         if name in names[:place]:
@@ -156,10 +172,11 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
         routes=routes,
         sticky=traffic.get("sticky", False),
         prefix_sharing=found.get("prefix_sharing"),
+        dialects=dialects,
     )
 
 
-def _entity(item: dict[str, Any], field: str) -> EntityConfig:
+def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> EntityConfig:
     entity_name, version = item["entity_name"], item.get("entity_version", "")
     uri = URI.fullmatch(entity_name) is not None
     if uri and version:
@@ -174,7 +191,7 @@ def _entity(item: dict[str, Any], field: str) -> EntityConfig:
         min_provisioned_throughput=minimum,
         max_provisioned_throughput=maximum,
         scale_to_zero_enabled=item.get("scale_to_zero_enabled", False),
-        engine_settings=item.get("engine_settings", {}),
+        engine_settings=batched(item.get("engine_settings", {}), dialects),
         defaults=item.get("defaults", {}),
     )
 

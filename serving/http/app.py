@@ -29,9 +29,10 @@ from .answer import Answer, error_answer
 from .authentication import authenticate, charge
 from .bodies import is_large, read_body
 from .csrf import check_content_type, check_cross_site
+from .dialect_choice import usual
 from .in_flight import ClientGone
 from .keep_alive import address_in, came_to_probes, settle
-from .route import Listener, Request, Route
+from .route import Listener, Request, Route, Spoken
 from .routes import ROUTES, one_slash
 from .server import Server
 
@@ -81,7 +82,7 @@ def _view(server: Server, route: Route) -> Callable[..., Response]:
 
 
 def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRecord) -> Answer:
-    environ, charged = flask_request.environ, False
+    environ, charged, spoken = flask_request.environ, False, Spoken()
     address = address_in(environ)
     try:
         listens = _check_listener(server, route, probes=came_to_probes(environ))
@@ -101,13 +102,15 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
             is_large=is_large(environ, server.settings.offload_bytes),
             address=address,
             sock=environ.get("gunicorn.socket"),
+            spoken=spoken,
         )
         return route.handler(server, request)
     except ServingError as error:
         if charged:
             charge(server, error, record, address)
-        record.finish(error.status, error.logged)
-        return error_answer(route.dialect, error)
+        answer = error_answer(spoken.dialect or usual(server.endpoints, route), error)
+        record.finish(answer.status, error.logged)
+        return answer
     except ClientGone:
         record.finish(Aborted.status, "the client went away")
         return Answer(status=Aborted.status)
@@ -116,7 +119,8 @@ def _answer(server: Server, route: Route, path: dict[str, str], record: AccessRe
     except Exception:
         logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
         record.finish(InternalError.status, "internal error")
-        return error_answer(route.dialect, InternalError(f"internal error; the log has it under {record.request_id}"))
+        shown = InternalError(f"internal error; the log has it under {record.request_id}")
+        return error_answer(spoken.dialect or route.dialect, shown)
 
 
 def _check_listener(server: Server, route: Route, *, probes: bool) -> str:

@@ -23,6 +23,7 @@ from ..tasks.reply_size import fixed_size
 from . import rate_limit_headers
 from .addressing import address, check_limits, meant
 from .answer import Answer
+from .dialect_choice import choose
 from .in_flight import (
     ClientGone,
     InterruptibleIterator,
@@ -64,6 +65,7 @@ def _accept(
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
+        choose(server.endpoints, request, body)
         raw = server.offload(len(body), _decode, request, body)
         entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = entity.endpoint, raw.stream
@@ -97,13 +99,13 @@ def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
 
 
 def _whole(request: Request, valid: ValidRequest, echoed: bytes, reply: Reply) -> Answer:
-    encoded = request.route.dialect.encode(valid, reply, echoed)
+    encoded = request.dialect.encode(valid, reply, echoed)
     headers = {**encoded.headers, **request.record.headers}
     return Answer(status=encoded.status, body=encoded.body, content_type=encoded.content_type, headers=headers)
 
 
 def _decode(request: Request, body: bytes) -> RawRequest:
-    return request.route.dialect.decode(Head(_inference(request), request.headers, request.path), body)
+    return request.dialect.decode(Head(_inference(request), request.headers, request.path), body)
 
 
 def _inference(request: Request) -> InferenceRoute:
@@ -162,7 +164,7 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
 def _streamed(request: Request, valid: ValidRequest, echoed: bytes, pieces: Iterator[Piece], held: ExitStack) -> Answer:
     """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
     record = request.record
-    encoder = request.route.dialect.stream(valid, echoed)
+    encoder = request.dialect.stream(valid, echoed)
     stream = Stream(encoder, pieces, record, held)
     try:
         stream.prime()

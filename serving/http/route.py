@@ -21,6 +21,13 @@ from .memory_budget import Allocation
 from .server import Server
 
 
+@dataclass(slots=True)
+class Spoken:
+    """The dialect in which a request is answered, where it is not its route's (``dialect_choice``)."""
+
+    dialect: Dialect | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request whose caller is known and whose body has not been received.
@@ -41,6 +48,12 @@ class Request:
     address: str = ""
     sock: Any = None
     body: bytes = b""  # of a route ``with_body``
+    spoken: Spoken = field(default_factory=Spoken)
+
+    @property
+    def dialect(self) -> Dialect:
+        """In which it is read and answered."""
+        return self.spoken.dialect or self.route.dialect
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@ the old engines go."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import gevent
 
 from .. import logs
 from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, WorkerState
+from ..dialect_settings import DialectSettings
 from ..dialects.defaults import defaults_of
 from ..endpoints.config import ModelSource
 from ..engine.interface import AdapterInfo, Engine
@@ -33,8 +35,8 @@ RETRY = 20  # turns after which a replica that did not answer is tried again
 
 class PlanFollower:
     """``open`` (``gevent_client.attach``) attaches to an engine. ``profile``, one of ``profiles``, is for endpoints
-    that name none. ``engine_timeout``: seconds that requests wait for an engine of another host that is away.
-    ``counter_directory``: where engines keep their counters.
+    that name none, ``dialects`` for settings that they do not have. ``engine_timeout``: seconds that requests wait for
+    an engine of another host that is away. ``counter_directory``: where engines keep their counters.
 
     One greenlet runs ``run`` (or the worker's start ``adopt``), and it alone changes what is here.
     """
@@ -49,11 +51,13 @@ class PlanFollower:
         ledger: Any,
         profile: str = "open",
         profiles: Mapping[str, Profile] = PROFILES,
+        dialects: DialectSettings | None = None,
         engine_timeout: float | None = None,
         counter_directory: CounterDirectory | None = None,
     ) -> None:
         self._plan_directory, self._endpoints, self._load_shedder = plan_directory, endpoints, load_shedder
         self._open, self._ledger, self._profile, self._profiles = open, ledger, profile, profiles
+        self._dialects = dialects or DialectSettings()
         self._engine_timeout, self._counter_directory = engine_timeout, counter_directory
         self._engines: dict[str, ReplicaSet] = {}
         self._retiring: dict[str, ReplicaSet] = {}
@@ -142,7 +146,9 @@ class PlanFollower:
         return engine
 
     def _endpoint(self, planned: PlannedEndpoint) -> ServedEndpoint:
-        profile = self._profiles[planned.profile or self._profile]
+        profile = dataclasses.replace(
+            self._profiles[planned.profile or self._profile], dialects=planned.dialects.over(self._dialects)
+        )
         entities = {entity.config.name: self._entity(planned, entity, profile) for entity in planned.entities}
         split = None
         if len(entities) > 1:

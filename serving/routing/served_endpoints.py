@@ -190,6 +190,14 @@ class ServedEndpoints:
         address = _of_version(self._resolve(called), version)
         return self._checked(address, address.entity or address.endpoint.first)
 
+    def meant_by(self, called: str | None) -> ServedEntity | None:
+        """A served entity of the endpoint that ``called`` names; None where it names none."""
+        try:
+            address = self._resolve(called)
+        except (NotFound, InvalidField):
+            return None
+        return address.entity or address.endpoint.first
+
     def _checked(self, address: _Address, entity: ServedEntity) -> tuple[ServedEntity, str | None]:
         if address.adapter is not None and address.adapter not in (names := self.adapters_of(entity)):
             has = ", ".join(names) or "none"

@@ -11,6 +11,7 @@ from ..tool_calls.argument_types import argument_types
 from ..tool_calls.formats import ToolFormat
 from .endpoint import EndpointView
 from .forms import chat_grammar, check_choice
+from .media import check_media
 from .prompts import Prompt, chat_prompt
 from .text import DEFAULT_TEMPLATE, TextModel
 from .tool_messages import shown_tools
@@ -34,6 +35,7 @@ class Chat(NamedTuple):
 def prepare_chat(raw: RawChat, endpoint: EndpointView) -> Chat:
     """Raises ``InvalidField`` for turns, ids of calls, variables, tools or forms that the endpoint or the template does
     not take, ``ContextTooLong``."""
+    check_media(raw.messages, endpoint.profile.dialects)
     tools, template = tool_use(raw), template_name(raw, endpoint.text)
     prompt = chat_prompt(raw, endpoint)
     format = endpoint.text.tool_format(template)
@@ -73,7 +75,6 @@ def _ends_in_reasoning(token_ids: tuple[int, ...], raw: RawChat, text: TextModel
         return False
     begin, end = reasoning.begin.strip(), reasoning.end.strip()
     if raw.end == "open":
-        content = raw.messages[-1].content
-        last = content if isinstance(content, str) else "".join(part.text for part in content)
+        last = raw.messages[-1].text
         return last.rfind(begin) > last.rfind(end)
     return text.decode(token_ids[-END:], skip_special_tokens=False).rstrip().endswith(begin)

@@ -19,10 +19,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    content = message.content
-    if not isinstance(content, str):
-        content = "".join([part.text for part in content])
-    found: dict[str, Any] = {"role": message.role, "content": content}
+    found: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
         found["name"] = message.name
     if message.reasoning_content is not None:

@@ -10,6 +10,7 @@ import dataclasses
 
 import msgspec
 
+from ..dialect_settings import DialectSettings
 from ..errors import ContextTooLong
 from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, RawScore
 from .endpoint import EndpointView
@@ -51,9 +52,12 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         return text_tokens(raw.prompts[0], endpoint)
     size = most(endpoint) + 1
     roomy = msgspec.structs.replace(endpoint.info, max_model_len=size, max_kv_tokens=size)
+    profile = dataclasses.replace(endpoint.profile, dialects=DialectSettings())
     sampling = RawSampling(max_tokens=1, constraint=raw.sampling.constraint)
     try:
-        valid = prepare(msgspec.structs.replace(raw, sampling=sampling), dataclasses.replace(endpoint, info=roomy))
+        valid = prepare(
+            msgspec.structs.replace(raw, sampling=sampling), dataclasses.replace(endpoint, info=roomy, profile=profile)
+        )
     except ContextTooLong as error:
         raise _too_many(error.param or "prompt", endpoint) from None
     if valid.truncated:  # by the model's own default of error_behavior

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..dialect_settings import DialectSettings
 from ..engine.interface import EngineInfo
 from ..errors import InvalidField, NotFound
 from ..model_uri import UNREGISTERED
@@ -23,7 +24,7 @@ class Profile:
     where the dialect has a document that says so. ``allow_n`` is what provisioned endpoints have,
     ``allow_error_behavior`` what pay-per-token ones have. ``max_copied_tokens`` bounds the prompts' tokens over
     all choices, ``max_reply_bytes`` what a reply has beside generated text (``reply_size``). ``timeout``: seconds a
-    request may take, None for no limit.
+    request may take, None for no limit. ``dialects`` are settings of other servers, their bounds of lengths among them.
     """
 
     default_max_tokens: int | None = None
@@ -44,6 +45,7 @@ class Profile:
     max_messages: int = MAX_MESSAGES
     max_reply_bytes: int | None = None
     timeout: float | None = None
+    dialects: DialectSettings = field(default_factory=DialectSettings)
 
 
 # The seed of the Databricks document, by the two kinds of its endpoints.
@@ -83,7 +85,13 @@ class EndpointView:
     @property
     def context(self) -> int:
         """Tokens that one sequence may have, prompt and completion together."""
-        return min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)
+        length = min(self.info.max_model_len, self.info.max_kv_tokens or self.info.max_model_len)
+        return min(length, self.profile.dialects.maxSeqLen or length)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return min(self.context, self.profile.dialects.maxInputTokenLen or self.context)
 
     def said(self, raw: RawRequest, field: str) -> Any:
         """What ``raw`` says of a field of every task, or else the model's own default does."""

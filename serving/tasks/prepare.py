@@ -25,13 +25,14 @@ from ..request import (
     RawRequest,
     RawSampling,
     RawScore,
+    ReplyForm,
     Scoring,
     Sequence,
     Task,
     ValidRequest,
 )
 from .chat import prepare_chat
-from .endpoint import EndpointView
+from .endpoint import EndpointView, Profile
 from .forms import grammar
 from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
@@ -227,6 +228,7 @@ def _generation(
         stream=raw.stream,
         include_usage=raw.include_usage,
         timings=raw.timings,
+        form=_form(profile),
         echo=tuple(prompt.text for prompt in prompts) if echo else (),
         suffix=(raw.suffix or "") if isinstance(raw, RawCompletion) else "",
         truncate_on_timeout=asked.error_behavior == "truncate",
@@ -234,6 +236,15 @@ def _generation(
         clipped=asked.max_tokens is not None and sampling.max_tokens < asked.max_tokens,
         created=head.created,
         deadline=head.deadline,
+    )
+
+
+def _form(profile: Profile) -> ReplyForm:
+    dialects = profile.dialects
+    return ReplyForm(
+        full_text=bool(dialects.fullTextEnabled),
+        times=dialects.generateProfile == "current",
+        end_text=bool(dialects.generateEndText),
     )
 
 

@@ -106,10 +106,11 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
         messages = with_system((Message(role="user", content=entry),), endpoint.profile.default_system_prompt)
         return _templated(template_messages(messages), endpoint, raw.sampling, None, {}, path)._replace(text=entry)
     truncate = raw.sampling.error_behavior == "truncate"
-    over = endpoint.text.surely_over(entry, endpoint.context)
+    longest = endpoint.longest_prompt
+    over = endpoint.text.surely_over(entry, longest)
     if over is not None and not truncate:
-        raise too_long(path, f"more than {endpoint.context}", endpoint)
-    text = entry if over is None else endpoint.text.tail(entry, endpoint.context)
+        raise too_long(path, f"more than {longest}", endpoint)
+    text = entry if over is None else endpoint.text.tail(entry, longest)
     ids = endpoint.text.encode(text)
     if not ids:
         raise InvalidField(path, entry, "a text of at least one token")
@@ -127,12 +128,12 @@ def _templated(
     end: ChatEnd = "generation_prompt",
 ) -> Prompt:
     truncate = sampling.error_behavior == "truncate"
-    context = endpoint.context
+    longest = endpoint.longest_prompt
     ids = endpoint.text.chat(
-        messages, template=template, variables=variables, limit=None if truncate else context, context=context, end=end
+        messages, template=template, variables=variables, limit=None if truncate else longest, context=longest, end=end
     )
     if isinstance(ids, int):
-        raise too_long(path, f"more than {context}", endpoint)
+        raise too_long(path, f"more than {longest}", endpoint)
     if not ids:
         raise InvalidField(path, "", "something: the template made an empty prompt of it")
     cut, truncated = _fit(ids, endpoint, sampling, path)
@@ -143,19 +144,19 @@ def _fit(
     ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
 ) -> tuple[tuple[int, ...], bool]:
     """``(ids, truncated)``: ids with room for at least one token after them, unless none is to follow."""
-    context = endpoint.context
+    context, longest = endpoint.context, endpoint.longest_prompt
     least = 0 if sampling.max_tokens == 0 else 1
     if sampling.error_behavior != "truncate":
-        if len(ids) + least > context:
+        if len(ids) + least > context or len(ids) > longest:
             raise too_long(path, str(len(ids)), endpoint)
         return ids, False
     asked = context // 4 if sampling.max_tokens is None else sampling.max_tokens
     room = max(least, min(asked, context // 2))
-    if len(ids) + room <= context:
+    if len(ids) + room <= context and len(ids) <= longest:
         return ids, False
-    if sampling.max_tokens is None and len(ids) < context:
+    if sampling.max_tokens is None and len(ids) < context and len(ids) <= longest:
         return ids, False
-    keep = context - room
+    keep = min(context - room, longest)
     lead = endpoint.text.leading_ids
     if lead and ids[: len(lead)] == lead and keep > len(lead):
         return lead + ids[len(ids) - keep + len(lead) :], True
@@ -164,8 +165,10 @@ def _fit(
 
 def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
     """The error for a prompt of ``count`` tokens at ``path``."""
-    context = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
-    return ContextTooLong(f"{path}: {count} tokens; {context}", param=path)
+    most = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
+    if endpoint.longest_prompt < endpoint.context:
+        most = f"a prompt of this endpoint has at most {endpoint.longest_prompt} (maxInputTokenLen)"
+    return ContextTooLong(f"{path}: {count} tokens; {most}", param=path)
 
 
 def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str) -> None:

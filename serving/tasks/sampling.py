@@ -30,6 +30,8 @@ def resolve(
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     eos = () if asked.ignore_eos else endpoint.text.eos_token_ids
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
+    if asked.exact_bounds:
+        _check_exact_bounds(asked, endpoint, longest_prompt)
     resolved = Sampling(
         max_tokens=max_tokens,
         min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
@@ -98,9 +100,13 @@ def _or(value: float | None, default: float) -> float:
 
 def _max_tokens(given: RawSampling, endpoint: EndpointView, longest_prompt: int, default: int | None) -> int:
     room = endpoint.context - longest_prompt
-    asked = given.max_tokens
+    asked, most = given.max_tokens, endpoint.profile.dialects.maxIterTimes
     if asked is None:
-        return min(room, default or room)
+        return min(room, default or room, most or room)
+    if most is not None and asked > most:
+        if not given.clip_max_tokens:
+            raise InvalidField("max_tokens", asked, f"an integer in [1, {most}]: this endpoint's maxIterTimes")
+        asked = most
     if asked <= room:
         return asked
     if given.error_behavior == "truncate" or given.clip_max_tokens:
@@ -110,6 +116,17 @@ def _max_tokens(given: RawSampling, endpoint: EndpointView, longest_prompt: int,
         f"length is {endpoint.context} tokens, which leaves {room}"
     )
     raise ContextTooLong(text, param="max_tokens")
+
+
+def _check_exact_bounds(asked: RawSampling, endpoint: EndpointView, longest_prompt: int) -> None:
+    size, dialects = endpoint.info.vocab_size, endpoint.profile.dialects
+    if asked.top_k is not None and asked.top_k >= size:
+        raise InvalidField("top_k", asked.top_k, f"an integer in [0, {size - 1}]: less than the vocabulary's size")
+    if dialects.maxSeqLen is not None and dialects.maxIterTimes is not None:
+        most = dialects.maxSeqLen - dialects.maxIterTimes
+        if longest_prompt > most:
+            text = f"prompt: {longest_prompt} tokens; at most {most} are allowed: maxSeqLen less maxIterTimes"
+            raise ContextTooLong(text, param="prompt")
 
 
 def _logit_bias(given: dict[int, float] | None, endpoint: EndpointView) -> tuple[tuple[int, float], ...]:

@@ -56,6 +56,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
         ledger=ledger,
         profile=spec.profile,
         profiles=profiles_of(settings),
+        dialects=spec.dialects,
         engine_timeout=settings.engine_timeout,
         counter_directory=CounterDirectory(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )

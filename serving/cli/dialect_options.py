@@ -1,0 +1,45 @@
+"""Options of ``mlflow-llm serve`` that are settings of other servers, under the names that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..dialect_settings import NAMES, DialectSettings
+
+F = TypeVar("F", bound=Callable[..., Any])
+_COUNT = click.IntRange(1, 2**31 - 1)
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "openAiSupport": {"metavar": "WORD", "help": "vllm: /v1/chat/completions speaks MindIE's dialect, not OpenAI's."},
+    "fullTextEnabled": {"is_flag": True, "help": "MindIE's chunks have the whole text so far."},
+    "maxIterTimes": {"type": _COUNT, "help": "Tokens that a reply may have."},
+    "maxSeqLen": {"type": _COUNT, "help": "Tokens that prompt and reply may have together."},
+    "maxInputTokenLen": {"type": _COUNT, "help": "Tokens that a prompt may have."},
+    "maxPrefillTokens": {"type": _COUNT, "help": "Tokens of a step (-C max_num_batched_tokens)."},
+    "generateProfile": {
+        "type": click.Choice(["seed", "current"]),
+        "help": "current: details of Triton's generate have first_token_cost and decode_cost; else null.",
+    },
+    "generateEndText": {"is_flag": True, "help": "Triton's generate_stream shows </s> in its last event."},
+    "allowedLocalMediaPath": {"metavar": "DIR", "help": "Below it messages may name media files (default: none)."},
+    "allowedMediaDomains": {
+        "multiple": True,
+        "metavar": "HOST",
+        "help": "From which messages may name media (default: none); repeatable.",
+    },
+}
+
+
+def dialect_options(command: F) -> F:
+    """``command`` with an option for each of ``DialectSettings``."""
+    for name in reversed(NAMES):
+        command = click.option(f"--{name}", name, **_OPTIONS[name])(command)
+    return command
+
+
+def dialects_of(given: dict[str, Any]) -> DialectSettings:
+    """What those options say, taken out of ``given``. Raises ``InvalidField``."""
+    said = {name: given.pop(name) for name in NAMES}
+    return DialectSettings.read({name: value for name, value in said.items() if value not in (None, False, ())})

@@ -1,0 +1,81 @@
+"""Settings of the servers whose dialects are spoken here, under the names that they have there."""
+# ruff: noqa: N815
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+from msgspec import Meta
+
+from .checked import Checked
+from .errors import InvalidField
+from .settings import Count
+
+Word = Annotated[str, Meta(min_length=1, max_length=64, description="a word: 'vllm', or another for OpenAI's own form")]
+Directory = Annotated[str, Meta(pattern=r"^/[^\x00]{0,1000}$", description="the absolute path of a directory")]
+Domain = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
+Domains = Annotated[tuple[Domain, ...], Meta(description="a list of hosts' names")]
+BATCH = "max_num_batched_tokens"  # what the engine calls ``maxPrefillTokens``
+
+
+class DialectSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of an endpoint, or of a server for endpoints that say nothing; None is the default.
+
+    MindIE's own: ``openAiSupport`` "vllm" makes ``/v1/chat/completions`` its dialect, any other word leaves it
+    OpenAI's. With ``fullTextEnabled`` each chunk of a stream has the whole text so far. ``maxIterTimes`` bounds the
+    tokens of a reply, ``maxSeqLen`` those of prompt and reply together, ``maxInputTokenLen`` those of a prompt,
+    ``maxPrefillTokens`` those that one step takes (the engine's ``max_num_batched_tokens``).
+
+    ``generateProfile``: whether the details of Triton's ``generate`` leave times out, as the document has it, or have
+    them. ``generateEndText`` puts ``</s>`` into its last event. Media of messages are read below
+    ``allowedLocalMediaPath`` and from the hosts ``allowedMediaDomains`` alone.
+    """
+
+    openAiSupport: Word | None = None
+    fullTextEnabled: bool | None = None
+    maxIterTimes: Count | None = None
+    maxSeqLen: Count | None = None
+    maxInputTokenLen: Count | None = None
+    maxPrefillTokens: Count | None = None
+    generateProfile: Literal["seed", "current"] | None = None
+    generateEndText: bool | None = None
+    allowedLocalMediaPath: Directory | None = None
+    allowedMediaDomains: Domains | None = None
+
+    def check(self, parent: str = "") -> None:
+        """Raises ``InvalidField`` for lengths that leave no room for each other."""
+        before, length = f"{parent}." if parent else "", self.maxSeqLen
+        for name in ("maxInputTokenLen", "maxIterTimes") if length is not None else ():
+            if (value := getattr(self, name)) is not None and value >= length:
+                allowed = f"less than maxSeqLen, {length}, which is of prompt and reply together"
+                raise InvalidField(before + name, value, allowed)
+
+    def over(self, other: Self) -> Self:
+        """These, and those of ``other`` where these say nothing."""
+        return type(self)(**(other.given() | self.given()))
+
+    def given(self) -> dict[str, Any]:
+        """Those that are said."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    @property
+    def speaks_mindie(self) -> bool:
+        """Whether OpenAI's route of chats speaks MindIE's dialect."""
+        return self.openAiSupport == "vllm"
+
+
+NAMES = DialectSettings.__struct_fields__
+
+
+def batched(engine: Mapping[str, Any], dialects: DialectSettings, parent: str = "") -> dict[str, Any]:
+    """Engine settings with ``maxPrefillTokens`` among them. Raises ``InvalidField`` where they say another number;
+    ``parent`` is where ``dialects`` stand."""
+    tokens = dialects.maxPrefillTokens
+    if tokens is None:
+        return dict(engine)
+    if engine.get(BATCH, tokens) != tokens:
+        field = f"{parent}.maxPrefillTokens" if parent else "maxPrefillTokens"
+        raise InvalidField(field, tokens, f"the engine's {BATCH}, {engine[BATCH]}, or only one of the two")
+    return {**engine, BATCH: tokens}

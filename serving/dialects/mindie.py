@@ -1,0 +1,49 @@
+"""MindIE's chat completions.
+
+Source of the format: the document of MindIE Server's inference interface ``/v1/chat/completions``. Under ``/mindie``
+this dialect is always spoken; at OpenAI's own path where the endpoint or the server says so (``openAiSupport``:
+``http.dialect_choice``). An error is ``{"error", "error_type"}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ServingError
+from ..reply import Reply
+from ..request import RawRequest, Task, ValidRequest
+from .base import Encoded, Head, InferenceRoute, StreamEncoder
+from .errors import retry_headers
+from .json_body import json_bytes, read_object
+from .mindie_errors import ERROR_SCHEMA, error_body
+from .mindie_replies import Stream
+from .mindie_replies import reply as whole_reply
+from .mindie_requests import read_chat, request_schema
+
+SHARED_PATH = "/v1/chat/completions"  # with OpenAI's dialect
+
+
+class MindieDialect:
+    """A pure codec; one object serves every request."""
+
+    name = "mindie"
+    routes = (InferenceRoute("/mindie/v1/chat/completions", "chat", "Chat completion as MindIE has it"),)
+    prefixes = ("/mindie",)
+    request_id_header: str | None = None
+    request_schemas: Mapping[Task, Mapping[str, Any]] = {"chat": request_schema()}
+    error_schema: Mapping[str, Any] = ERROR_SCHEMA
+
+    def decode(self, head: Head, body: bytes) -> RawRequest:
+        return read_object(body, read_chat)
+
+    def encode(self, request: ValidRequest, reply: Reply, echoed: bytes = b"") -> Encoded:
+        return Encoded(body=json_bytes(whole_reply(request, reply)))
+
+    def stream(self, request: ValidRequest, echoed: bytes = b"") -> StreamEncoder:
+        return Stream(request)
+
+    def error(self, error: ServingError) -> Encoded:
+        body = json.dumps(error_body(error), ensure_ascii=True).encode()
+        return Encoded(status=error.status, body=body, headers=retry_headers(error))

@@ -1,0 +1,192 @@
+"""Requests of MindIE's chat completions: the fields of its document with their bounds, and ours beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidField
+from ..readers import (
+    INT32_MAX,
+    UINT64_MAX,
+    Entry,
+    any_of,
+    boolean,
+    integer,
+    list_of,
+    number,
+    one_of,
+    reader,
+    record,
+    short_text,
+    string,
+)
+from ..request import RawChat, Task
+from .decode import decode
+from .fields import Field, Table
+from .mindie_messages import messages
+from .tables import MAX_TOKENS, OPENAI
+from .text_readers import TOKEN
+from .tool_fields import Bounds, tool_choice, tools_reader
+
+FLOAT_MAX = 3.4e38
+MAX_STOP = 32 * 2**10  # characters of all stop strings together
+INT32_MIN = -INT32_MAX - 1
+# of our own that change nothing of the document's replies
+_OURS = (
+    "user",
+    "cache_salt",
+    "timeout",
+    "min_p",
+    "typical_p",
+    "min_tokens",
+    "logit_bias",
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "parallel_tool_calls",
+    "chat_template",
+    "chat_template_kwargs",
+)
+_THE_DOCUMENTS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_p",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+_STOPS = list_of(short_text(MAX_STOP), "a string or a list of strings")
+
+
+@reader(type="integer", anyOf=[{"const": -1}, {"minimum": 1}], maximum=INT32_MAX)
+def _top_k(value: Any, path: str) -> int:
+    """-1 is the whole vocabulary."""
+    if value == -1 and not isinstance(value, bool):
+        return 0
+    return _POSITIVE(value, path)
+
+
+@reader(**any_of(short_text(MAX_STOP).schema, _STOPS.schema))
+def _stop(value: Any, path: str) -> tuple[str, ...] | None:
+    """A string or a list of them, of ``MAX_STOP`` characters together; an empty list is none."""
+    found = (short_text(MAX_STOP)(value, path),) if isinstance(value, str) else _STOPS(value, path)
+    if (size := sum(map(len, found))) > MAX_STOP:
+        raise InvalidField(path, f"{size} characters", f"at most {MAX_STOP} in total")
+    return tuple(dict.fromkeys(found)) or None
+
+
+@reader(type="array", items={"type": "integer"})
+def _stop_token_ids(value: Any, path: str) -> tuple[int, ...]:
+    """Ids beyond 32 bits are left out, as the document says; null is no id."""
+    if not isinstance(value, list | tuple):
+        raise InvalidField(path, value, "a list of token ids")
+    found = []
+    for i, entry in enumerate(value):
+        if isinstance(entry, float) and entry.is_integer():
+            entry = int(entry)
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise InvalidField(f"{path}[{i}]", entry, "a token id, an integer")
+        if INT32_MIN <= entry <= INT32_MAX:
+            found.append(TOKEN(entry, f"{path}[{i}]"))
+    return tuple(found)
+
+
+_POSITIVE = integer(1, INT32_MAX)
+_STREAM_OPTIONS = record(include_usage=Entry(boolean))
+_FIELDS = (
+    Field(name="model", read=string, target="model", description="the endpoint; needed"),
+    Field(
+        name="messages",
+        read=messages,
+        target="messages",
+        description="a non-empty list of messages; content has at most 4 MiB of characters and 20 media together",
+    ),
+    Field(name="stream", read=boolean, target="stream", description="send server-sent events", default=False),
+    Field(
+        name="temperature",
+        read=number(0, FLOAT_MAX),
+        target="sampling.temperature",
+        description="0 is deterministic",
+        default_words="1, or the model's own",
+    ),
+    Field(
+        name="top_k",
+        read=_top_k,
+        target="sampling.top_k",
+        description="the k most probable tokens; -1: all",
+        default_words="all, or the model's own",
+    ),
+    Field(name="seed", read=integer(0, UINT64_MAX), target="sampling.seed", description="the same seed, the same text"),
+    Field(name="stop", read=_stop, target="sampling.stop", description="strings that end the text"),
+    Field(
+        name="stop_token_ids",
+        read=_stop_token_ids,
+        target="sampling.stop_token_ids",
+        description="tokens that end the text; ids beyond 32 bits are left out",
+    ),
+    Field(
+        name="max_tokens",
+        read=integer(1, MAX_TOKENS),
+        target="sampling.max_tokens",
+        description="tokens to generate at most; maxIterTimes and the context bound it",
+        default_words="maxIterTimes, or what the context leaves",
+    ),
+    Field(
+        name="tools",
+        read=tools_reader(Bounds(custom=False)),
+        target="tools",
+        description="functions that the model may call",
+    ),
+    Field(
+        name="tool_choice",
+        read=tool_choice,
+        target="tool_choice",
+        description="none, auto (the default), required, or the tool to call",
+    ),
+    Field(name="n", read=integer(1, 1), target="sampling.n", description="a reply has one choice", default=1),
+    Field(
+        name="stream_options",
+        read=_STREAM_OPTIONS,
+        target=None,
+        note="usage is in the last chunk with choices, whatever this says",
+    ),
+    Field(name="logprobs", read=one_of(False, why="replies have no log probabilities"), target=None),
+)
+
+
+def _shared(name: str) -> Field:
+    return OPENAI["chat"].fields[name]
+
+
+TABLE: Table = Table(
+    required="messages",
+    fields={
+        **{field.name: field for field in _FIELDS},
+        **{name: _shared(name) for name in (*_THE_DOCUMENTS, *_OURS)},
+    },
+)
+TABLES: Mapping[Task, Table] = {"chat": TABLE}
+
+
+def request_schema() -> dict[str, Any]:
+    """The JSON schema of the bodies that ``read_chat`` takes."""
+    found = TABLE.schema()
+    found["properties"]["model"] = dict(string.schema) | {"description": TABLE.fields["model"].description}
+    return {**found, "required": ["model", "messages"]}
+
+
+def read_chat(body: dict[str, Any]) -> RawChat:
+    """Raises ``InvalidField``."""
+    if body.get("model") is None:
+        raise InvalidField("model", None, "the name of an endpoint")
+    raw = decode(TABLES, body, "chat")
+    assert isinstance(raw, RawChat)
+    sampling = msgspec.structs.replace(raw.sampling, clip_max_tokens=True)
+    return msgspec.structs.replace(raw, sampling=sampling, timings=not raw.stream)

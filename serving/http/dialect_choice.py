@@ -1,0 +1,49 @@
+"""Which dialect a route speaks where endpoints' settings decide: MindIE's in place of OpenAI's (``openAiSupport``)."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from ..dialects import DIALECTS, Dialect
+from ..dialects.mindie import SHARED_PATH
+from ..routing.served_endpoints import ServedEndpoints
+from .route import Request, Route
+
+MINDIE = DIALECTS["mindie"]
+
+
+class _Named(Struct):
+    """What of a body names its endpoint."""
+
+    model: str | None = None
+
+
+def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
+    """Have ``request`` answered in the dialect of the endpoint that its body names, where that is not the route's."""
+    if not _is_shared(request.route) or not any(spoken := _speaks_mindie(endpoints)):
+        return
+    entity = endpoints.meant_by(_model(body))
+    if all(spoken) or (entity is not None and entity.view.profile.dialects.speaks_mindie):
+        request.spoken.dialect = MINDIE
+
+
+def usual(endpoints: ServedEndpoints, route: Route) -> Dialect:
+    """In which a request is refused whose endpoint is not known: MindIE's where all endpoints speak it."""
+    spoken = _speaks_mindie(endpoints) if _is_shared(route) else []
+    return MINDIE if spoken and all(spoken) else route.dialect
+
+
+def _is_shared(route: Route) -> bool:
+    return route.inference is not None and route.inference.path == SHARED_PATH
+
+
+def _speaks_mindie(endpoints: ServedEndpoints) -> list[bool]:
+    return [one.view.profile.dialects.speaks_mindie for one in endpoints]
+
+
+def _model(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
