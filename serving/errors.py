@@ -194,11 +194,14 @@ class ExpectationFailed(RequestError):
     status = 417
 
 
+UNPROCESSABLE = 422  # what some documents have for every request that is invalid
+
+
 class PoisonRequest(RequestError):
     """Not ``Unavailable``: clients send that again by themselves, and the engine that others share would end again."""
 
     kind = "ends_engines"
-    status = 422
+    status = UNPROCESSABLE
 
 
 class LimitExceeded(RequestError):

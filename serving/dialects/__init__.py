@@ -8,6 +8,7 @@ import re
 from .anthropic import AnthropicDialect
 from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
+from .generate import GenerateDialect
 from .mindie import MindieDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
@@ -24,6 +25,7 @@ DIALECTS: dict[str, Dialect] = {
         RerankDialect(),
         DatabricksDialect(),
         MindieDialect(),
+        GenerateDialect(),
         MlflowDialect(),
     )
 }

@@ -34,7 +34,8 @@ class Field:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """The fields of one task in one dialect, by name. ``refused`` are fields that are known but not built, with
-    readers that take only what asks for nothing. Null always means the default; ``required`` has none."""
+    readers that take only what asks for nothing. Null always means the default; ``required`` has none, and is "" where
+    there is no such field."""
 
     required: str
     fields: Mapping[str, Field]
@@ -53,7 +54,7 @@ class Table:
             parsed = read(value, name)
             if known is not None and known.target is not None:
                 found[known.target] = parsed
-        if body.get(self.required) is None:
+        if self.required and body.get(self.required) is None:
             raise InvalidField(self.required, None, self.fields[self.required].description)
         return found
 
@@ -71,7 +72,7 @@ class Table:
             properties[name] = or_null(read.schema) | {"description": "(refused where it asks for something)"}
         return {
             "type": "object",
-            "required": [self.required],
+            "required": [self.required] if self.required else [],
             "properties": properties,
             "additionalProperties": False,
         }
