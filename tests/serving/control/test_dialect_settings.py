@@ -1,0 +1,134 @@
+"""Settings of other servers, under their own names: on the command line, in a spec and in an endpoint's config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.cli.dialect_options import dialect_options, dialects_of
+from mlflow_llm.serving.cli.spec_files import read_serve_spec
+from mlflow_llm.serving.control.model_sources import config_of
+from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
+from mlflow_llm.serving.dialect_settings import NAMES, DialectSettings
+from mlflow_llm.serving.endpoints.config import config_to_wire
+from mlflow_llm.serving.endpoints.config_body import config_body
+from mlflow_llm.serving.errors import InvalidField
+from mlflow_llm.serving.settings import EngineSettings
+
+ALL: dict[str, Any] = {
+    "openAiSupport": "vllm",
+    "fullTextEnabled": True,
+    "maxIterTimes": 512,
+    "maxSeqLen": 2560,
+    "maxInputTokenLen": 2048,
+    "maxPrefillTokens": 8192,
+    "generateProfile": "current",
+    "generateEndText": True,
+    "allowedLocalMediaPath": "/srv/media",
+    "allowedMediaDomains": ("h.example",),
+}
+ENTITIES = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
+WRONG = [
+    ("openAiSupport", ""),
+    ("fullTextEnabled", "yes"),
+    ("maxIterTimes", 0),
+    ("maxSeqLen", 2.5),
+    ("maxInputTokenLen", -1),
+    ("maxPrefillTokens", "many"),
+    ("generateProfile", "old"),
+    ("allowedLocalMediaPath", "media"),
+    ("allowedMediaDomains", ["a b"]),
+]
+
+
+def test_there_is_an_example_of_each() -> None:
+    """The tests below are of all settings."""
+    assert set(ALL) == set(NAMES)
+
+
+def test_the_command_line() -> None:
+    """An option of its name for each setting; what is not given is not said."""
+    found: list[DialectSettings] = []
+
+    @click.command()
+    @dialect_options
+    def command(**given: Any) -> None:
+        found.append(dialects_of(given))
+        assert not given
+
+    words: list[str] = []
+    for name, value in ALL.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", value[0] if isinstance(value, tuple) else str(value)]
+    runner = CliRunner()
+    assert runner.invoke(command, words).exit_code == 0
+    assert runner.invoke(command, []).exit_code == 0
+    assert found == [DialectSettings(**ALL), DialectSettings()]
+    assert isinstance(runner.invoke(command, ["--allowedLocalMediaPath", "media"]).exception, InvalidField)
+
+
+def test_an_endpoints_config() -> None:
+    """All of them stand beside served_entities, and are shown there; maxPrefillTokens is the entities' batch too."""
+    sent = msgspec.to_builtins(ALL)
+    config = config_body(ENTITIES | sent, "config")
+    assert config.dialects == DialectSettings(**ALL)
+    assert config.served_entities[0].engine_settings == {"max_num_batched_tokens": 8192}
+    wire = msgspec.to_builtins(config_to_wire(config))
+    assert {name: wire[name] for name in NAMES} == sent
+    assert not set(NAMES) & set(config_to_wire(config_body(ENTITIES, "config")))
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_values_that_are_refused(name: str, value: Any) -> None:
+    """By their place in the config."""
+    with pytest.raises(InvalidField, match=rf"^config\.{name}: "):
+        config_body(ENTITIES | {name: value}, "config")
+
+
+def test_lengths_that_leave_no_room() -> None:
+    """What is of a part is less than what is of the whole, and a batch has one size."""
+    for name in ("maxInputTokenLen", "maxIterTimes"):
+        with pytest.raises(InvalidField, match=rf"^config\.{name}: 100"):
+            config_body(ENTITIES | {name: 100, "maxSeqLen": 100}, "config")
+    entities = [ENTITIES["served_entities"][0] | {"engine_settings": {"max_num_batched_tokens": 256}}]
+    config_body({"served_entities": entities, "maxPrefillTokens": 256}, "config")
+    with pytest.raises(InvalidField, match="maxPrefillTokens: 512"):
+        config_body({"served_entities": entities, "maxPrefillTokens": 512}, "config")
+
+
+def test_a_servers_are_for_endpoints_that_say_nothing() -> None:
+    """An endpoint's own stand before the server's; both reach its configuration and its engine."""
+    bundle = Bundle(content_hash="x", tasks=("chat",), model_dir="/m", tokenizer_dir="/m")
+    own = DialectSettings(maxIterTimes=5, maxPrefillTokens=64)
+    spec = ServeSpec(
+        endpoints=(
+            EndpointSpec(name="a", entity="/m", bundle=bundle, dialects=own),
+            EndpointSpec(name="b", entity="/m", bundle=bundle),
+        ),
+        dialects=DialectSettings(maxIterTimes=9, maxPrefillTokens=128, openAiSupport="vllm"),
+    ).resolved()
+    a, b = map(config_of, spec.endpoints)
+    assert (a.dialects.maxIterTimes, b.dialects.maxIterTimes) == (5, 9)
+    assert a.dialects.speaks_mindie
+    batches = [one.served_entities[0].model.engine.max_num_batched_tokens for one in (a, b)]
+    assert (*batches, spec.engine) == (64, 128, {"max_num_batched_tokens": 128})
+    assert spec.resolved() == spec
+    with pytest.raises(InvalidField, match="maxPrefillTokens"):
+        ServeSpec(engine={"max_num_batched_tokens": 1}, dialects=DialectSettings(maxPrefillTokens=2)).resolved()
+    assert EndpointSpec(name="c", entity="/m", bundle=bundle).engine == EngineSettings()
+
+
+def test_a_spec_file(tmp_path: Path) -> None:
+    """Its settings are checked by their place."""
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps({"dialects": msgspec.to_builtins(ALL)}))
+    assert read_serve_spec(str(path)).dialects == DialectSettings(**ALL)
+    path.write_text(json.dumps({"dialects": {"maxIterTimes": 0}}))
+    with pytest.raises(click.ClickException, match=r"dialects\.maxIterTimes: 0"):
+        read_serve_spec(str(path))
