@@ -19,7 +19,7 @@ from mlflow_llm.flavors import llm
 from mlflow_llm.serving.metering import Store, Usage, UsageFilter
 
 MODEL = "gpt-3.5-turbo"
-MOST = 40  # tokens of a reply: maxIterTimes
+MOST = 24  # tokens of a reply: maxIterTimes
 GENERATED = f"/v2/models/{MODEL}/generate"
 
 
