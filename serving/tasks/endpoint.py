@@ -38,7 +38,7 @@ class Profile:
     allow_n: bool = True
     allow_error_behavior: bool = True
     max_stop_strings: int = 64
-    max_stop_chars: int = 8192
+    max_stop_chars: int = 32 * 2**10
     max_prompts: int = MAX_PROMPTS
     max_sequences: int = 4096
     max_copied_tokens: int = 2**22

@@ -183,6 +183,12 @@ def test_media_within_what_is_allowed(serve: Serve, tmp_path: Path) -> None:
     )
 
 
+def test_long_stop_strings(serve: Serve) -> None:
+    """As many characters as the document allows are matched, not only read."""
+    stop = ["a" * 16384, "b" * 16384]
+    assert ask(serve(m={}), MINDIE, HI | {"model": "m", "stop": stop})["usage"]["completion_tokens"] == 4
+
+
 def test_times_of_the_current_profile(serve: Serve) -> None:
     """Details have what the document leaves null."""
     body = {"text_input": "x", "parameters": {"details": True}}
