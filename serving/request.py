@@ -395,7 +395,9 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     whatever else runs. ``stop`` strings are matched above the engine, on text. ``truncated`` says that the prompt was
     cut for ``error_behavior: truncate``, ``clipped`` that max_tokens is less than was asked for. ``cache_salt`` is
     whose prefixes the sequences may reuse, and who may reuse theirs: requests of the same salt (``tasks.cache_salt``);
-    None shares with no other request. ``sampling`` is None for embeddings. ``tools`` is None where none may be called.
+    None shares with no other request. ``tenant`` is whose turn and whose place in the queue it takes (a hash, never the
+    name; "" where there are no tenants), ``weight`` what its key's tokens are divided by when turns are given
+    (``engine.tenants``). ``sampling`` is None for embeddings. ``tools`` is None where none may be called.
     ``begins_in_reasoning``: the prompt's template has opened the reasoning that the reply goes on with. ``read_as``:
     the chat template in whose format reasoning and calls are read out of the reply; None where it is text alone.
     ``index_by_prompt`` is the endpoint's profile's. ``dimensions`` is for ``tasks.embed``: engines give whole vectors.
@@ -438,6 +440,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     provisioned: bool = False
     cache_salt: str | None = None
     model_version: str = ""
+    tenant: str = ""
+    weight: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:

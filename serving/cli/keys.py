@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..metering.keys import OVERLAP, SCOPES
+from ..metering.keys import MAX_WEIGHT, OVERLAP, SCOPES
 from ..metering.time_formats import format_utc
 from .accounts import AccountsApi, print_notes, with_accounts
 from .limits import LIMIT, limits_of
@@ -15,7 +15,8 @@ from .store import table
 
 EXPIRES = "When it ends: 90d, 12h, a day, an ISO 8601 time, or never."
 ENDPOINT = "What it may use: NAME, or NAME:ADAPTER for that adapter alone; repeatable (default: everything)."
-HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "name")
+WEIGHT = "Its share of an engine beside other tenants' keys: one of weight 3 gets three times as much as one of 1."
+HEADS = ("key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "weight", "name")
 
 
 @click.group()
@@ -28,6 +29,7 @@ def keys() -> None:
 
 def _key_options(command: Any) -> Any:
     command = click.option("--endpoint", "endpoints", multiple=True, metavar="NAME[:ADAPTER]", help=ENDPOINT)(command)
+    command = click.option("--weight", type=click.IntRange(1, MAX_WEIGHT), help=WEIGHT)(command)
     return click.option("--expires", metavar="WHEN", help=EXPIRES)(command)
 
 
@@ -75,7 +77,7 @@ def update(accounts: AccountsApi, key_id: str, **fields: Any) -> None:
     """
     given = _given(fields)
     if not given:
-        raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint")
+        raise click.UsageError("give what is to change: --name, --scope, --expires, --endpoint, --weight")
     answer = accounts.update_key(key_id, given)
     click.echo(table(HEADS, [_row(answer["key"])], right=0))
     print_notes(answer)
@@ -130,5 +132,6 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
         format_utc(key["created_ms"]),
         format_utc(key["expires_ms"]) or "never",
         key["state"],
+        str(key["weight"]),
         key["name"],
     )

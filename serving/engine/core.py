@@ -16,7 +16,7 @@ import torch
 
 from ..bundle import Bundle
 from ..checked import Checked
-from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, Overloaded, ServingError, ShuttingDown
+from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
 from ..events import Finished, FinishReason, PromptScored
 from ..request import POOLED, ValidRequest
 from ..settings import EngineSettings
@@ -124,7 +124,9 @@ class EngineCore:
         self._count(sequence, sequence.num_tokens - before)
         return reason
 
-    def _count(self, sequence: SequenceState, generated: int) -> None:
+    def _count(self, sequence: SequenceState, generated: int, *, charged: bool = False) -> None:
+        if not charged:
+            sequence.charge(generated)
         self._generated += generated
         self._generated_provisioned += generated * sequence.provisioned
 
@@ -164,8 +166,8 @@ class EngineCore:
             raise AlreadyExists(f"request {request.request_id} is already running")
         if self._closed:
             raise ShuttingDown("the engine is shutting down")
-        if not continues and (queued := self._inflight.num_ahead_of(request)) >= self.settings.max_queued_requests:
-            raise Overloaded(f"{queued} requests are queued already", retry_after=1.0)
+        if not continues:
+            self._inflight.check_room(request, self.settings.max_queued_requests)
         check_request(request, self.info)
         if request.sampling is not None and request.sampling.beams is not None:
             check_beams(request, self.info, self._parts.cache.num_tokens_total)
@@ -311,6 +313,7 @@ class EngineCore:
         if not group.members or group.members[0].status == "finished":  # a sibling failed the request in this step
             return
         first = group.members[0]
+        first.charge(beams.width)
         try:
             made = beams.advance(self._parts.cache, lambda: self._add_member(group, first.index))
         except FloatingPointError:
@@ -447,7 +450,7 @@ class EngineCore:
         for number, beam in enumerate(group.members):
             self._scheduler.finish(beam, keep=number == 0)
         texts = beams.texts(reason)
-        self._count(group.members[0], sum(len(text.token_ids) for text in texts))
+        self._count(group.members[0], sum(len(text.token_ids) for text in texts), charged=True)
         self._inflight.finish_search(group, texts)
 
     def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
@@ -491,6 +494,7 @@ class EngineCore:
             provisioned_tokens=self._generated_provisioned,
             provisioned_prompt_tokens=scheduler.provisioned_prompt_tokens if scheduler else 0,
             processor_wait=round(self._contention.waiting, 3),
+            num_tenants_waiting=(scheduler.waiting.num_tenants if scheduler else 0) + self._embeddings.num_tenants,
         )
 
     def _wait_on_processors(self, oversubscribed: bool) -> None:

@@ -1,7 +1,8 @@
 """Embedding requests waiting for a batch: inputs of many requests run together, up to a number of tokens.
 
-Requests take turns, an input each, so a short one does not wait behind a bulk; a request's own inputs go by length, so
-that a batch of a bulk holds equal lengths, which share a call of the attention.
+The tenant that has been served least is next (``tenants``). A tenant's requests take turns, an input each, so a short
+one does not wait behind a bulk; a request's own inputs go by length, so that a batch of a bulk holds equal lengths,
+which share a call of the attention.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 
 from ..events import Embedded
 from ..request import ValidRequest
+from .tenants import LeastServed, Tenant, Tenants
 
 Outcome = Embedded | Exception
 
@@ -24,25 +26,53 @@ class EmbeddingQueue:
     def __init__(self, embedder: Any, max_tokens: int) -> None:
         self._embedder = embedder
         self._max_tokens = max_tokens
-        self._waiting: dict[str, deque[int]] = {}  # indices of inputs by request, in the order of their turns
+        self._lines: dict[Tenant, dict[str, deque[int]]] = {}  # indices of inputs by request, in the order of turns
         self._requests: dict[str, ValidRequest] = {}
         self._left: dict[str, int] = {}
+        self._tenants = Tenants()
+        self._turns = LeastServed()
+        self._num_inputs = 0
 
     def __len__(self) -> int:
         """Inputs that wait."""
-        return sum(map(len, self._waiting.values()))
+        return self._num_inputs
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that wait."""
+        return len(self._lines)
 
     def add(self, request: ValidRequest) -> None:
+        tenant = self._tenants.of(request.tenant)
+        if tenant not in self._lines:
+            self._tenants.lift(tenant, self._turns.least)
+            self._lines[tenant] = {}
+        tenant.num_unfinished += 1
         sizes = [len(sequence.prompt_token_ids) for sequence in request.sequences]
-        self._waiting[request.request_id] = deque(sorted(range(len(sizes)), key=sizes.__getitem__))
+        self._lines[tenant][request.request_id] = deque(sorted(range(len(sizes)), key=sizes.__getitem__))
+        self._turns.push(tenant)
         self._requests[request.request_id] = request
         self._left[request.request_id] = len(sizes)
+        self._num_inputs += len(sizes)
 
     def drop(self, request_id: str) -> None:
         """Forget what is left of a request."""
-        self._waiting.pop(request_id, None)
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
         self._left.pop(request_id, None)
+        if request is None:
+            return
+        tenant = self._tenants.of(request.tenant)
+        tenant.num_unfinished -= 1
+        line = self._lines.get(tenant, {})
+        self._num_inputs -= len(line.pop(request_id, ()))
+        if not line:
+            self._leave(tenant)
+
+    def _leave(self, tenant: Tenant) -> None:
+        """Nothing of ``tenant`` waits any more, if anything did."""
+        if self._lines.pop(tenant, None) is not None:
+            self._turns.discard(tenant)
+            self._tenants.left(tenant)
 
     def is_done(self, request_id: str) -> bool:
         return request_id not in self._left
@@ -74,20 +104,25 @@ class EmbeddingQueue:
             self.drop(request_id)
 
     def _take(self) -> list[tuple[ValidRequest, int]]:
-        """An input of each request in turn while they fit; an input larger than a batch is one of its own."""
+        """Inputs in their turns while they fit; an input larger than a batch is one of its own."""
         batch: list[tuple[ValidRequest, int]] = []
         budget = self._max_tokens
-        while self._waiting:
-            request_id, inputs = next(iter(self._waiting.items()))
+        while (tenant := self._turns.least) is not None:
+            line = self._lines[tenant]
+            request_id, inputs = next(iter(line.items()))
             request = self._requests[request_id]
             size = len(request.sequences[inputs[0]].prompt_token_ids)
             if batch and size > budget:
                 break
             budget -= size
+            tenant.used += size / request.weight
             batch.append((request, inputs.popleft()))
-            del self._waiting[request_id]
+            self._num_inputs -= 1
+            del line[request_id]
             if inputs:
-                self._waiting[request_id] = inputs  # after the others
+                line[request_id] = inputs  # after the tenant's others
+            elif not line:
+                self._leave(tenant)
         return batch
 
     def _embed(self, batch: list[tuple[ValidRequest, int]]) -> Any:

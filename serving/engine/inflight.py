@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import ServingError
+from ..errors import Overloaded, ServingError
 from ..events import Event, Failed, Finished, FinishReason, Timed, TokenLogprob, Tokens
 from ..request import ValidRequest
-from .interface import Client, EngineOutput
+from .interface import QUEUE_FLOOR, Client, EngineOutput
 from .sequence import SequenceGroup, SequenceState
 
 
@@ -47,6 +48,7 @@ class InflightRequests:
 
     def __init__(self) -> None:
         self._by_id: dict[str, InflightRequest] = {}
+        self._of_tenant: Counter[str] = Counter()
         self._outputs: list[EngineOutput] = []
 
     def __len__(self) -> int:
@@ -67,11 +69,17 @@ class InflightRequests:
         """The request of that id; None where none is in flight."""
         return self._by_id.get(request_id)
 
-    def num_ahead_of(self, request: ValidRequest) -> int:
-        """Requests that it would have to share with: a provisioned one waits for no others."""
-        if not request.provisioned:
-            return len(self._by_id)
-        return sum(one.request.provisioned for one in self._by_id.values())
+    def check_room(self, request: ValidRequest, most: int) -> None:
+        """Raises ``Overloaded`` where ``most`` requests are there that ``request`` would have to share with: a
+        provisioned one waits for no others. A tenant with less than a ``QUEUE_FLOOR``-th of them is let in even then,
+        while there are not twice as many, so that nobody is refused for another's backlog."""
+        ahead = len(self._by_id)
+        if request.provisioned:
+            ahead = sum(one.request.provisioned for one in self._by_id.values())
+        if ahead < most:
+            return
+        if ahead >= 2 * most or self._of_tenant[request.tenant] >= most // QUEUE_FLOOR:
+            raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
 
     def of(self, sequence: SequenceState) -> InflightRequest:
         """The request that ``sequence`` belongs to; raises ``KeyError`` where it has ended."""
@@ -80,6 +88,7 @@ class InflightRequests:
     def add(self, request: ValidRequest, client: Client) -> InflightRequest:
         """Take on ``request``, whose id is not in flight; its groups are the caller's to make."""
         inflight = self._by_id[request.request_id] = InflightRequest(request, client)
+        self._of_tenant[request.tenant] += 1
         return inflight
 
     def refuse(self, request: ValidRequest, client: Client, error: ServingError) -> None:
@@ -149,6 +158,10 @@ class InflightRequests:
     def remove(self, inflight: InflightRequest) -> None:
         """Forget a request that has ended."""
         del self._by_id[inflight.request.request_id]
+        tenant = inflight.request.tenant
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
     def drain(self) -> list[EngineOutput]:
         """Everything emitted since the last call."""

@@ -28,6 +28,8 @@ from ..events import Event
 from ..request import Task, ValidRequest
 from ..settings import EngineSettings
 
+QUEUE_FLOOR = 16  # a tenant may always have this part of a queue, whatever others have in it
+
 
 class Capabilities(Struct, frozen=True, kw_only=True):
     """What an engine can do beyond running a request to its end. What it cannot, its clients refuse or do without.
@@ -100,7 +102,8 @@ class Health(Struct, frozen=True, kw_only=True):
 
     Sequences that wait for their grammars to be compiled are not counted: they want nothing of the model yet.
     Of the ``draft_tokens`` that speculation proposed ``accepted_tokens`` were what was drawn there.
-    ``num_standbys`` are loaded and ready to take the engine's place.
+    ``num_standbys`` are loaded and ready to take the engine's place. ``num_tenants_waiting``: how many tenants share
+    the queue.
 
     Of the sequences running and waiting ``num_provisioned`` are provisioned, of the tokens generated
     ``provisioned_tokens``, of those prefilled ``provisioned_prompt_tokens``. ``processor_wait`` is the part of
@@ -124,6 +127,7 @@ class Health(Struct, frozen=True, kw_only=True):
     provisioned_prompt_tokens: int = 0
     processor_wait: float = 0.0
     num_standbys: int = 0
+    num_tenants_waiting: int = 0
 
 
 class EventStream(Protocol):

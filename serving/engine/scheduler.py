@@ -1,10 +1,10 @@
 """Continuous batching: which tokens the next forward runs.
 
 Each step: decode first, one token of every sequence that has its prompt, then chunked prefill up to
-``max_num_batched_tokens``. Sequences start in order of (priority, arrival) as far as slots and memory for their whole
-prompt allow. Prefills take turns with a share of the step each, so a long one delays the short ones after it by little.
-When memory runs out, the sequences that came last are preempted and start again later (their tokens are kept, only KV
-is recomputed).
+``max_num_batched_tokens``. Sequences start in order of priority, fairly between tenants and in order of arrival within
+one (``fair_queue``), as far as slots and memory for their whole prompt allow. Prefills take turns with a share of the
+step each, so a long one delays the short ones after it by little. When memory runs out, the sequences that started last
+are preempted and start again later (their tokens are kept, only KV is recomputed).
 
 While provisioned sequences are there, a step is made of them alone in just that way. The others are best effort: they
 get the time that ``best_effort.BestEffortBudget`` allows beside it, in order of arrival, and give up slots and memory.
@@ -17,9 +17,10 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 
 from .best_effort import BestEffortBudget, StepLoad
+from .fair_queue import FairQueue
 from .kv_cache import KVCache
 from .sequence import SHARED, Place, SequenceGroup, SequenceState, WaitReason
 from .speculation import ROWS, DraftedPlace, Speculation
@@ -63,12 +64,12 @@ class Run:
         return self.num_tokens if self.sequence.prompt_scores is not None else self.num_drafted + self.samples
 
 
-def _arrival(sequence: SequenceState) -> tuple[bool, int, int, int]:
-    return sequence.arrival
+def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
+    return sequence.precedence
 
 
 class Scheduler:
-    """Owns every unfinished sequence of one engine, ``waiting`` and ``running`` in order of ``arrival``.
+    """Owns every unfinished sequence of one engine, ``running`` in order of ``precedence``.
 
     ``max_num_seqs`` run at once; a step has at most ``max_num_batched_tokens`` tokens, decodes and prefills together.
     ``prefix_hit_tokens`` of the ``prefix_query_tokens`` looked up came from the prefix cache.
@@ -85,30 +86,32 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
-        self.waiting: list[SequenceState] = []
+        self.waiting = FairQueue()
         self.running: list[SequenceState] = []
         self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
         self.budget = BestEffortBudget()
         self.speculation = speculation
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self._searches: list[SequenceGroup] = []  # whose beams have begun to run
+        self._num_started = 0  # groups
         self.prefix_hit_tokens = 0
         self.prefix_query_tokens = 0
         self.provisioned_prompt_tokens = 0
         self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
-        """Take on a sequence as waiting, in its place by ``arrival``."""
+        """Take on a sequence as waiting for its turn."""
+        self.waiting.admit(sequence)
         if sequence.waits_for == "grammar":
             self.held[sequence.id] = sequence
-            return
-        insort(self.waiting, sequence, key=_arrival)
+        else:
+            self.waiting.add(sequence)
 
     def let_go(self, sequence: SequenceState) -> None:
         """Its grammar is there: it waits for its turn, where it has one."""
         if self.held.pop(sequence.id, None) is not None:
             sequence.waits_for = "turn"
-            self.add(sequence)
+            self.waiting.add(sequence)
 
     def has_work(self) -> bool:
         """Whether there is a sequence that may run: those that are held may not."""
@@ -116,8 +119,8 @@ class Scheduler:
 
     @property
     def has_provisioned(self) -> bool:
-        """Provisioned sequences come first in both lists."""
-        return any(sequences and sequences[0].provisioned for sequences in (self.running, self.waiting))
+        """Whether there are provisioned sequences, which are the first of those that run."""
+        return bool(self.running and self.running[0].provisioned) or self.waiting.has_provisioned
 
     @property
     def num_provisioned(self) -> int:
@@ -126,7 +129,7 @@ class Scheduler:
 
     def waiting_for(self) -> Counter[WaitReason]:
         """How many sequences wait, by what each waited for when it was last its turn to be looked at."""
-        return Counter(sequence.waits_for for sequence in [*self.waiting, *self.held.values()])
+        return Counter(sequence.waits_for for sequence in chain(self.waiting, self.held.values()))
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
@@ -196,7 +199,7 @@ class Scheduler:
         return sorted(drafted, key=lambda run: run.num_tokens > 1)
 
     def _make_room(self, sequence: SequenceState) -> bool:
-        """Room for the sequence's next token, at the cost of those that came after it, or of itself."""
+        """Room for the sequence's next token, at the cost of those that started after it, or of itself."""
         while not self.cache.grow(sequence.id, sequence.num_tokens):
             self.preempt(self.running[-1])
             if sequence.status != "running":
@@ -222,7 +225,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(sequence)
+        self.waiting.add(sequence, again=True)
 
     def finish(self, sequence: SequenceState, *, keep: bool = True) -> None:
         """The one exit of a sequence, whatever state it is in; frees all it holds."""
@@ -231,6 +234,7 @@ class Scheduler:
             self.cache.release(sequence.id, keep=keep)
         elif self.held.pop(sequence.id, None) is None and sequence.status == "waiting":
             self.waiting.remove(sequence)
+        self.waiting.forget(sequence)
         sequence.move("finished")
         if sequence.group.beams is not None and sequence.group in self._searches:
             self._searches.remove(sequence.group)  # a search ends with all of its beams
@@ -264,7 +268,7 @@ class Scheduler:
             if budget <= 0:
                 break
             if not self._start(sequence):
-                break  # in order of arrival: no later one may take the memory it waits for
+                break  # in their order: no later one may take the memory it waits for
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
             budget -= run.num_tokens
             runs.append(run)
@@ -272,7 +276,7 @@ class Scheduler:
 
     def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
         """Waiting sequences that may start now, as far as it is worth looking in one step."""
-        for sequence in list(islice((s for s in self.waiting if s.provisioned == provisioned), MATCHES_PER_STEP)):
+        for sequence in self.waiting.front(provisioned, MATCHES_PER_STEP):
             sequence.waits_for = self._wait_reason(sequence)
             if sequence.waits_for in SHARED:
                 return
@@ -316,7 +320,7 @@ class Scheduler:
         return sequence.provisioned and bool(self.running) and not self.running[-1].provisioned
 
     def _displace(self) -> None:
-        """Preempt the best-effort sequence that came last, for the sake of a provisioned one."""
+        """Preempt the best-effort sequence that started last, for the sake of a provisioned one."""
         self.preempt(self.running[-1], keep=True)
 
     def _awaits_prefix(self, sequence: SequenceState) -> bool:
@@ -343,25 +347,30 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.move("running")
         sequence.num_computed = cached
-        insort(self.running, sequence, key=_arrival)
+        if not sequence.group.started:
+            self._num_started += 1
+            sequence.group.started = self._num_started
+        insort(self.running, sequence, key=_precedence)
         sequence.forked_from = None
         if sequence.group.beams is not None and sequence.group not in self._searches:
             self._searches.append(sequence.group)
         if sequence.first_step_at is None:
-            sequence.first_step_at = time.monotonic()
             sequence.num_cached = min(cached, sequence.num_prompt)
+            if not sequence.num_resumed:  # else its prompt was charged when it was let in
+                sequence.tenant.used += (sequence.num_prompt - sequence.num_cached) * sequence.token_cost
+            sequence.first_step_at = time.monotonic()
             self.prefix_hit_tokens += cached
             self.provisioned_prompt_tokens += sequence.num_prompt * sequence.provisioned
             self.prefix_query_tokens += sequence.num_tokens
         return True
 
     def _can_take_from(self, sequence: SequenceState) -> bool:
-        """Whether a beam whose search has begun may take the memory of what arrived last, as running sequences may: two
+        """Whether a beam whose search has begun may take the memory of what started last, as running sequences may: two
         searches would wait for each other's memory for ever."""
         group = sequence.group
         if group not in self._searches or self.running[-1].group is group:
             return False
-        return self.running[-1].arrival > sequence.arrival
+        return self.running[-1].precedence > sequence.precedence
 
     def _acquire(self, sequence: SequenceState, reuse: bool) -> int | None:
         source = sequence.forked_from
@@ -411,7 +420,7 @@ class Scheduler:
         for sequence in [s for s in self.running if not s.provisioned]:
             if sequence.status == "running" and sequence.num_remaining:  # it may have lost its memory to one before it
                 yield sequence
-        if not any(s.provisioned for s in self.waiting):
+        if not self.waiting.has_provisioned:
             yield from self._candidates(False)
 
     def _affordable(self, sequence: SequenceState, provisioned: StepLoad, seconds: float, budget: int) -> int:

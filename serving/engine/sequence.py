@@ -13,6 +13,7 @@ from ..request import Sampling, Sequence, ValidRequest
 from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
 from .matching import Matching
+from .tenants import GENERATED, Tenant
 
 MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
 Status = Literal["waiting", "running", "finished"]
@@ -80,6 +81,7 @@ class SequenceGroup:
 
     ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
     theirs. ``max_model_len``: tokens, prompt and completion together. ``arrived_at``: seconds of ``time.monotonic()``.
+    ``started``: which group of the scheduler it was to start, 0 before.
     """
 
     request: ValidRequest
@@ -89,6 +91,7 @@ class SequenceGroup:
     arrived_at: float
     members: list[SequenceState] = field(default_factory=list)
     beams: BeamSet | None = None
+    started: int = 0
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""
@@ -97,21 +100,25 @@ class SequenceGroup:
         return member
 
 
+UNKNOWN = Tenant()
+
+
 class SequenceState:
     """``num_tokens`` are known (prompt, resumed and sampled), the KV of ``num_computed`` of them exists.
 
     ``waits_for`` has a meaning while the status is "waiting". ``unsent`` are sampled and not yet in an event, nor are
     ``timings``, the steps that gave them; None where nobody asks. ``ready_at`` is when it got its last tokens, then.
-    ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``matching`` is where it is in its
-    grammar, None until that is compiled and where there is none. A beam whose ``num_remaining`` is 0 waits for the
-    others of its search; ``forked_from`` is the beam whose KV a new one is to begin with.
+    ``arrival`` sorts by provisioned first, then priority, then order of arrival. ``tenant`` is charged ``token_cost``
+    for a token of the prompt that is computed, ``GENERATED`` times that for one that is generated (``tenants``).
+    ``matching`` is where it is in its grammar, None until that is compiled and where there is none. A beam whose
+    ``num_remaining`` is 0 waits for the others of its search; ``forked_from`` is the beam that a new one copies.
     """
 
     __slots__ = (
         "_tokens", "adapter", "arrival", "arrived_at", "drafted", "first_step_at", "forced_from", "forked_from",
         "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt",
         "num_resumed", "num_tokens", "prompt_scores", "provisioned", "ready_at", "request", "sampling", "seed",
-        "status", "stop_rule", "timings", "unsent", "waits_for",
+        "status", "stop_rule", "tenant", "timings", "token_cost", "unsent", "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -123,6 +130,8 @@ class SequenceState:
         self.provisioned = request.provisioned
         # beams come right after the first of their search, before all that arrived later
         self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)
+        self.tenant = UNKNOWN  # the scheduler's queue says who it is
+        self.token_cost = 1.0 / request.weight
         self.forked_from: SequenceState | None = None
         self.drafted: Any = None  # how its drafts have fared (speculation.DraftRecord)
         self.arrived_at = group.arrived_at
@@ -152,6 +161,23 @@ class SequenceState:
             raise RuntimeError(f"a {self.status} sequence cannot become {status}")
         self.status = status
         self.waits_for = "turn"
+
+    @property
+    def precedence(self) -> tuple[bool, int, int, int]:
+        """Sorts those that have started, by provisioned and priority, then as they did: who comes last gives up its
+        memory first. The same for as long as they live, so that the first of them always gets to its end."""
+        return (*self.arrival[:2], self.group.started, self.id)
+
+    @property
+    def start_cost(self) -> float:
+        """What its tenant will be charged when it starts, at most; one that was let in before is charged nothing."""
+        if self.first_step_at is not None or self.num_resumed:
+            return 0.0
+        return self.num_prompt * self.token_cost
+
+    def charge(self, generated: int) -> None:
+        """``generated`` tokens are its tenant's."""
+        self.tenant.used += GENERATED * generated * self.token_cost
 
     @property
     def tokens(self) -> TokenIds:

@@ -89,12 +89,14 @@ def _accept(
 
 
 def _limits(server: Server, entity: ServedEntity, request: Request) -> Limits:
-    """The shorter of the server's and the header's time, and the salt of shared prefixes."""
+    """The shorter of the server's and the header's time, the salt of shared prefixes, and whose turns it takes."""
     header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
     sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
         timeout=timeout if header is None else min(timeout, _seconds(header)),
         cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
+        tenant=server.salts.tenant(request.caller.tenant),
+        weight=request.caller.weight,
     )
 
 

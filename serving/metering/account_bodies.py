@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import InvalidField
 from ..readers import Entry, Reader, integer, list_of, one_of, reader, record, text
 from .audit import ACTIONS, MAX_PAGE
-from .keys import ALLOWED_ENDPOINT, ENDPOINTS_ALLOWED, MAX_ENDPOINTS, SCOPES
+from .keys import ALLOWED_ENDPOINT, ENDPOINTS_ALLOWED, MAX_ENDPOINTS, MAX_WEIGHT, SCOPES
 from .limits import MAX_VALUE
 from .limits import SCOPES as LIMIT_SCOPES
 from .money import AMOUNT, AMOUNT_ALLOWED, CURRENCY, CURRENCY_ALLOWED
@@ -51,6 +51,7 @@ _KEY_FIELDS = {
     "scopes": Entry(_SCOPES, "What the key may do"),
     "expires": Entry(_MOMENT, EXPIRY_ALLOWED),
     "endpoints": Entry(_ENDPOINTS, 'What it may use: endpoint, or endpoint:adapter; ["*"] is everything'),
+    "weight": Entry(integer(1, MAX_WEIGHT), "Its share of an engine beside other tenants' keys (1)"),
 }
 NEW_KEY = record(
     tenant=Entry(_named(128), "Who pays", required="the tenant of the key"),

@@ -61,6 +61,7 @@ class Accounts:
             scopes=given.get("scopes", ("invoke",)),
             expires=given.get("expires", NEVER),
             endpoints=_endpoints(given),
+            weight=given.get("weight", 1),
             limits=[(kind, _value(kind, value)) for kind, value in given.get("limits", {}).items()],
             by=self._by,
         )

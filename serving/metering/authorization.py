@@ -25,13 +25,14 @@ class Caller(Struct, frozen=True, kw_only=True):
     """The authenticated caller of a request: an API key, or the subject of a token.
 
     ``endpoints`` are those it may use, ``"chat"`` with all adapters or ``"chat:legal"`` with that one alone; None is
-    all of them.
+    all of them. ``weight``: how much of an engine its tenant gets by it, beside other tenants (``engine.tenants``).
     """
 
     key_id: str
     tenant: str
     scopes: tuple[str, ...] = SCOPES
     endpoints: tuple[str, ...] | None = None
+    weight: int = 1
 
     @property
     def manages(self) -> bool:

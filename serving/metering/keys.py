@@ -33,6 +33,7 @@ CACHE_SECONDS = 2.0
 CACHE_SIZE = 10_000
 OVERLAP = "24h"
 MAX_ENDPOINTS = 100
+MAX_WEIGHT = 1000
 ALLOWED_ENDPOINT = re.compile(f"{NAME.pattern}(:[^:\\x00-\\x1f]{{1,128}})?")
 ENDPOINTS_ALLOWED = f"1 to {MAX_ENDPOINTS} names of endpoints, or endpoint:adapter"
 
@@ -43,6 +44,7 @@ class ApiKey(Struct, frozen=True, kw_only=True):
     """A key without its secret, of which ``prefix`` is the beginning, to tell keys apart.
 
     ``endpoints`` None: all of them (see ``Caller``). ``overlap_ms``: until when an older secret is accepted as well.
+    ``weight``: its share of an engine beside other tenants' keys.
     """
 
     key_id: str
@@ -55,6 +57,7 @@ class ApiKey(Struct, frozen=True, kw_only=True):
     expires_ms: int | None = None
     endpoints: tuple[str, ...] | None = None
     overlap_ms: int | None = None
+    weight: int = 1
 
     def state(self, now_ms: int) -> str:
         if self.revoked_ms is not None:
@@ -89,6 +92,7 @@ class Keys:
         scopes: Iterable[str] = ("invoke",),
         expires: str = NEVER,
         endpoints: Iterable[str] | None = None,
+        weight: int = 1,
         limits: Iterable[tuple[str, int]] = (),
         by: Actor | None = None,
     ) -> tuple[str, ApiKey]:
@@ -110,6 +114,7 @@ class Keys:
             created_ms=now_ms,
             expires_ms=parse_expiry("expires", expires, now_ms),
             endpoints=None if endpoints is None else _endpoints(endpoints),
+            weight=_weight(weight),
         )
 
         def work(connection: sa.Connection) -> None:
@@ -127,6 +132,7 @@ class Keys:
         row: dict[str, str | int | None] = {"key_id": key.key_id, "prefix": key.prefix, "tenant": key.tenant}
         row |= {"name": key.name, "scopes": " ".join(key.scopes), "created_ms": key.created_ms}
         row |= {"hash": _hashed(secret), "expires_ms": key.expires_ms, "endpoints": _listing(key.endpoints)}
+        row["weight"] = key.weight
         connection.execute(sa.insert(api_keys).values(row))
 
     def list(self, tenant: str | None = None) -> tuple[ApiKey, ...]:
@@ -152,6 +158,7 @@ class Keys:
         scopes: Iterable[str] | None = None,
         expires: str | None = None,
         endpoints: Iterable[str] | None = None,
+        weight: int | None = None,
         by: Actor | None = None,
     ) -> ApiKey:
         """Change what is given. ``endpoints`` ("*",) are all. Raises ``NotFound``, ``InvalidField``, ``Conflict``."""
@@ -164,8 +171,10 @@ class Keys:
             values["expires_ms"] = parse_expiry("expires", expires, self.now_ms())
         if endpoints is not None:
             values["endpoints"] = _listing(None if (given := tuple(endpoints)) == ("*",) else _endpoints(given))
+        if weight is not None:
+            values["weight"] = _weight(weight)
         if not values:
-            raise InvalidField("key", key, "something to change: name, scopes, expires, endpoints")
+            raise InvalidField("key", key, "something to change: name, scopes, expires, endpoints, weight")
 
         def work(connection: sa.Connection) -> ApiKey:
             before = self._living(connection, key)
@@ -259,6 +268,12 @@ class Keys:
     def now_ms(self) -> int:
         return int(self._clock() * 1000)
 
+    def weights(self) -> dict[str, int]:
+        """{key id: weight} of living keys that have another than 1."""
+        own = sa.select(api_keys.c.key_id, api_keys.c.weight).where(api_keys.c.weight != 1)
+        own = own.where(api_keys.c.revoked_ms.is_(None))
+        return self._store.read(lambda connection: dict(connection.execute(own).tuples().all()), timeout=2.0)
+
     def verify(self, secret: str | None, *, scope: str | None = "invoke") -> Caller:
         """The caller with this secret. Raises ``Unauthenticated``, or ``PermissionDenied`` where it lacks ``scope``.
 
@@ -304,7 +319,8 @@ def _whose(connection: sa.Connection, digest: str) -> _Known | None:
         return None
     until_ms = min((ms for ms in (until_ms, row.expires_ms) if ms is not None), default=None)
     key = _listed(row, {})
-    return _Known(Caller(key_id=key.key_id, tenant=key.tenant, scopes=key.scopes, endpoints=key.endpoints), until_ms)
+    caller = Caller(key_id=key.key_id, tenant=key.tenant, scopes=key.scopes, endpoints=key.endpoints, weight=key.weight)
+    return _Known(caller, until_ms)
 
 
 def _overlaps(connection: sa.Connection, now_ms: int) -> dict[str, int]:
@@ -322,6 +338,12 @@ def _name(name: str) -> str:
     if not isinstance(name, str) or len(name) > 256 or "\0" in name:
         raise InvalidField("name", name, "a text of at most 256 characters")
     return name
+
+
+def _weight(weight: int) -> int:
+    if isinstance(weight, bool) or not isinstance(weight, int) or not 1 <= weight <= MAX_WEIGHT:
+        raise InvalidField("weight", weight, f"an integer from 1 to {MAX_WEIGHT}")
+    return weight
 
 
 def _scopes(scopes: tuple[str, ...]) -> tuple[str, ...]:
@@ -349,7 +371,7 @@ def _hashed(secret: str) -> str:
 
 
 def _listed(row: sa.Row, overlaps: dict[str, int]) -> ApiKey:
-    names = ("key_id", "prefix", "tenant", "name", "created_ms", "revoked_ms", "expires_ms")
+    names = ("key_id", "prefix", "tenant", "name", "created_ms", "revoked_ms", "expires_ms", "weight")
     endpoints = None if row.endpoints is None else msgspec.json.decode(row.endpoints, type=tuple[str, ...])
     return ApiKey(
         **{name: getattr(row, name) for name in names},

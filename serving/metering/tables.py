@@ -39,6 +39,7 @@ api_keys = sa.Table(
     sa.Column("revoked_ms", sa.BigInteger),
     sa.Column("expires_ms", sa.BigInteger),
     sa.Column("endpoints", sa.Text),
+    sa.Column("weight", sa.Integer, nullable=False, server_default="1"),
 )
 
 old_secrets = sa.Table(

@@ -6,6 +6,7 @@ Workers are processes, so prometheus_client keeps their counters in memory-mappe
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from ..engine.interface import Engine
-from ..errors import ShuttingDown
+from ..errors import ShuttingDown, Unavailable
+from ..metering.keys import Keys
 from ..metering.ledger import Ledger
 from .engine_counters import EngineCounters
 from .worker_counters import counters_locked
@@ -93,6 +95,7 @@ class EngineCollector(Collector):
     GAUGES = (
         ("running_sequences", "Sequences in the engine's batch", "num_running"),
         ("waiting_requests", "Requests waiting for the engine", "num_waiting"),
+        ("waiting_tenants", "Tenants that share the engine's queue", "num_tenants_waiting"),
         ("kv_tokens_used", "KV cache in use, tokens", "kv_tokens_used"),
         ("kv_tokens_total", "KV cache size, tokens", "kv_tokens_total"),
         ("last_step_age_seconds", "Seconds since the engine's last step", "last_step_age"),
@@ -157,6 +160,13 @@ class LedgerCollector(Collector):
             ("store_up", "1 where the store answers", found.answers),
         ):
             yield GaugeMetricFamily(f"mlflow_llm_{name}", text, value=float(value))
+        if found.answers:
+            text = "Share of an engine beside other tenants, of keys that have another than 1"
+            weights = GaugeMetricFamily("mlflow_llm_key_weight", text, labels=("key",))
+            with contextlib.suppress(Unavailable):
+                for key_id, weight in Keys(self.ledger.store).weights().items():
+                    weights.add_metric((key_id,), float(weight))
+                yield weights
 
 
 _UNSHARED: WeakKeyDictionary[Entities, EngineCounters] = WeakKeyDictionary()  # of processes that share no directory

@@ -3,12 +3,11 @@ the caller's own."""
 
 from __future__ import annotations
 
-from ..engine.interface import Engine
+from ..engine.interface import QUEUE_FLOOR, Engine
 from ..errors import Overloaded, ShuttingDown
 from ..metering.keys import Caller
 
 DRAIN_RETRY_AFTER = 5.0
-FLOOR = 16  # a tenant may always have this part of the queue
 
 
 class LoadShedder:
@@ -24,7 +23,7 @@ class LoadShedder:
     Callers with keys share the queue by dynamic thresholds (Choudhury and Hahne, 1998): a tenant may have as many
     requests waiting as places are left, a key half as many. So one key alone fills a third of the queue, the keys of
     one tenant half, of two tenants a third each, and there is always room for the next to come. A tenant with less than
-    a ``FLOOR``-th of the queue waiting here is let in even where other workers' requests have filled it.
+    a ``QUEUE_FLOOR``-th of the queue waiting here is let in even where other workers' requests have filled it.
     """
 
     def __init__(self, *, max_queued: int, retry_after: float, workers: int = 1) -> None:
@@ -78,7 +77,7 @@ class LoadShedder:
         of_tenant = sum(one is not None and one.tenant == caller.tenant for one in queued)
         of_key = sum(one is not None and one.key_id == caller.key_id for one in queued)
         left = self.max_queued - max(waiting, len(queued))
-        if of_tenant < self.max_queued // FLOOR or (of_tenant < left and 2 * of_key < left):
+        if of_tenant < self.max_queued // QUEUE_FLOOR or (of_tenant < left and 2 * of_key < left):
             return
         holder = "key" if 2 * of_key >= left else "tenant"
         most = f"the {self.max_queued} requests that may wait for endpoint {endpoint}"

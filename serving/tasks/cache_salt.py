@@ -36,5 +36,9 @@ class CacheSalts:
         """``salt`` of a caller's requests to an endpoint, by what each asks for itself (``prepare.Limits``)."""
         return lambda asked: self.salt(sharing, tenant=tenant, endpoint=endpoint, asked=asked)
 
+    def tenant(self, name: str) -> str:
+        """``ValidRequest.tenant``: an engine tells tenants apart and knows none by name."""
+        return self._hash("turns", name)
+
     def _hash(self, *scope: str | None) -> str:
         return hashlib.blake2b(msgspec.msgpack.encode(scope), key=self._secret, digest_size=16).hexdigest()

@@ -55,11 +55,13 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     ``timeout``: seconds that the server and the caller's headers leave it, None for no limit. ``cache_salt`` makes
     ``ValidRequest.cache_salt`` of the request's own (``tasks.cache_salt``); without it prefixes are shared with no
-    other request.
+    other request. ``tenant`` and ``weight`` are the caller's, as in ``ValidRequest``.
     """
 
     timeout: float | None = None
     cache_salt: Callable[[str | None], str | None] = _shares_nothing
+    tenant: str = ""
+    weight: int = 1
 
 
 NO_LIMITS = Limits()
@@ -75,6 +77,8 @@ class _Head(Struct, frozen=True):
     model_version: str
     cache_salt: str | None
     deadline: float | None
+    tenant: str
+    weight: int
 
 
 def prepare(
@@ -109,6 +113,8 @@ def prepare(
         model_version=endpoint.version,
         cache_salt=limits.cache_salt(raw.cache_salt),
         deadline=_deadline(now, timeout, limits.timeout, endpoint.profile.timeout),
+        tenant=limits.tenant,
+        weight=limits.weight,
     )
     if isinstance(raw, RawEmbedding):
         valid = _embedding(raw, endpoint, head)
@@ -236,6 +242,8 @@ def _generation(
         clipped=asked.max_tokens is not None and sampling.max_tokens < asked.max_tokens,
         created=head.created,
         deadline=head.deadline,
+        tenant=head.tenant,
+        weight=head.weight,
     )
 
 
@@ -262,6 +270,8 @@ def _embedding(raw: RawEmbedding, endpoint: EndpointView, head: _Head) -> ValidR
         truncated=any(entry.truncated for entry in inputs),
         created=head.created,
         deadline=head.deadline,
+        tenant=head.tenant,
+        weight=head.weight,
     )
 
 
@@ -292,6 +302,8 @@ def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
         scoring=scoring,
         created=head.created,
         deadline=head.deadline,
+        tenant=head.tenant,
+        weight=head.weight,
     )
 
 

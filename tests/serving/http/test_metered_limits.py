@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from flask.testing import FlaskClient
 
@@ -212,3 +213,21 @@ def test_limits_in_other_dialects(place: Place, path: str, said: str) -> None:
     assert refused.status_code == 429
     assert refused.json[said] == "REQUEST_LIMIT_EXCEEDED"
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_an_engine_knows_tenants_by_hashes_and_weights(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gets a hash, one for all keys of a tenant and another for each tenant, and the weight of the key."""
+    (entity,) = place.server.endpoints
+    submitted: list[Any] = []
+    submit = type(entity.engine).submit
+    monkeypatch.setattr(
+        type(entity.engine), "submit", lambda engine, request: submitted.append(request) or submit(engine, request)
+    )
+    heavy, _ = place.keys.create("acme", weight=7)
+    other, _ = place.keys.create("other")
+    for secret in (place.secret, heavy, other):
+        assert place.ask(secret).status_code == 200
+    own, same, foreign = submitted
+    assert own.tenant == same.tenant != foreign.tenant
+    assert [one.weight for one in submitted] == [1, 7, 1]
+    assert not any(name in msgspec.msgpack.encode(submitted).decode("latin-1") for name in ("acme", "other"))

@@ -40,8 +40,25 @@ def test_keys_with_limits(run, store):
     found = {(limit.scope, limit.subject, limit.kind): limit.value for limit in Limits(store).list()}
     assert found == {("key", caller.key_id, "otpm"): 500, ("key", caller.key_id, "budget_month"): 2_500_000}
     heads, line = run("keys", "list").splitlines()
-    assert heads.split() == ["key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "name"]
+    shown = ["key", "prefix", "tenant", "scopes", "endpoints", "created", "expires", "state", "weight", "name"]
+    assert heads.split() == shown
     assert line.split()[:5] == [caller.key_id, secret[:10] + "…", "acme", "invoke", "all"]
+
+
+def test_keys_with_weights(run, store):
+    """A weight is set when a key is made or changed, shown in lists and metrics, and kept within its range."""
+    secret = run("keys", "create", "--tenant", "acme", "--weight", "3").strip()
+    keys = Keys(store)
+    caller = keys.verify(secret)
+    assert (caller.weight, keys.weights()) == (3, {caller.key_id: 3})
+    run("keys", "update", caller.key_id, "--weight", "1000")
+    assert Keys(store).verify(secret).weight == 1000
+    assert run("keys", "list").splitlines()[1].split()[-1] == "1000"
+    for bad in (0, 1001, True, 1.5, "2"):
+        with pytest.raises(InvalidField, match="weight"):
+            keys.update(caller.key_id, weight=bad)
+    keys.revoke(caller.key_id)
+    assert keys.weights() == {}
 
 
 def test_limits(run, store):

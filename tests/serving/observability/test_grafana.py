@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.server import Server
-from mlflow_llm.serving.metering import Ledger, Store
+from mlflow_llm.serving.metering import Keys, Ledger, Store
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 PANELS = DASHBOARD["panels"]
@@ -33,6 +33,7 @@ def shown(make: Callable[..., Server], tmp_path: Path) -> dict[str, set[str]]:
     """The labels of every sample that a scrape shows, by name."""
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     server = make(ledger=Ledger(store, state_dir=tmp_path))
+    Keys(store).create("acme", weight=3)
     client = create_app(server).test_client()
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "ignore_eos": True, "stream": True}
     for model in ("assistant", "assistant:pirate"):

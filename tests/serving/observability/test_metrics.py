@@ -118,7 +118,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
 
     fields = ("steps", "last_step_age", "num_running", "num_waiting", "kv_tokens_used", "kv_tokens_total")
     fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
-    fields += ("draft_tokens", "accepted_tokens")
+    fields += ("draft_tokens", "accepted_tokens", "num_tenants_waiting")
     heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
     runs = SimpleNamespace(health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on))
