@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.events import Embedded, Event, Finished, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.events import Embedded, Event, Finished, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
 from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
@@ -125,3 +125,15 @@ def test_texts_of_a_search_are_searched_for_together() -> None:
     assert said == [(0, Tokens), (0, Finished), (1, Tokens), (1, Finished), (2, Tokens), (2, Finished), (3, Tokens),
                     (3, Finished)]  # fmt: skip
     assert inflight.done
+
+
+def test_measured_steps_end_nothing() -> None:
+    """They are handed on under the request's own numbering, before and after its engine was replaced."""
+    step = (StepTiming(0.1, 0.2, 3),)
+    inflight, sink = running(completion(n=2), Timed(0, step), Tokens(0, (5,)), Finished(0, "stop"), Timed(1, step))
+    again = inflight.continuation(MAX_TOKENS)
+    assert again is not None
+    assert len(again.sequences) == 1
+    inflight.deliver(Timed(0, step))
+    assert [event for event in sink if isinstance(event, Timed)] == [Timed(0, step), Timed(1, step), Timed(1, step)]
+    assert not inflight.done
