@@ -12,6 +12,7 @@ from .generate import GenerateDialect
 from .mindie import MindieDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
+from .openvino import OpenVINODialect
 from .rerank import RerankDialect
 from .responses import ResponsesDialect
 from .tables import FIELDS, REFUSED_FIELDS
@@ -27,6 +28,7 @@ DIALECTS: dict[str, Dialect] = {
         MindieDialect(),
         GenerateDialect(),
         MlflowDialect(),
+        OpenVINODialect(),
     )
 }
 FALLBACK = DIALECTS["mlflow"]

@@ -10,7 +10,7 @@ from ..readers import boolean, integer, number, one_of
 from ..request import MAX_CHOICES, EarlyStopping, RawBeams
 from .fields import Field
 
-_EARLY: Mapping[Any, EarlyStopping] = {False: "heuristic", True: "first", "never": "never"}
+EARLY: Mapping[Any, EarlyStopping] = {False: "heuristic", True: "first", "never": "never"}
 _PENALTY = number(-10, 10)
 
 BEAMS = (
@@ -58,10 +58,22 @@ BEAMS = (
 _DRAWS: Mapping[str, Any] = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "typical_p": 1}
 
 
+def take_beams(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a search, out of ``found``."""
+    return {key.removeprefix("beams."): found.pop(key) for key in list(found) if key.startswith("beams.")}
+
+
+def check_nothing_drawn(sampling: Mapping[str, Any], body: Mapping[str, Any], search: str) -> None:
+    """Raises ``InvalidField`` for what asks for drawing beside ``search``."""
+    for name, nothing in _DRAWS.items():
+        if sampling.get(name) not in (None, nothing):
+            raise InvalidField(name, body[name], f"null or {nothing} with {search}: nothing is drawn")
+
+
 def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[str, Any]) -> RawBeams | None:
     """Take the fields of a search out of ``found``; None where none is asked for. Raises ``InvalidField`` for fields
     that say something of a search that is none, or of sampling that there is not."""
-    given = {key.removeprefix("beams."): found.pop(key) for key in list(found) if key.startswith("beams.")}
+    given = take_beams(found)
     n = sampling.get("n") or 1
     best_of = given.pop("best_of", None)
     if not given.pop("use", False):
@@ -71,9 +83,7 @@ def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[s
             if field.target is not None and field.target.removeprefix("beams.") in given:
                 raise InvalidField(field.name, body[field.name], "null unless use_beam_search is true")
         return None
-    for name, nothing in _DRAWS.items():
-        if sampling.get(name) not in (None, nothing):
-            raise InvalidField(name, body[name], f"null or {nothing} with use_beam_search: nothing is drawn")
+    check_nothing_drawn(sampling, body, "use_beam_search")
     width = best_of or n
     if width < n:
         raise InvalidField("best_of", best_of, f"at least n ({n})")
@@ -83,5 +93,5 @@ def beams_of(found: dict[str, Any], sampling: Mapping[str, Any], body: Mapping[s
     if given.get("diversity_penalty") and groups == 1:
         raise InvalidField("diversity_penalty", given["diversity_penalty"], "0 unless num_beam_groups is at least 2")
     if "early_stopping" in given:
-        given["early_stopping"] = _EARLY[given["early_stopping"]]
+        given["early_stopping"] = EARLY[given["early_stopping"]]
     return RawBeams(width=width, field="best_of" if best_of is not None else "n", **given)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from ..errors import InvalidField
-from ..request import RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
+from ..request import RawBeams, RawChat, RawCompletion, RawEmbedding, RawRequest, RawSampling, Task
 from .beam_fields import beams_of
 from .constraint_fields import only
 from .fields import Table, task_of
 from .scoring_fields import read_score
 from .tool_fields import chosen
 
+# takes the fields of a search out of the first; the second has those of sampling, the third is the body
+Beams = Callable[[dict[str, Any], Mapping[str, Any], Mapping[str, Any]], RawBeams | None]
 
-def decode(tables: Mapping[Task, Table], body: Any, task: Task | None) -> RawRequest:
-    """Raises ``InvalidField``; reads only, the body is left as it was."""
+
+def decode(tables: Mapping[Task, Table], body: Any, task: Task | None, beams_of: Beams = beams_of) -> RawRequest:
+    """Raises ``InvalidField``; reads only, the body is left as it was. ``beams_of``: the dialect's own search."""
     name = task_of(body, task)
     found = tables[name].read(body)
     if name == "embeddings":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, count_tokens, engine_logs, management, pages, tokenize, usage
+from . import accounts, count_tokens, engine_logs, management, openvino, pages, tokenize, usage
 from .invoke import invoke
 from .openapi import documented
 from .route import Auth, Route
@@ -33,6 +33,7 @@ ROUTES = documented(
         *tokenize.ROUTES,
         *count_tokens.ROUTES,
         *pages.ROUTES,
+        *openvino.ROUTES,
         *management.ROUTES,
         *engine_logs.ROUTES,
         *accounts.ROUTES,
