@@ -107,8 +107,16 @@ SAMPLING = (
     _field("n", integer(1, MAX_CHOICES), "sampling.n", "independent choices", default=1),
     _field("stop", stop_strings, "sampling.stop", "strings that end the text; not part of it"),
     _field("seed", integer(-INT64, UINT64_MAX), "sampling.seed", "same seed, same text"),
-    _field("presence_penalty", number(-2, 2), "sampling.presence_penalty", default=0),
-    _field("frequency_penalty", number(-2, 2), "sampling.frequency_penalty", default=0),
+    _field(
+        "presence_penalty",
+        number(-2, 2),
+        "sampling.presence_penalty",
+        "taken off tokens that the text has already",
+        default=0,
+    ),
+    _field(
+        "frequency_penalty", number(-2, 2), "sampling.frequency_penalty", "the same, as often as it has them", default=0
+    ),
     _field("logit_bias", logit_bias, "sampling.logit_bias", "token id to a bias in [-100, 100]"),
 )
 
@@ -132,8 +140,20 @@ EXTENSIONS = (
         "stop_token_ids", list_of(TOKEN, "a list of token ids"), "sampling.stop_token_ids", "tokens that end the text"
     ),
     _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token", default=False),
-    _field("include_stop_str_in_output", boolean, "sampling.include_stop_str_in_output", default=False),
-    _field("skip_special_tokens", boolean, "sampling.skip_special_tokens", default=True),
+    _field(
+        "include_stop_str_in_output",
+        boolean,
+        "sampling.include_stop_str_in_output",
+        "the text ends with what has stopped it",
+        default=False,
+    ),
+    _field(
+        "skip_special_tokens",
+        boolean,
+        "sampling.skip_special_tokens",
+        "false: special tokens are written by their names",
+        default=True,
+    ),
     _field("timeout", number(0, 86400, above=True), "sampling.timeout", "seconds this request may take"),
 )
 
@@ -224,7 +244,7 @@ USE_RAW_PROMPT = (_field("use_raw_prompt", boolean, "use_raw_prompt", "false: th
 EMBEDDINGS = (
     _field("input", texts_or_tokens, "inputs", "a string, token ids, or a list of either"),
     _field("dimensions", integer(1, MAX_TOKENS), "dimensions", "keep the first values and renormalise"),
-    _field("encoding_format", one_of("float", "base64"), "encoding_format", default="float"),
+    _field("encoding_format", one_of("float", "base64"), "encoding_format", "how vectors are written", default="float"),
 )
 TRUNCATION = (
     _field(
