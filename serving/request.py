@@ -314,6 +314,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     0 the sampled token alone, k the k best beside it. ``stop_token_ids`` includes the model's end-of-text ids
     unless ``ignore_eos``. Log probabilities are of the distribution before temperature and truncation. ``grammar`` is
     what each text is held to, None for nothing. With ``beams`` nothing is drawn.
+
+    ``bad_words`` are runs of tokens that never come whole; ``stop_sequences`` those of two tokens and more that end the
+    text (one token is a stop token). No run of ``no_repeat_ngram_size`` tokens comes twice, the prompt's included; 0 is
+    off. ``embedding_bias`` (float32, little endian, [V]) is added to the logits before all else. ``penalize_prompt``:
+    presence and frequency penalties count the prompt's tokens too; the repetition penalty always does.
     """
 
     max_tokens: int
@@ -332,6 +337,11 @@ class Sampling(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     beams: Beams | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+    embedding_bias: bytes | None = None
+    penalize_prompt: bool = False
 
 
 class Sequence(Struct, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ FIELDS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
+    "bad_words_ids": "bad_words",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
 }
 OWN = frozenset(FIELDS.values())
 # Read elsewhere (token ids), for another program, or about the file itself.
@@ -63,7 +65,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "num_return_sequences": (1,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
     "length_penalty": (1.0,),

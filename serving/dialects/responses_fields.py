@@ -125,7 +125,8 @@ _REFUSED: Mapping[str, Reader[Any]] = {
 _SHARED = (
     "model", "user", "stream", "temperature", "top_p", "cache_salt", "stop", "seed", "presence_penalty",
     "frequency_penalty", "logit_bias", "top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens",
-    "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "timeout", "chat_template",
+    "stop_token_ids", "bad_words", "no_repeat_ngram_size", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "timeout", "chat_template",
     "chat_template_kwargs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "guided_decoding_backend",
 )  # fmt: skip

@@ -33,7 +33,7 @@ from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, str
 from .fields import Field, Table
 from .messages import read_messages
 from .scoring_fields import ScoreTable, query, texts
-from .text_readers import TOKEN, logit_bias, stop_strings, template_variables, texts_or_tokens
+from .text_readers import TOKEN, bad_words, logit_bias, stop_strings, template_variables, texts_or_tokens
 from .tool_fields import DATABRICKS as DATABRICKS_TOOLS
 from .tool_fields import tool_choice, tools_reader
 
@@ -138,6 +138,14 @@ EXTENSIONS = (
     _field("min_tokens", integer(0, MAX_TOKENS), "sampling.min_tokens", "tokens before an end is allowed", or_own="0"),
     _field(
         "stop_token_ids", list_of(TOKEN, "a list of token ids"), "sampling.stop_token_ids", "tokens that end the text"
+    ),
+    _field("bad_words", bad_words, "sampling.bad_words", "texts, or lists of their token ids, that never come"),
+    _field(
+        "no_repeat_ngram_size",
+        integer(0, MAX_TOKENS),
+        "sampling.no_repeat_ngram_size",
+        "no run of so many tokens comes twice, the prompt's included; 0: off",
+        or_own="0",
     ),
     _field("ignore_eos", boolean, "sampling.ignore_eos", "go on behind the end-of-text token", default=False),
     _field(

@@ -30,6 +30,24 @@ def stop_strings(value: Any, path: str) -> tuple[str, ...]:
 
 TOKEN = integer(0, INT32_MAX)
 TOKENS = list_of(TOKEN, "at least one token id", least=1)
+_WORDS = 1024
+
+
+@reader(type="array", items=any_of(_STOP, TOKENS.schema), maxItems=_WORDS)
+def bad_words(value: Any, path: str) -> tuple[str | tuple[int, ...], ...]:
+    """A list of texts, each of which may also be a list of its token ids."""
+    if not isinstance(value, list | tuple) or len(value) > _WORDS:
+        raise InvalidField(path, value, f"a list of at most {_WORDS} texts or lists of token ids")
+    found: list[str | tuple[int, ...]] = []
+    for i, word in enumerate(value):
+        where = f"{path}[{i}]"
+        if isinstance(word, list | tuple):
+            found.append(TOKENS(word, where))
+        elif isinstance(word, str) and word:
+            found.append(string(word, where))
+        else:
+            raise InvalidField(where, word, "a non-empty text or a list of token ids")
+    return tuple(found)
 
 
 def _token_ids(value: Sequence[Any], path: str) -> tuple[int, ...]:

@@ -31,12 +31,13 @@ from .grammars import Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
+from .logits_processors import nothing_left
 from .masks import Masks
 from .native import library
 from .request_check import check_beams, check_request
 from .sampler import sample, score_prompt
 from .scheduler import Run
-from .sequence import Place, Sampled, SequenceGroup, SequenceState
+from .sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +366,7 @@ class EngineCore:
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
         if any(one.token_id < 0 for one in sampled):
-            self._fail_not_finite(sequence)
+            self._deliver_before(sequence, sampled)
             return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
@@ -382,6 +383,18 @@ class EngineCore:
             self._finish(sequence, reason)
         elif not sequence.may_hold:
             self._inflight.flush(sequence)
+
+    def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled]) -> None:
+        """Give it the tokens of a step up to where none could be drawn, where it fails unless they end it."""
+        at = next(i for i, one in enumerate(sampled) if one.token_id < 0)
+        if at:
+            self._deliver(sequence, sampled[:at])
+        if sequence.status != "running":
+            return
+        if sampled[at].token_id == NOTHING_LEFT:
+            self._fail(self._inflight.of(sequence), nothing_left(sequence.sampling))
+        else:
+            self._fail_not_finite(sequence)
 
     def _fail_not_finite(self, sequence: SequenceState) -> None:
         """Of a beam: its search, whose beams may have copied what is not finite."""

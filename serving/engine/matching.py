@@ -26,6 +26,7 @@ from ..request import Sampling
 from ..structured.distinct_keys import Keys, KeyTokens
 from ..token_bytes import TokenBytes
 from .grammar_tokenizer import GrammarTokenizer
+from .logits_processors import may_forbid
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,8 +53,10 @@ class Matching:
         self.matcher = matcher
         self._tokenizer, self._grammar = tokenizer, grammar
         self.ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
-        # forced tokens have no logits, and so no log probabilities
-        self.fast_forward = grammar.fast_forward and sampling.logprobs is None
+        # forced tokens have no logits: no log probabilities, nor anything that could forbid them, and a search has to
+        # know what they cost
+        drawn = sampling.logprobs is not None or sampling.beams is not None or may_forbid(sampling)
+        self.fast_forward = grammar.fast_forward and not drawn
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
         self.is_known = False
         self.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None

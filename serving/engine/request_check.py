@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
-from ..request import POOLED, ValidRequest
+from ..request import POOLED, Sampling, ValidRequest
 from .interface import EngineInfo
 
 NO_GRAMMARS = "nothing: this engine has no structured output"
@@ -25,6 +25,8 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     for token_id, _ in request.sampling.logit_bias if request.sampling is not None else ():
         if not 0 <= token_id < info.vocab_size:
             raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
+    if request.sampling is not None:
+        _check_lists(request.sampling, info.vocab_size)
     grammar = request.sampling.grammar if request.sampling is not None else None
     if grammar is not None and not info.capabilities.structured_output:
         raise InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
@@ -32,6 +34,19 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:
         _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, most)
+
+
+def _check_lists(sampling: Sampling, vocab_size: int) -> None:
+    """What ``tasks.token_lists`` makes of a request fits this model."""
+    for field in ("bad_words", "stop_sequences"):
+        for run in getattr(sampling, field):
+            if not run or min(run) < 0 or max(run) >= vocab_size:
+                raise InvalidField(field, run, f"at least one token id, from 0 to {vocab_size - 1}")
+    bias = sampling.embedding_bias
+    if bias is not None and len(bias) != 4 * vocab_size:
+        raise InvalidField("embedding_bias", f"{len(bias)} bytes", f"{vocab_size} numbers of four bytes")
+    if sampling.no_repeat_ngram_size < 0:
+        raise InvalidField("no_repeat_ngram_size", sampling.no_repeat_ngram_size, "an integer from 0 on")
 
 
 def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> None:

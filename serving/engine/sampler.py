@@ -1,8 +1,8 @@
 """Sampling by a Gumbel-max race: from logits to tokens, each sequence by its own parameters and random numbers.
 
-The order is: penalties, logit bias, min_tokens, the grammar's mask, temperature, top_k, top_p, min_p, typical_p, then
-the race: token t arrives at a time drawn from the exponential distribution with its probability as the rate, and the
-first one wins.
+The order is: embedding bias, penalties, logit bias, what bad words and repeated n-grams forbid, min_tokens, the
+grammar's mask, temperature, top_k, top_p, min_p, typical_p, then the race: token t arrives at a time drawn from the
+exponential distribution with its probability as the rate, and the first one wins.
 That is the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka 2014, "A* Sampling") with -log(time) as the Gumbel
 noise: a token wins with its probability. The times come from (seed, position, t). Logits may differ in their last bits
 with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
@@ -24,7 +24,7 @@ from ..request import Sampling
 from .matching import unpacked
 from .native import sampler as native
 from .randomness import exponentials
-from .sequence import Place, Sampled
+from .sequence import NOTHING_LEFT, Place, Sampled
 
 CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
 
@@ -70,6 +70,7 @@ def is_adjusted(sequence: Place) -> bool:
         or p.presence_penalty != 0.0
         or p.frequency_penalty != 0.0
         or bool(p.logit_bias)
+        or sequence.processors is not None
         or (p.min_tokens > 0 and not sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
 
@@ -106,6 +107,9 @@ def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> li
 def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
     adjust(logits, sequences)
     restrict(logits, sequences)
+    stuck = _stuck(logits, sequences)
+    if stuck:
+        logits[stuck] = 0.0  # any numbers that can be drawn from
     tokens: list[int] = [0] * len(sequences)
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
@@ -115,7 +119,18 @@ def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
         drawn = _draw(kind, some, [sequences[i] for i in rows])
         for i, token in zip(rows, drawn, strict=True):
             tokens[i] = token
+    for i in stuck:
+        tokens[i] = NOTHING_LEFT
     return tokens
+
+
+def _stuck(logits: Any, sequences: Sequence[Place]) -> list[int]:
+    """Rows of ``logits`` in which nothing is left that may come."""
+    rows = [i for i, sequence in enumerate(sequences) if sequence.processors is not None]
+    if not rows:
+        return []
+    dead = (logits[rows].amax(-1) == float("-inf")).tolist()
+    return [i for i, is_dead in zip(rows, dead, strict=True) if is_dead]
 
 
 def _kind(p: Sampling) -> str:
@@ -221,23 +236,31 @@ def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
 
 
 def adjust(logits: Any, sequences: Sequence[Place]) -> None:
-    """Penalties, bias and min_tokens on ``logits`` [B, V], in place.
+    """Biases, penalties, bad words, repeated n-grams and min_tokens on ``logits`` [B, V], in place.
 
-    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as transformers has it; presence and
-    frequency penalties are OpenAI's, over the output alone."""
+    The repetition penalty is CTRL's (Keskar et al. 2019) over prompt and output, as transformers, vLLM and TensorRT-LLM
+    have it; presence and frequency penalties are OpenAI's, over the output alone, or TensorRT-LLM's, over both. Tokens
+    of a prompt that are behind the vocabulary are no words (``request.PromptTable``)."""
+    V = logits.shape[-1]
     for i, sequence in enumerate(sequences):
-        p = sequence.sampling
+        p, processors = sequence.sampling, sequence.processors
+        if processors is not None and processors.bias is not None:
+            logits[i] += processors.bias.to(logits.device, logits.dtype)
         if p.repetition_penalty != 1.0:
-            seen = _index(np.unique(sequence.tokens), logits)
+            ids = np.unique(sequence.tokens)
+            seen = _index(ids[: np.searchsorted(ids, V)], logits)
             values = logits[i, seen]
             logits[i, seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-        if (p.presence_penalty or p.frequency_penalty) and sequence.num_generated:
-            ids, counts = np.unique(sequence.output, return_counts=True)
+        if (p.presence_penalty or p.frequency_penalty) and (sequence.num_generated or p.penalize_prompt):
+            counted = sequence.tokens if p.penalize_prompt else sequence.output
+            ids, counts = np.unique(counted[counted < V], return_counts=True)
             times = torch.from_numpy(counts).to(logits.device, logits.dtype)
             logits[i, _index(ids, logits)] -= p.presence_penalty + p.frequency_penalty * times
         if p.logit_bias:
             biased, bias = zip(*p.logit_bias, strict=True)
             logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        if processors is not None and len(forbidden := processors.forbidden(sequence.tokens)):
+            logits[i, _index(forbidden[forbidden < V], logits)] = float("-inf")
         if p.stop_token_ids and not sequence.stop_rule.may_stop(sequence.num_generated + 1):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
             if sequence.matching is not None:

@@ -12,9 +12,11 @@ from ..events import StepTiming, TokenLogprob
 from ..request import Sampling, Sequence, ValidRequest
 from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
+from .logits_processors import LogitsProcessors
 from .matching import Matching
 from .tenants import GENERATED, Tenant
 
+NOTHING_LEFT = -2  # in place of a token, where what the request forbids leaves none
 MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
 Status = Literal["waiting", "running", "finished"]
 
@@ -36,7 +38,8 @@ sequence waits alone and later ones pass it."""
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token that was drawn. ``token_id`` -1: the logits were not finite. ``logprob`` is None unless asked for."""
+    """One token that was drawn. ``token_id`` -1: the logits were not finite; ``NOTHING_LEFT``: none may come next.
+    ``logprob`` is None unless asked for."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -63,6 +66,8 @@ class Place(Protocol):
     def output(self) -> TokenIds: ...
     @property
     def matching(self) -> Matching | None: ...
+    @property
+    def processors(self) -> LogitsProcessors | None: ...
 
 
 class BeamSet(Protocol):
@@ -92,6 +97,10 @@ class SequenceGroup:
     members: list[SequenceState] = field(default_factory=list)
     beams: BeamSet | None = None
     started: int = 0
+    processors: LogitsProcessors | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.processors = LogitsProcessors.of(self.sampling)
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""
@@ -117,8 +126,8 @@ class SequenceState:
     __slots__ = (
         "_tokens", "adapter", "arrival", "arrived_at", "drafted", "first_step_at", "forced_from", "forked_from",
         "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt",
-        "num_resumed", "num_tokens", "prompt_scores", "provisioned", "ready_at", "request", "sampling", "seed",
-        "status", "stop_rule", "tenant", "timings", "token_cost", "unsent", "waits_for",
+        "num_resumed", "num_tokens", "processors", "prompt_scores", "provisioned", "ready_at", "request", "sampling",
+        "seed", "status", "stop_rule", "tenant", "timings", "token_cost", "unsent", "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -126,6 +135,7 @@ class SequenceState:
         source: Sequence = request.sequences[index]
         self.group, self.index, self.id = group, index, id
         self.request, self.sampling, self.key = request, group.sampling, group.key
+        self.processors = group.processors
         self.adapter = request.adapter
         self.provisioned = request.provisioned
         # beams come right after the first of their search, before all that arrived later
@@ -233,9 +243,14 @@ class SequenceState:
             self.num_tokens += 1
             self.unsent.append(one)
             reason = self.stop_rule.reason(token_id, self.num_tokens - self.num_prompt)
+            if self.stop_rule.has_runs and self._ends_run():
+                return "stop"
             if reason is not None:
                 return reason
         return None
+
+    def _ends_run(self) -> bool:
+        return self.stop_rule.run_ending(self.output[-self.stop_rule.longest_run :], self.num_generated) > 0
 
     def follow(self, known: int, reason: StopReason | None) -> StopReason | None:
         """Take the tokens from place ``known`` on into the grammar, and append those that it alone decides.
@@ -287,4 +302,6 @@ class SequenceState:
     def stop_reason(self) -> StopReason | None:
         """Why the sequence ends with its last known token, or None when it goes on."""
         count = self.num_generated
+        if self.stop_rule.has_runs and self._ends_run():
+            return "stop"
         return self.stop_rule.reason(int(self._tokens[self.num_tokens - 1]) if count else None, count)

@@ -21,6 +21,7 @@ import numpy as np
 from ..request import Sampling
 from ..stop_rule import StopRule
 from .kv_cache import TokenIds
+from .logits_processors import LogitsProcessors
 from .matching import Matching
 from .sequence import Sampled, SequenceState
 
@@ -74,6 +75,10 @@ class DraftedPlace:
     @property
     def matching(self) -> Matching | None:
         return None
+
+    @property
+    def processors(self) -> LogitsProcessors | None:
+        return self.sequence.processors
 
 
 @dataclass(slots=True)

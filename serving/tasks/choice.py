@@ -1,4 +1,5 @@
-"""The text of one choice as its tokens arrive: detokenised, stop strings matched and trimmed, tokens counted."""
+"""The text of one choice as its tokens arrive: detokenised, stop strings and stop sequences matched and trimmed, tokens
+counted."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
 from ..request import Sampling, ValidRequest
 from ..stop_rule import StopRule
 from .detokenize import Detokenizer, starts
-from .stops import Match, StopMatcher
+from .stops import Match, SequenceStops, StopMatcher
 from .text import TextModel
 
 
 class ChoiceText:
     """``num_tokens`` counts up to and including the token that ended the text, ``num_reasoning_tokens`` those of them
-    that are reasoning; ``matched`` is the stop string's match.
+    that are reasoning; ``matched`` is the match of the stop string or of the stop sequence's text.
 
     A token's log probabilities go out with the text it begins: tokens whose text was trimmed away with a stop string,
     and the end-of-text token, have none in the reply.
@@ -33,6 +34,8 @@ class ChoiceText:
         self._detokenizer = self._new_detokenizer()
         self._stops = StopMatcher(request.stop)
         self._no_stops = not request.stop
+        sequences = self._sampling.stop_sequences
+        self._sequences = SequenceStops(sequences) if sequences else None
         rule = StopRule(request.sampling)
         self._is_stop, self._may_match = rule.is_stop, rule.may_match
         self._pushed = 0  # characters given to the matcher
@@ -108,6 +111,8 @@ class ChoiceText:
         rest = self._detokenizer.flush()
         self._pushed += len(rest)
         text, self.matched = self._stops.push(rest, self._may_match(self.num_tokens))
+        if self._sequences is not None:
+            text = self._sequences.flush(text)
         return text + (self._stops.flush() if self.matched is None else self._trim(self.matched))
 
     def _ended_by(self, reason: ReplyFinish) -> Iterator[Piece]:
@@ -116,7 +121,12 @@ class ChoiceText:
         return self._ended(reason, self._stop_token())
 
     def _feed(self, token_id: int, count: int) -> str:
-        """The text that ``token_id`` makes certain, stop strings matched; sets ``matched``."""
+        """The text that ``token_id`` makes certain, stop strings and stop sequences matched; sets ``matched``."""
+        if self._sequences is not None:
+            return self._feed_sequences(self._sequences, token_id, count)
+        return self._push(token_id, count)
+
+    def _push(self, token_id: int, count: int) -> str:
         if self._is_stop(token_id, count):
             self._ending_token = token_id
             if not self._request.include_stop_str_in_output:
@@ -124,6 +134,20 @@ class ChoiceText:
         new = self._detokenizer.push(token_id)
         self._pushed += len(new)
         free, self.matched = self._stops.push(new, self._no_stops or self._may_match(count))
+        return free
+
+    def _feed_sequences(self, sequences: SequenceStops, token_id: int, count: int) -> str:
+        """A stop string that is complete with the same token or before goes first."""
+        sequences.feed(token_id, self._pushed + self._detokenizer.ahead(token_id))
+        start = sequences.start if self._may_match(count) else None
+        free = self._push(token_id, count)
+        if self.matched is not None:
+            return sequences.flush(free)
+        if start is None:
+            return sequences.push(free)
+        free = sequences.flush(free + self._stops.flush() + self._detokenizer.flush(), start)
+        found = sequences.rest()
+        self.matched = Match(found, start, start + len(found))
         return free
 
     def _trim(self, match: Match) -> str:
@@ -141,10 +165,15 @@ class ChoiceText:
         logprobs = self._released(final) if self._waiting else ()
         return Delta(index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=logprobs)
 
+    @property
+    def _position(self) -> int:
+        """How many characters of the text have been let through."""
+        return self._stops.position if self._sequences is None else self._sequences.position
+
     def _released(self, final: bool) -> tuple[TextLogprob, ...]:
         """The log probabilities of the text that has been let through."""
         ready = []
-        released = self._pushed if self.matched is not None else self._stops.position
+        released = self._pushed if self.matched is not None else self._position
         while self._waiting and (final or self._waiting[0][0] < released):
             ready.append(self._waiting.popleft()[1])
         return tuple(ready)

@@ -8,6 +8,7 @@ from ..constraint import Grammar
 from ..errors import ContextTooLong, InvalidField
 from ..request import Beams, RawBeams, RawSampling, Sampling
 from .endpoint import EndpointView
+from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 
 MASK = 2**64 - 1
 
@@ -28,7 +29,8 @@ def resolve(
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
         raise InvalidField("min_tokens", asked.min_tokens, f"at most max_tokens, {max_tokens}")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    eos = () if asked.ignore_eos else endpoint.text.eos_token_ids
+    runs = stop_sequences(asked, endpoint)
+    ends = (*end_ids(asked, endpoint), *(run[0] for run in runs if len(run) == 1))
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
     if asked.exact_bounds:
         _check_exact_bounds(asked, endpoint, longest_prompt)
@@ -44,10 +46,15 @@ def resolve(
         presence_penalty=_or(asked.presence_penalty, 0.0),
         frequency_penalty=_or(asked.frequency_penalty, 0.0),
         logit_bias=_logit_bias(asked.logit_bias, endpoint),
-        stop_token_ids=_stop_token_ids(asked.stop_token_ids, eos, endpoint),
+        stop_token_ids=_stop_token_ids(asked.stop_token_ids, ends, endpoint),
         logprobs=logprobs,
         prompt_logprobs=logprobs if score_prompt else None,
         grammar=grammar,
+        bad_words=bad_words(asked, endpoint),
+        stop_sequences=tuple(run for run in runs if len(run) > 1),
+        no_repeat_ngram_size=_ngram_size(asked.no_repeat_ngram_size),
+        embedding_bias=embedding_bias(asked.embedding_bias, endpoint.info.vocab_size),
+        penalize_prompt=bool(asked.penalize_prompt),
     )
     return resolved if asked.beams is None else _searched(resolved, asked, asked.beams, endpoint)
 
@@ -129,6 +136,12 @@ def _check_exact_bounds(asked: RawSampling, endpoint: EndpointView, longest_prom
             raise ContextTooLong(text, param="prompt")
 
 
+def _ngram_size(given: int | None) -> int:
+    if given is not None and given < 0:
+        raise InvalidField("no_repeat_ngram_size", given, "an integer from 0 on")
+    return given or 0
+
+
 def _logit_bias(given: dict[int, float] | None, endpoint: EndpointView) -> tuple[tuple[int, float], ...]:
     for token_id in given or {}:
         if token_id >= endpoint.info.vocab_size:
@@ -137,11 +150,11 @@ def _logit_bias(given: dict[int, float] | None, endpoint: EndpointView) -> tuple
 
 
 def _stop_token_ids(
-    given: tuple[int, ...] | None, eos: tuple[int, ...], endpoint: EndpointView
+    given: tuple[int, ...] | None, ends: tuple[int, ...], endpoint: EndpointView
 ) -> tuple[int, ...]:  # fmt: skip
     if given is not None and len(given) > endpoint.profile.max_stop_strings:
         raise InvalidField("stop_token_ids", f"{len(given)} ids", f"at most {endpoint.profile.max_stop_strings}")
     for i, token_id in enumerate(given or ()):
         if token_id >= endpoint.info.vocab_size:
             raise InvalidField(f"stop_token_ids[{i}]", token_id, f"a token id below {endpoint.info.vocab_size}")
-    return tuple(dict.fromkeys((*eos, *(given or ()))))
+    return tuple(dict.fromkeys((*ends, *(given or ()))))

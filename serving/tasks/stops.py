@@ -1,7 +1,8 @@
-"""Stop strings, matched on text as it grows, across token borders."""
+"""Stop strings, matched on text as it grows, across token borders, and stop sequences, matched on tokens."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 
@@ -74,3 +75,77 @@ class StopMatcher:
                     break
                 at += 1
         return longest
+
+
+class _Run:
+    """One stop sequence: ``matched`` of its tokens are the last ones of the text (Knuth, Morris and Pratt 1977)."""
+
+    __slots__ = ("_fallback", "ids", "matched")
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.ids = ids
+        self.matched = 0
+        self._fallback = [0] * len(ids)  # of each place: how long an end of the run up to it is a beginning of the run
+        for place in range(1, len(ids)):
+            size = self._fallback[place - 1]
+            while size and ids[size] != ids[place]:
+                size = self._fallback[size - 1]
+            self._fallback[place] = size + (ids[size] == ids[place])
+
+    @property
+    def is_whole(self) -> bool:
+        return self.matched == len(self.ids)
+
+    @property
+    def begun(self) -> int:
+        """Tokens at the end of the text that may be gone on with to the whole run."""
+        return self._fallback[-1] if self.is_whole else self.matched
+
+    def feed(self, token_id: int) -> None:
+        size = self.begun
+        while size and self.ids[size] != token_id:
+            size = self._fallback[size - 1]
+        self.matched = size + (self.ids[size] == token_id)
+
+
+class SequenceStops:
+    """Lets the text of tokens through, but for what may be that of the beginning of a stop sequence."""
+
+    __slots__ = ("_held", "_runs", "_starts", "position")
+
+    def __init__(self, sequences: tuple[tuple[int, ...], ...]) -> None:
+        self._runs = [_Run(ids) for ids in sequences]
+        self._starts: deque[int] = deque(maxlen=max(map(len, sequences)))  # of the last tokens, in the text
+        self._held = ""
+        self.position = 0  # characters let through
+
+    def feed(self, token_id: int, start: int) -> None:
+        """A token whose text begins at ``start``."""
+        self._starts.append(start)
+        for run in self._runs:
+            run.feed(token_id)
+
+    @property
+    def start(self) -> int | None:
+        """Where the sequence begins that is whole with the last token, the longest of several; None for none."""
+        whole = max((len(run.ids) for run in self._runs if run.is_whole), default=0)
+        return self._starts[-whole] if whole else None
+
+    def push(self, text: str) -> str:
+        """What of it is let through."""
+        begun = max(run.begun for run in self._runs)
+        return self._release(self._held + text, self._starts[-begun] if begun else None)
+
+    def flush(self, text: str = "", end: int | None = None) -> str:
+        """What was held back and ``text``, at the end of the text, which is at ``end``."""
+        return self._release(self._held + text, end)
+
+    def rest(self) -> str:
+        """What ``flush`` left behind the end."""
+        return self._held
+
+    def _release(self, whole: str, end: int | None) -> str:
+        count = len(whole) if end is None else max(0, end - self.position)
+        self._held = whole[count:]
+        self.position += min(count, len(whole))
+        return whole[:count]

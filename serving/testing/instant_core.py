@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
@@ -73,7 +74,8 @@ class InstantSequence:
     """A prompt and its tokens so far. ``state`` hashes the adapter, the seed unless greedy, and all tokens."""
 
     __slots__ = (
-        "done", "index", "num_cached", "num_generated", "num_resumed", "ready_at", "started_at", "state", "stop_rule",
+        "done", "index", "last", "num_cached", "num_generated", "num_resumed", "ready_at", "started_at", "state",
+        "stop_rule",
     )  # fmt: skip
 
     def __init__(self, request: ValidRequest, index: int, max_model_len: int) -> None:
@@ -93,15 +95,24 @@ class InstantSequence:
         self.state = mix(self.state, digest(source.prompt_token_ids))
         for token_id in source.resumed_token_ids:
             self.state = mix(self.state, token_id)
+        # for stop sequences: the last tokens, where there are such
+        longest = self.stop_rule.longest_run if self.stop_rule is not None else 0
+        self.last: deque[int] = deque(source.resumed_token_ids, maxlen=longest)
 
     def next(self, vocab_size: int) -> int:
         token_id = self.state % vocab_size
         self.state = mix(self.state, token_id)
         self.num_generated += 1
+        self.last.append(token_id)
         return token_id
 
     def stop_reason(self, last: int | None) -> StopReason | None:
-        return self.stop_rule.reason(last, self.num_generated) if self.stop_rule is not None else None
+        rule = self.stop_rule
+        if rule is None:
+            return None
+        if rule.has_runs and rule.run_ending(tuple(self.last), self.num_generated):
+            return "stop"
+        return rule.reason(last, self.num_generated)
 
 
 class _Running:

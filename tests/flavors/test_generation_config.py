@@ -58,10 +58,15 @@ def qwen_dir(tmp_path_factory, llama_dir):
         ({"temperature": 1.0, "top_k": 0}, {"temperature": 1.0, "top_k": 0}, {}),
         ({"temperature": 5.0, "repetition_penalty": "x"}, {}, {"temperature": 5.0, "repetition_penalty": "x"}),
         ({"stop_strings": ["###"], "min_new_tokens": 2}, {"stop": ["###"], "min_tokens": 2}, {}),
+        (
+            {"bad_words_ids": [[5, 6]], "no_repeat_ngram_size": 3},
+            {"bad_words": [[5, 6]], "no_repeat_ngram_size": 3},
+            {},
+        ),
         ({"max_length": 4096, "num_beams": 1, "length_penalty": 1.0}, {}, {"max_length": 4096}),
         ({"suppress_tokens": [1], "bad_words_ids": None, "temperature": None}, {}, {"suppress_tokens": [1]}),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_a_file_says(tmp_path, values, defaults, rest):
     """Sampling is read as request fields, ``do_sample: false`` as greedy; the rest is named unless it is off."""

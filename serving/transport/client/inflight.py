@@ -175,7 +175,10 @@ class InflightRequest:
         source = self.request.sequences[index]
         rule = StopRule(sampling, max_tokens - len(source.prompt_token_ids))
         last = delivered[-1] if delivered else None
-        return rule.reason(last, len(source.resumed_token_ids) + len(delivered))
+        count = len(source.resumed_token_ids) + len(delivered)
+        if delivered and rule.has_runs and rule.run_ending((*source.resumed_token_ids, *delivered), count):
+            return "stop"
+        return rule.reason(last, count)
 
     @property
     def was_delivered(self) -> bool:

@@ -59,6 +59,17 @@ def repetitive(rng: random.Random, number: int, **more: Any) -> ValidRequest:
         "stop_token_ids": rng.choice([(), (7, 11, 13)]),
         "seed": number,
     }
+    if rng.random() < 0.25:  # what may forbid the very tokens that are drafted, or end the text at them
+        word = rng.choice(words)
+        bias = np.random.default_rng(number).normal(size=VOCAB).astype("<f4").tobytes()
+        fields |= rng.choice(
+            [
+                {"bad_words": (tuple(word), (3,))},
+                {"no_repeat_ngram_size": 6},
+                {"stop_sequences": (tuple(word), (4, 4))},
+                {"embedding_bias": bias, "penalize_prompt": True},
+            ]
+        )
     fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"])
     return request_of(f"r{number}", prompt, **fields | more)
 

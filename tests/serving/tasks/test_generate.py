@@ -1,6 +1,7 @@
 """From an engine's events to pieces: text, stops, ends, usage."""
 
 import pytest
+from msgspec.structs import replace
 from scripted_engine import ScriptedEngine, spoken
 
 from mlflow_llm.serving.dialects import DIALECTS
@@ -75,6 +76,33 @@ def test_usage_counts_each_prompt_once(text, ask):
     assert reply.usage.completion_tokens == 4 * (len(text.encode("fox", False)) + 1)
     assert reply.usage.cached_tokens == 7
     assert {c.text for c in reply.choices} == {"fox"}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_text_of_a_stop_sequence(any_text, ask, chunk, kept):
+    """Tokens that end the text are counted and not shown, unless asked for, however they arrive; a stop string before
+    them goes first. Log probabilities are those of the text that is sent."""
+    text, run = any_text, any_text.encode("over the lazy dog", False)[1:4]
+    ids = (*any_text.encode("hello 😀", False), *run[:2], *any_text.encode("fox", False), *run)
+    request = ask(logprobs=0, include_stop_str_in_output=kept)
+    request = replace(request, sampling=replace(request.sampling, stop_sequences=(run, (1, 1, 1)), logprobs=0))
+    events = spoken(0, ids, chunk=chunk)
+    events = [
+        replace(event, logprobs=tuple(TokenLogprob(t, -1.0) for t in event.token_ids))
+        if isinstance(event, Tokens)
+        else event
+        for event in events
+    ]
+    reply = _reply(ScriptedEngine(events), request, text)
+    choice, whole = reply.choices[0], text.decode(ids)
+    shown = ids if kept else ids[: -len(run)]
+    assert choice.text == text.decode(shown)
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", whole[len(text.decode(ids[: -len(run)])) :])
+    assert [entry.token_id for entry in choice.logprobs] == list(shown)
+    assert reply.usage.completion_tokens == len(ids)
+    early = _reply(ScriptedEngine(events), replace(request, stop=(whole[3:6],)), text).choices[0]
+    assert (early.text, early.stop_reason) == (whole[: 6 if kept else 3], whole[3:6])
 
 
 def test_stop_token_has_no_text(text, ask):

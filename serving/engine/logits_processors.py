@@ -1,0 +1,97 @@
+"""What one request adds to logits beside penalties: its bias of all tokens, and the tokens that may not come next.
+
+The same tokens are forbidden as by transformers' ``NoBadWordsLogitsProcessor`` (but for words that are an end of text,
+which are left out there) and ``NoRepeatNGramLogitsProcessor``, over the prompt and the output. Prepared once a request,
+so that a step compares arrays of tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import InvalidField
+from ..request import Sampling
+from .kv_cache import TokenIds
+
+FIELDS = ("bad_words", "no_repeat_ngram_size", "embedding_bias")
+"""Of ``Sampling``: those that may forbid a token."""
+
+
+class _Runs:
+    """Runs of tokens that are equally long: ``beginnings`` [runs, length - 1] and what comes last [runs]."""
+
+    __slots__ = ("beginnings", "last")
+
+    def __init__(self, runs: list[tuple[int, ...]]) -> None:
+        table = np.array(runs, dtype=np.int32)
+        self.beginnings, self.last = table[:, :-1], table[:, -1]
+
+    def completed_by(self, tokens: TokenIds) -> TokenIds:
+        """The tokens that would complete a run after ``tokens``."""
+        size = self.beginnings.shape[1]
+        if size > len(tokens):
+            return self.last[:0]
+        return self.last[(self.beginnings == tokens[len(tokens) - size :]).all(axis=1)]
+
+
+class LogitsProcessors:
+    """Of one request. ``bias`` is float32 [V], None for none."""
+
+    __slots__ = ("_ngram", "_runs", "bias")
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.bias: Any = None
+        if sampling.embedding_bias is not None:
+            self.bias = torch.from_numpy(np.frombuffer(sampling.embedding_bias, dtype="<f4").astype(np.float32))
+        self._ngram = sampling.no_repeat_ngram_size
+        by_length: dict[int, list[tuple[int, ...]]] = {}
+        for word in sampling.bad_words:
+            by_length.setdefault(len(word), []).append(word)
+        self._runs = [_Runs(words) for words in by_length.values()]
+
+    @staticmethod
+    def of(sampling: Sampling) -> LogitsProcessors | None:
+        """None where the request asks for nothing of it."""
+        return LogitsProcessors(sampling) if may_forbid(sampling) else None
+
+    def forbidden(self, tokens: TokenIds) -> npt.NDArray[np.int64]:
+        """Token ids that may not come after ``tokens`` (prompt and output), some perhaps more than once."""
+        found = [runs.completed_by(tokens) for runs in self._runs]
+        if self._ngram:
+            found.append(_repeating(tokens, self._ngram))
+        return np.concatenate(found).astype(np.int64) if found else np.empty(0, dtype=np.int64)
+
+
+def may_forbid(sampling: Sampling) -> bool:
+    """Whether a request may leave a token that nothing else forbids without probability."""
+    return bool(sampling.bad_words or sampling.no_repeat_ngram_size or sampling.embedding_bias is not None)
+
+
+def nothing_left(sampling: Sampling) -> InvalidField:
+    """The error of a text that cannot go on, since all tokens are forbidden."""
+    fields = [name for name in FIELDS if getattr(sampling, name)]
+    allowed = "what leaves the text a token to go on with"
+    if sampling.grammar is not None:
+        allowed += f" within {sampling.grammar.field}"
+    return InvalidField(fields[0], " and ".join(fields), allowed)
+
+
+def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
+    """What followed the last ``ngram - 1`` of ``tokens`` wherever they came before.
+
+    ::
+
+        ngram 3      a b c a b | ?      the last two came at 0 already: c would repeat "a b c"
+    """
+    size = len(tokens) - ngram + 1  # places at which an n-gram begins
+    if size < 1:
+        return tokens[:0]
+    places = np.arange(size)
+    for back in range(ngram - 1):  # the token before the last first: the fewer places are left for others
+        offset = ngram - 2 - back
+        places = places[tokens[places + offset] == tokens[len(tokens) - 1 - back]]
+    return tokens[places + ngram - 1]

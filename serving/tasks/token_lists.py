@@ -1,0 +1,100 @@
+"""What a request says of single tokens, in the form that an engine takes: bad words, stop sequences, biases, ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import InvalidField
+from ..request import RawSampling
+from .endpoint import EndpointView
+from .text import TextModel
+
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARS = 65_536
+MAX_BAD_TOKENS = 16_384  # of all bad words
+MAX_BIAS = 1e9  # what is larger would leave nothing of the numbers that it is added to
+ITEM = 4  # bytes of a float32
+
+
+def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:
+    """Runs of tokens that never come: of a text, each that the tokenizer may write it with.
+
+    Raises ``InvalidField``.
+    """
+    given = asked.bad_words or ()
+    if len(given) > MAX_BAD_WORDS:
+        raise InvalidField("bad_words", f"{len(given)} words", f"at most {MAX_BAD_WORDS}")
+    if (size := sum(len(word) for word in given if isinstance(word, str))) > MAX_BAD_CHARS:
+        raise InvalidField("bad_words", f"{size} characters", f"at most {MAX_BAD_CHARS} in total")
+    runs: dict[tuple[int, ...], None] = {}
+    for i, word in enumerate(given):
+        spelt = spellings(word, endpoint.text) if isinstance(word, str) else (word,)
+        for run in spelt:
+            _check_run(run, f"bad_words[{i}]", word, endpoint.info.vocab_size)
+            runs[run] = None
+        if not spelt:
+            raise InvalidField(f"bad_words[{i}]", word, "a text with something beside spaces")
+    if (total := sum(map(len, runs))) > MAX_BAD_TOKENS:
+        raise InvalidField("bad_words", f"{total} tokens", f"at most {MAX_BAD_TOKENS} in total")
+    return tuple(runs)
+
+
+def spellings(word: str, text: TextModel) -> tuple[tuple[int, ...], ...]:
+    """The tokens of a word at the beginning of a text, behind a space (both as vLLM has them, which keeps the second
+    only where it is as long), and within a line, which is another one for tokenizers that put a space before a text."""
+    bare = word.lstrip()
+    if not bare:
+        return ()
+    newline = text.encode("\n", add_special_tokens=False)
+    within = text.encode("\n" + bare, add_special_tokens=False)
+    found = [text.encode(bare, add_special_tokens=False), text.encode(" " + bare, add_special_tokens=False)]
+    if newline and within[: len(newline)] == newline:
+        found.append(within[len(newline) :])
+    return tuple(dict.fromkeys(run for run in found if run))
+
+
+def stop_sequences(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:
+    """As they were given, each once. Raises ``InvalidField``."""
+    profile, given = endpoint.profile, asked.stop_sequences or ()
+    if len(given) > profile.max_stop_strings:
+        raise InvalidField("stop_sequences", f"{len(given)} sequences", f"at most {profile.max_stop_strings}")
+    if (total := sum(map(len, given))) > profile.max_stop_chars:
+        raise InvalidField("stop_sequences", f"{total} tokens", f"at most {profile.max_stop_chars} in total")
+    for i, run in enumerate(given):
+        _check_run(run, f"stop_sequences[{i}]", run, endpoint.info.vocab_size)
+    return tuple(dict.fromkeys(given))
+
+
+def _check_run(run: tuple[int, ...], path: str, given: object, vocab_size: int) -> None:
+    if not run or min(run) < 0 or max(run) >= vocab_size:
+        raise InvalidField(path, given, f"at least one token id, from 0 to {vocab_size - 1}")
+
+
+def end_ids(asked: RawSampling, endpoint: EndpointView) -> tuple[int, ...]:
+    """The tokens that are the text's own end: the model's, or what the request has in their place. Raises
+    ``InvalidField``."""
+    end_id = asked.end_id
+    own_end = end_id is not None and end_id != -1
+    if end_id is not None and not -1 <= end_id < endpoint.info.vocab_size:
+        raise InvalidField("end_id", end_id, f"-1 for the model's own, or a token id below {endpoint.info.vocab_size}")
+    if not asked.ignore_eos:
+        return (end_id,) if own_end and end_id is not None else endpoint.text.eos_token_ids
+    if own_end:
+        raise InvalidField("end_id", end_id, "-1 or null with ignore_eos, which ends the text at neither")
+    return ()
+
+
+def embedding_bias(given: bytes | None, vocab_size: int) -> bytes | None:
+    """As it was given, None for one that changes nothing. -inf forbids a token. Raises ``InvalidField``."""
+    if given is None:
+        return None
+    if len(given) != ITEM * vocab_size:
+        found = f"{len(given) // ITEM} numbers" if len(given) % ITEM == 0 else f"{len(given)} bytes"
+        raise InvalidField("embedding_bias", found, f"a number for each of {vocab_size} tokens")
+    values = np.frombuffer(given, dtype="<f4")
+    wrong = np.flatnonzero(~(values <= MAX_BIAS))  # NaN compares false
+    if len(wrong):
+        raise InvalidField(f"embedding_bias[{wrong[0]}]", float(values[wrong[0]]), f"at most {MAX_BIAS:g}, or -inf")
+    if np.isneginf(values).all():
+        raise InvalidField("embedding_bias", "-inf for every token", "a number for one of them at least")
+    return given if values.any() else None
