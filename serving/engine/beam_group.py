@@ -3,22 +3,33 @@
 Each beam is a sequence of its own to the scheduler and the cache. One that has its logits waits (``num_remaining`` 0)
 until the others have theirs; then the search chooses. A beam that goes on keeps its KV; further children of it take the
 places of beams that were dropped, and copy what comes after the prompt.
+
+Within a grammar each beam has a matcher of its own, whose mask is put on its log probabilities as they are: a text's
+score is what the model makes of it. Where the text can only end the tokens that end it are what is left; with none to
+end it by it is whole as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..constraint import GIVEN
+from ..errors import InvalidField, ServingError
 from ..events import FinishReason
 from ..request import Beams
 from .beam_search import BeamSearch, Fork, Hypothesis
+from .beam_texts import BeamTexts
+from .grammar_tokenizer import GrammarTokenizer
 from .group_beam_search import GroupBeamSearch
 from .inflight import SearchedText
 from .kv_cache import KVCache
-from .sampler import adjust, logprobs
+from .logits_processors import may_forbid, nothing_left
+from .matching import DEAD_END, Matching
+from .sampler import adjust, logprobs, restrict
 from .sequence import SequenceGroup, SequenceState
 
 
@@ -51,6 +62,16 @@ class BeamGroup:
         self._ranks = {index: rank for rank, index in enumerate(indexes)}
         self._beams = [root]  # in the search's order
         self._rows: dict[int, Any] = {}  # logits by sequence
+        self._rule = root.stop_rule
+        self._texts: BeamTexts | None = None
+        if self._rule.has_runs:
+            self._texts = BeamTexts(group.request, self._rule, None)
+        self._begin: Matching | None = None  # where the grammar begins
+
+    def read_texts(self, tokenizer: GrammarTokenizer) -> None:
+        """What tokens write is known from here on: before the first step, where there are stop strings."""
+        if self.group.request.stop:
+            self._texts = BeamTexts(self.group.request, self._rule, tokenizer)
 
     def take(self, beam: SequenceState, logits: Any) -> bool:
         """Keep the logits [V] after a beam's last token; whether all beams have theirs now."""
@@ -64,7 +85,8 @@ class BeamGroup:
     def advance(self, cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
         """Take a step of the search; returns beams that are new (``add`` makes them) and have to be started.
 
-        Raises ``FloatingPointError`` where logits are not finite.
+        Raises ``FloatingPointError`` where logits are not finite, ``ServingError`` where no text can go on, or a
+        grammar's limit is reached.
         """
         rows = torch.stack([self._rows[beam.id] for beam in self._beams]).float()
         self._rows.clear()
@@ -72,9 +94,54 @@ class BeamGroup:
         if not bool(torch.isfinite(scores.amax(-1)).all()):
             raise FloatingPointError("logits are not finite")
         plain = scores.clone() if self.group.sampling.logprobs is not None else None
-        adjust(scores, self._beams)
-        forks = self.search.step(scores, None if plain is None else lambda chosen: self._notes(plain, chosen))
+        length, texts = self.search.length, self._texts
+        self._restrict(scores)
+        note = None if plain is None else partial(self._notes, plain)
+        forks = self.search.step(scores, note, None if texts is None else partial(texts.ending, self.search))
+        if self.search.done and not self.search.best(1):
+            raise self._stuck()
+        if texts is not None:
+            texts.fork(forks, length)
         return self._fork(forks, cache, add) if forks else []
+
+    def _restrict(self, scores: Any) -> None:
+        """Penalties, what is forbidden and each beam's grammar on the log probabilities [beams, V], in place."""
+        if self.group.sampling.grammar is None:
+            adjust(scores, self._beams)
+            return
+        if not self.search.length:
+            assert self._beams[0].matching is not None
+            self._begin = self._beams[0].matching.fork()
+        ending = {i: scores[i].clone() for i, beam in enumerate(self._beams) if not self._may_go_on(beam)}
+        adjust(scores, self._beams)
+        restrict(scores, self._beams)
+        for i, before in ending.items():
+            matching = self._beams[i].matching
+            scores[i] = float("-inf")
+            if matching is not None and not matching.is_dead:
+                ends = list(matching.ends)
+                scores[i, ends] = before[ends]
+                if not ends:
+                    self.search.complete(i)
+
+    def _may_go_on(self, beam: SequenceState) -> bool:
+        """Whether its text can go on within the grammar. Raises ``ServingError`` for a limit that is reached."""
+        matching = beam.matching
+        if matching is None:
+            return False
+        try:
+            return matching.check()
+        except ServingError:
+            if matching.is_lost:
+                raise
+            matching.is_dead = True
+            return False
+
+    def _stuck(self) -> ServingError:
+        sampling = self.group.sampling
+        if sampling.grammar is not None and not may_forbid(sampling):
+            return InvalidField(sampling.grammar.field, GIVEN, DEAD_END)
+        return nothing_left(sampling)
 
     def _notes(self, scores: Any, chosen: list[Fork]) -> list[Any]:
         """The reported log probability of each choice: of the distribution before penalties, as when sampling."""
@@ -84,6 +151,7 @@ class BeamGroup:
 
     def _fork(self, forks: Sequence[Fork], cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
         before, free = self._beams, dict(enumerate(self._beams))
+        matchings = [beam.matching for beam in before]
         after: list[SequenceState | None] = [free.pop(fork.parent, None) for fork in forks]
         spare, made = list(free.values()), []
         for place, fork in enumerate(forks):
@@ -101,7 +169,18 @@ class BeamGroup:
         self._beams = [beam for beam in after if beam is not None]
         for beam, fork in zip(self._beams, forks, strict=True):
             beam.append(fork.token_id)
+        if self._begin is not None:
+            self._match(forks, matchings)
         return made
+
+    def _match(self, forks: Sequence[Fork], matchings: list[Matching | None]) -> None:
+        """Give each beam where it is in its grammar: where its parent was (``matchings``), and its last token on."""
+        for place, (beam, fork) in enumerate(zip(self._beams, forks, strict=True)):
+            parent = matchings[fork.parent]
+            beam.matching = None
+            if parent is not None and self.search.is_alive(place):
+                beam.matching = parent.fork()
+                beam.matching.consume((fork.token_id,))
 
     def texts(self, reason: FinishReason) -> list[SearchedText]:
         """The texts that are still wanted; ``reason`` "abort" or "deadline" is theirs, and they are what is best by
@@ -113,6 +192,21 @@ class BeamGroup:
             found = best[rank] if rank < len(best) else Hypothesis((), 0.0)
             end: FinishReason = reason
             if reason not in ("abort", "deadline"):
-                end = "stop" if found.token_ids and found.token_ids[-1] in self._ends else "length"
+                end = "stop" if self._has_ended(found.token_ids) else "length"
             texts.append(SearchedText(index, found.token_ids, found.notes, end))
         return texts
+
+    def _has_ended(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether a text is whole, as opposed to cut. An empty one is: there are fewer texts than were asked for."""
+        if not token_ids or token_ids[-1] in self._ends:
+            return True
+        if self._texts is not None and self._texts.has_ended(token_ids):
+            return True
+        if self._begin is None:
+            return False
+        matching = self._begin.fork()
+        try:
+            matching.consume(token_ids)
+        except ServingError:
+            return False
+        return matching.is_complete

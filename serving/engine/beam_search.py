@@ -4,6 +4,9 @@ The rules are transformers' (5.x, ``GenerationMixin._beam_search``), to the roun
 probabilities in float32; of the best ``keep`` continuations those that end are hypotheses if they are among the best
 ``width``, and the best ``width`` of the others go on; a hypothesis counts by its sum over its length to the power of
 ``length_penalty``.
+
+What is forbidden has the log probability -inf. A beam of that score, or one that has ended and keeps its place alone,
+is not alive (``is_alive``): nothing comes of it, and a search without a beam that is alive is done.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from ..request import EarlyStopping
 
 NONE = np.float32(-1e9)  # of a place that has no beam or hypothesis
+DEAD = NONE / 2  # sums of log probabilities are greater
 
 
 class Fork(NamedTuple):
@@ -30,6 +34,9 @@ class Fork(NamedTuple):
 
 Note: TypeAlias = Callable[[list[Fork]], list[Any]]
 """Asked in each step for something to remember of each candidate; what a hypothesis's tokens had comes with it."""
+
+Ending: TypeAlias = Callable[[list[Fork]], list[bool]]
+"""Asked in each step which candidates end their texts, beside those whose last token does."""
 
 
 class Trail(NamedTuple):
@@ -84,6 +91,14 @@ class RunningBeams:
         """Token ids of a running beam, int32 [length], a view."""
         return self._running[beam]
 
+    def is_alive(self, beam: int) -> bool:
+        """Whether something may come of a running beam."""
+        raise NotImplementedError
+
+    def complete(self, beam: int) -> None:
+        """The text of a running beam is whole as it is: a hypothesis, and no beam any more."""
+        raise NotImplementedError
+
 
 class BeamSearch(RunningBeams):
     """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
@@ -110,7 +125,16 @@ class BeamSearch(RunningBeams):
         self._finished: list[_Finished] = [_Finished(NONE, (), None)] * width
         self._can_improve = True
 
-    def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
+    def is_alive(self, beam: int) -> bool:
+        return bool(self._scores[beam] > DEAD)
+
+    def complete(self, beam: int) -> None:
+        score = self._scores[beam] / np.float32(self.length**self._penalty)
+        text = _Finished(score, tuple(self.tokens(beam).tolist()), self._trails[beam])
+        self._finished = sorted([*self._finished, text], key=lambda one: -one.score)[: self.width]
+        self._scores[beam] = -np.inf
+
+    def step(self, log_probs: Any, note: Note | None = None, ending: Ending | None = None) -> Sequence[Fork]:
         """The beams that go on, best first; none when the search is ``done``.
 
         ``log_probs`` is a float32 tensor [width, V]: after the first token of each beam; at the first step of the
@@ -125,6 +149,8 @@ class BeamSearch(RunningBeams):
         ended = np.isin(token_ids, self._ends) | (self.length + 1 >= self._max_tokens)
         extended = np.concatenate((self._running[parents], token_ids[:, None].astype(np.int32)), axis=1)
         candidates = [Fork(int(p), int(t)) for p, t in zip(parents, token_ids, strict=True)]
+        if ending is not None:
+            ended |= np.array(ending(candidates))
         trails: list[Trail | None] = [None] * len(candidates)
         if note is not None:
             trails = [Trail(self._trails[c.parent], n) for c, n in zip(candidates, note(candidates), strict=True)]
@@ -134,7 +160,7 @@ class BeamSearch(RunningBeams):
         self._running = extended[order]
         self._trails = [trails[i] for i in order]
         self._scores = (values + ended.astype(np.float32) * NONE)[order]
-        self._judge(bool(ended.all()))
+        self._judge(bool((ended | (values == -np.inf)).all()))
         return () if self.done else [candidates[i] for i in order]
 
     def _collect(
@@ -173,6 +199,8 @@ class BeamSearch(RunningBeams):
             if one.token_ids
         ]
         for beam in range(self.width) if self.length else ():
+            if not self.is_alive(beam):
+                continue
             score = float(self._scores[beam]) / self.length**self._penalty
             found.append(Hypothesis(tuple(self.tokens(beam).tolist()), score, Trail.notes(self._trails[beam])))
         return found[: min(count, self.width)]

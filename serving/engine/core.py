@@ -16,6 +16,7 @@ import torch
 
 from ..bundle import Bundle
 from ..checked import Checked
+from ..constraint import Grammar
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
 from ..events import Finished, FinishReason, PromptScored
 from ..request import POOLED, ValidRequest
@@ -27,7 +28,7 @@ from .assembly import EngineParts, assemble
 from .beam_group import BeamGroup
 from .contention import Contention
 from .embedding_queue import EmbeddingQueue
-from .grammars import Compilation, Grammars
+from .grammars import TEXTS, Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
@@ -85,7 +86,7 @@ class EngineCore:
         try:
             self._check(request, continues)
             adapter = self._adapters.key_of(request.adapter)
-            grammar = request.sampling.grammar if request.sampling is not None else None
+            grammar = _to_compile(request)
             compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
         except ServingError as error:
             self._inflight.refuse(request, client, error)
@@ -108,6 +109,10 @@ class EngineCore:
             reason = sequence.stop_reason()
             if compilation is not None:
                 self._scheduler.let_go(sequence)
+                beams = sequence.group.beams
+                if isinstance(beams, BeamGroup):
+                    beams.read_texts(compilation.tokenizer)
+            if compilation is not None and sequence.sampling.grammar is not None:
                 sequence.matching = compilation.matching(sequence.sampling)
                 try:
                     reason = self._follow(sequence, sequence.num_prompt, reason)
@@ -267,7 +272,8 @@ class EngineCore:
         finally:
             if constrained:
                 self._masks.end()
-        over = self._end_complete(constrained) if constrained else frozenset()
+        alone = [sequence for sequence in constrained if sequence.group.beams is None]
+        over = self._end_complete(alone) if alone else frozenset()
         rows: list[int] = []
         places: list[Place] = []
         shares: list[tuple[Run, int, int]] = []  # of the places: from, to
@@ -319,6 +325,12 @@ class EngineCore:
             made = beams.advance(self._parts.cache, lambda: self._add_member(group, first.index))
         except FloatingPointError:
             self._fail_not_finite(first)
+            return
+        except ServingError as error:
+            if group.sampling.grammar is None:
+                self._fail(self._inflight.of(first), error)
+            else:
+                self._lose(first, error)
             return
         for beam in made:
             self._scheduler.add(beam)
@@ -541,6 +553,14 @@ class EngineCore:
 
 def _ignore() -> None:
     pass
+
+
+def _to_compile(request: ValidRequest) -> Grammar | None:
+    """The grammar of a request, or what takes its place for the stop strings of a search."""
+    sampling = request.sampling
+    if sampling is None or sampling.grammar is not None:
+        return None if sampling is None else sampling.grammar
+    return TEXTS if sampling.beams is not None and request.stop else None
 
 
 def _brief(error: Exception) -> str:

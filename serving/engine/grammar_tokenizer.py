@@ -22,13 +22,15 @@ MAX_GREEDY = 64  # bytes of a token, where a text has to be parted by length alo
 class GrammarTokenizer:
     """``vocab_size`` is the width of the model's logits; ``matched`` has one more token, which is a grammar's end.
     ``special_ids`` are no text: those of the tokenizer, and every end of text. ``table``: the bytes of every token.
-    ``writes_all``: every text can be made of them; else a grammar may ask for one that cannot."""
+    ``writes_all``: every text can be made of them; else a grammar may ask for one that cannot. ``strips_space``: its
+    decoder takes away a space at a text's beginning."""
 
     matched: LLTokenizer
     vocab_size: int
     special_ids: frozenset[int]
     table: TokenBytes
     writes_all: bool
+    strips_space: bool = False
 
     def prepare(self) -> None:
         """Take the time that ``key_tokens`` costs now."""
@@ -66,7 +68,17 @@ def make(backend: Any, special_ids: frozenset[int], vocab_size: int) -> GrammarT
     wrapper: Any = _Wrapped(backend, table, special_ids, vocab_size)
     wrapper.tokens = [*table[:vocab_size], *padding, END]
     matched = LLTokenizer(TokenizerWrapper(wrapper), n_vocab=vocab_size + 1, eos_token=[vocab_size])
-    return GrammarTokenizer(matched, vocab_size, special_ids, tuple(wrapper.tokens[:vocab_size]), wrapper.writes_all)
+    spaced = next(
+        (i for i, data in enumerate(table) if data[:1] == b" " and data.strip() and i not in special_ids), None
+    )
+    return GrammarTokenizer(
+        matched,
+        vocab_size,
+        special_ids,
+        tuple(wrapper.tokens[:vocab_size]),
+        wrapper.writes_all,
+        strips_space=spaced is not None and not backend.decode([spaced]).startswith(" "),
+    )
 
 
 class _Wrapped:

@@ -42,19 +42,22 @@ STACK = 512 << 20  # bytes of address space for that: what is not used is never 
 SMALL_STACK = 64 << 20  # where the system counts address space as memory
 CACHED, CACHED_SOURCE = 256, 32 << 20  # grammars kept, and the characters that they may have in all
 MAX_GIVEN_UP = 3  # threads that may still be at work on grammars that were given up
+TEXTS = Grammar(source="", field="stop")
+"""In place of a grammar: what tokens write, for a search that has to find stop strings."""
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a state takes 1 to 2 KB
 
 
 class Compilation:
-    """A grammar on its way. The compiling thread fills in ``template`` or ``refusal``, then sets ``is_done``."""
+    """A grammar on its way. The compiling thread fills in ``template`` or ``refusal``, then sets ``is_done``. Without a
+    ``source`` there is no matcher: what is asked for is the tokenizer (``TEXTS``)."""
 
     __slots__ = ("digest", "is_done", "refusal", "source", "started_at", "template", "waiting")
 
-    def __init__(self, digest: bytes, source: str) -> None:
+    def __init__(self, digest: bytes, source: str | None) -> None:
         self.digest, self.source = digest, source
         self.waiting: dict[str, Grammar] = {}  # by request id; the engine's thread alone changes it
         self.started_at: float | None = None
-        self.template: tuple[LLMatcher, GrammarTokenizer] | None = None
+        self.template: tuple[LLMatcher | None, GrammarTokenizer] | None = None
         self.refusal: str | ServingError = ""
         self.is_done = False
 
@@ -66,11 +69,17 @@ class Compilation:
             return InvalidField(grammar.field, GIVEN, self.refusal)
         return None
 
+    @property
+    def tokenizer(self) -> GrammarTokenizer:
+        assert self.template is not None
+        return self.template[1]
+
     def matching(self, sampling: Sampling) -> Matching:
         """For a new sequence."""
         assert self.template is not None
         assert sampling.grammar is not None
         matcher, tokenizer = self.template
+        assert matcher is not None
         return Matching(matcher.deep_copy(), tokenizer, sampling, sampling.grammar)
 
 
@@ -109,19 +118,19 @@ class Grammars:
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         if len(self._given_up) >= MAX_GIVEN_UP:
             raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)
-        compilation = Compilation(digest, grammar.source)
+        compilation = Compilation(digest, None if grammar is TEXTS else grammar.source)
         self._cache[digest] = compilation
         self._compiler.put(compilation)
         self._shrink()
         return compilation
 
     def _shrink(self) -> None:
-        size = sum(len(one.source) for one in self._cache.values())
+        size = sum(len(one.source or "") for one in self._cache.values())
         for digest, oldest in list(self._cache.items())[:-1]:
             if len(self._cache) <= CACHED and size <= CACHED_SOURCE:
                 break
             if not oldest.waiting:
-                size -= len(oldest.source)
+                size -= len(oldest.source or "")
                 del self._cache[digest]
 
     @property
@@ -166,7 +175,7 @@ class Grammars:
         compilation.refusal = f"a grammar that is compiled within {TIME_LIMIT:.0f} s"
         compilation.is_done = True
         self._given_up.append(self._compiler.replace())
-        logger.warning("a grammar of %d characters took too long to compile", len(compilation.source))
+        logger.warning("a grammar of %d characters took too long to compile", len(compilation.source or ""))
 
     def _done(self) -> None:
         if not self._is_closed:
@@ -179,6 +188,8 @@ class Grammars:
 
 
 def _digest(grammar: Grammar) -> bytes:
+    if grammar is TEXTS:
+        return b""
     return hashlib.blake2b(grammar.source.encode(), digest_size=16).digest()
 
 
@@ -264,6 +275,9 @@ class _Compiler:
             compilation.refusal = self._tokenizer
             return
         compilation.started_at = time.monotonic()
+        if compilation.source is None:
+            compilation.template = (None, self._tokenizer)
+            return
         matcher = compile_grammar(compilation.source, self._tokenizer)
         if isinstance(matcher, str):
             compilation.refusal = matcher

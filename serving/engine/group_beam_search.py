@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..request import EarlyStopping
-from .beam_search import NONE, Fork, Hypothesis, Note, RunningBeams, Trail
+from .beam_search import DEAD, NONE, Ending, Fork, Hypothesis, Note, RunningBeams, Trail
 
 
 class _Group:
@@ -79,7 +79,20 @@ class GroupBeamSearch(RunningBeams):
         self._size = width // num_groups
         self._groups = [_Group(self._size, early_stopping, length_penalty, max_tokens) for _ in range(num_groups)]
 
-    def step(self, log_probs: Any, note: Note | None = None) -> Sequence[Fork]:
+    def is_alive(self, beam: int) -> bool:
+        group, place = self._place(beam)
+        return not group.done and bool(group.scores[place] > DEAD)
+
+    def complete(self, beam: int) -> None:
+        group, place = self._place(beam)
+        total = float(group.scores[place])
+        group.add(tuple(self.tokens(beam).tolist()), total, self.length, self._trails[beam])
+        group.scores[place] = -np.inf
+
+    def _place(self, beam: int) -> tuple[_Group, int]:
+        return self._groups[beam // self._size], beam % self._size
+
+    def step(self, log_probs: Any, note: Note | None = None, ending: Ending | None = None) -> Sequence[Fork]:
         """The beams that go on, group by group, as ``BeamSearch.step``. Those of a group that is done go on with the
         filler and count for nothing."""
         if len(log_probs) < self.width:
@@ -91,7 +104,8 @@ class GroupBeamSearch(RunningBeams):
             first = number * self._size
             mine, trail = [Fork(first, self._filler)] * self._size, [self._trails[first]] * self._size
             if not group.done:
-                mine, trail = self._choose(group, first, log_probs[first : first + self._size], chosen, note)
+                rows = log_probs[first : first + self._size]
+                mine, trail = self._choose(group, first, rows, chosen, note, ending)
             forks += mine
             trails += trail
             chosen += [fork.token_id for fork in mine]
@@ -106,7 +120,7 @@ class GroupBeamSearch(RunningBeams):
         return () if self.done else forks
 
     def _choose(
-        self, group: _Group, first: int, log_probs: Any, chosen: list[int], note: Note | None
+        self, group: _Group, first: int, log_probs: Any, chosen: list[int], note: Note | None, ending: Ending | None
     ) -> tuple[list[Fork], list[Trail | None]]:
         """What one group goes on with; texts that end are kept."""
         if chosen:
@@ -119,10 +133,13 @@ class GroupBeamSearch(RunningBeams):
         trails: list[Trail | None] = [None] * len(candidates)
         if note is not None:
             trails = [Trail(self._trails[c.parent], n) for c, n in zip(candidates, note(candidates), strict=True)]
+        ended = [False] * len(candidates) if ending is None else ending(candidates)
         going: list[int] = []
         values = found.values.tolist()
         for rank, candidate in enumerate(candidates):
-            if candidate.token_id in self._ends:
+            if values[rank] == -np.inf:
+                break
+            if ended[rank] or candidate.token_id in self._ends:
                 if rank < self._size:
                     text = (*self.tokens(candidate.parent).tolist(), candidate.token_id)
                     group.add(text, values[rank], length, trails[rank])
@@ -130,15 +147,20 @@ class GroupBeamSearch(RunningBeams):
             going.append(rank)
             if len(going) == self._size:
                 break
-        group.scores = np.array([values[rank] for rank in going], dtype=np.float32)
+        missing = self._size - len(going)
+        group.scores = np.array([*(values[rank] for rank in going), *[-np.inf] * missing], dtype=np.float32)
         group.judge(values[0], length)
-        return [candidates[rank] for rank in going], [trails[rank] for rank in going]
+        group.done = group.done or not going
+        mine = [candidates[rank] for rank in going] + [Fork(first, self._filler)] * missing
+        return mine, [trails[rank] for rank in going] + [self._trails[first]] * missing
 
     def _finish(self) -> None:
         """Beams that are cut at the full length are hypotheses too."""
         for number, group in enumerate(self._groups):
             for i in () if group.done else range(self._size):
                 beam = number * self._size + i
+                if not self.is_alive(beam):
+                    continue
                 group.add(tuple(self.tokens(beam).tolist()), float(group.scores[i]), self.length, self._trails[beam])
 
     def best(self, count: int) -> list[Hypothesis]:
@@ -146,6 +168,6 @@ class GroupBeamSearch(RunningBeams):
         found = [one for group in self._groups for one in group.hypotheses]
         ranked = sorted(found, key=lambda one: one.score)[::-1]
         if not self.done and self.length:
-            for beam in range(self.width):
+            for beam in filter(self.is_alive, range(self.width)):
                 ranked.append(Hypothesis(tuple(self.tokens(beam).tolist()), 0.0, Trail.notes(self._trails[beam])))
         return ranked[: min(count, self.width)]

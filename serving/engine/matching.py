@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -44,10 +45,11 @@ class Matching:
     """The matcher of one sequence. ``allowed`` is the mask of its next token, where ``is_known``: ``Masks`` computes it
     while the model computes that token's logits.
 
-    ``ends`` are the token ids that end the text where the grammar may end.
+    ``ends`` are the token ids that end the text where the grammar may end. ``is_dead``: of a beam that has no way to go
+    on, while others have.
     """
 
-    __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "fast_forward", "is_known", "keys", "matcher")
+    __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "fast_forward", "is_dead", "is_known", "keys", "matcher")
 
     def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, sampling: Sampling, grammar: Grammar) -> None:
         self.matcher = matcher
@@ -58,8 +60,17 @@ class Matching:
         drawn = sampling.logprobs is not None or sampling.beams is not None or may_forbid(sampling)
         self.fast_forward = grammar.fast_forward and not drawn
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
-        self.is_known = False
+        self.is_known = self.is_dead = False
         self.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None
+
+    def fork(self) -> Matching:
+        """A copy, which goes its own way."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        other.allowed = self.allowed.copy()
+        if self.keys is not None:
+            other.keys = self.keys.copy()
+        return other
 
     @property
     def num_words(self) -> int:
@@ -75,6 +86,11 @@ class Matching:
                 raise self._error()
             if self.keys is not None:
                 self.keys.feed(tokens)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the matcher itself has failed, as opposed to a text that has no way to go on."""
+        return self.matcher.is_error()
 
     @property
     def is_complete(self) -> bool:
@@ -148,6 +164,11 @@ class DistinctKeys:
 
     def __init__(self, table: TokenBytes, tokens: KeyTokens) -> None:
         self._keys, self._table, self._tokens = Keys(), table, tokens
+
+    def copy(self) -> DistinctKeys:
+        other = copy(self)
+        other._keys = self._keys.copy()
+        return other
 
     def feed(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

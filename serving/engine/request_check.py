@@ -55,9 +55,9 @@ def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> 
     assert request.sampling is not None
     beams = request.sampling.beams
     assert beams is not None
-    grammar = request.sampling.grammar
-    if grammar is not None:
-        raise InvalidField(grammar.field, "a grammar", "null with beam search, whose beams are held to none")
+    if request.stop and not info.capabilities.structured_output:
+        allowed = "null with beam search: this model has no tokenizer to look for texts with"
+        raise InvalidField("stop", list(request.stop), allowed)
     if not request.n <= beams.width <= min(info.max_num_seqs, info.vocab_size):
         most = min(info.max_num_seqs, info.vocab_size)
         raise InvalidField(beams.field, beams.width, f"an integer in [n ({request.n}), {most}]")

@@ -63,8 +63,6 @@ def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: E
     """As a beam search: nothing is drawn, so that the model's own temperature and truncation mean nothing."""
     if not endpoint.info.capabilities.beam_search:
         raise InvalidField(raw.field, raw.width, "null: this model's engine has no beam search")
-    if asked.stop:
-        raise InvalidField("stop", list(asked.stop), "null with beam search; stop_token_ids end its texts")
     beams = Beams(
         width=raw.width,
         length_penalty=_or(raw.length_penalty, 1.0),

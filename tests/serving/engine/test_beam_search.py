@@ -113,6 +113,43 @@ def test_group_searches_equal_those_of_the_last_release_that_had_them() -> None:
         check(found, case["texts"], case["scores"], case["ends"], 0)
 
 
+def searches() -> list[Any]:
+    groups: dict[str, Any] = {"num_groups": 2, "diversity_penalty": 0.0, "filler": 0}
+    return [BeamSearch(4, 9, (1,), 1.0, "never"), GroupBeamSearch(4, 9, (1,), 1.0, "never", **groups)]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_search_with_few_ways_to_go_on(kind: int) -> None:
+    """Where nearly all is forbidden no beam is alive but those that are left; the texts are those, and no others."""
+    search = searches()[kind]
+    row = torch.full((1, 20), -torch.inf)
+    row[0, [3, 4]] = torch.tensor([-1.0, -2.0])
+    forks = search.step(row)
+    alive = [beam for beam in range(4) if search.is_alive(beam)]
+    assert {forks[beam].token_id for beam in alive} == {3, 4}
+    assert len(alive) == 2 * (kind + 1)
+    rows = torch.full((4, 20), -torch.inf)
+    for beam in range(4):
+        rows[beam, 1 if forks[beam].token_id == 3 else 5] = -1.0
+    search.step(rows)
+    rows = torch.full((4, 20), -torch.inf)
+    for beam in range(4):
+        if search.is_alive(beam):
+            search.complete(beam)
+    assert search.step(rows) == ()
+    assert search.done
+    assert {(one.token_ids, one.score) for one in search.best(4)} == {((3, 1), -1.0), ((4, 5), -1.5)}
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_search_with_nothing_to_go_on_with(kind: int) -> None:
+    """Is done, without a text."""
+    search = searches()[kind]
+    assert search.step(torch.full((1, 20), -torch.inf)) == ()
+    assert search.done
+    assert search.best(4) == []
+
+
 @pytest.mark.parametrize("ends", [(), (5,), (5, 6, 7)])
 def test_a_search_of_one_step(ends: Collection[int]) -> None:
     """The best tokens of one step are the hypotheses, whether they end the text or its length does."""

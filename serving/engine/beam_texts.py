@@ -1,0 +1,75 @@
+"""Where the texts of a beam search end: stop strings, matched on the bytes of tokens, and stop sequences.
+
+A text that is sampled is matched above the engine; a beam has to know at once, since a text that has ended makes place
+for another. The rule is the same: a text ends with the token that completes a stop string, from ``min_tokens`` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..request import ValidRequest
+from ..stop_rule import StopRule
+from .beam_search import Fork, RunningBeams
+from .grammar_tokenizer import GrammarTokenizer
+
+
+class BeamTexts:
+    """The ends of one search's texts, in the order of its beams. ``tokenizer`` may be None where there are no stop
+    strings."""
+
+    def __init__(self, request: ValidRequest, rule: StopRule, tokenizer: GrammarTokenizer | None) -> None:
+        assert request.sampling is not None
+        self._rule = rule
+        self._stops = [stop.encode() for stop in request.stop] if tokenizer is not None else []
+        self._tokenizer = tokenizer
+        self._shows_special = not request.skip_special_tokens
+        # the text above begins in the same way (``tasks.choice``)
+        plain = request.sampling.grammar is None or request.tools is not None
+        self._strips = tokenizer is not None and tokenizer.strips_space and plain
+        self._kept = max(map(len, self._stops), default=1) - 1  # bytes that a stop string may begin in
+        self._tails: list[bytes] = []  # of each beam
+
+    def ending(self, search: RunningBeams, candidates: Sequence[Fork]) -> list[bool]:
+        """Which candidates end their texts, beside those whose last token is a stop token."""
+        return [self._ends(search, fork) for fork in candidates]
+
+    def _ends(self, search: RunningBeams, fork: Fork) -> bool:
+        count = search.length + 1
+        if self._rule.has_runs:
+            before = search.tokens(fork.parent)[-self._rule.longest_run :] if search.length else ()
+            if self._rule.run_ending((*before, fork.token_id), count):
+                return True
+        return self._rule.may_match(count) and self._found(self._tail(fork, search.length))
+
+    def _tail(self, fork: Fork, length: int) -> bytes:
+        """The end of a candidate's text: all in which a stop string may stand that is complete with its last token."""
+        if not self._stops:
+            return b""
+        before = self._tails[fork.parent] if length else b""
+        return before + self._bytes(fork.token_id, is_first=not length)
+
+    def _bytes(self, token_id: int, *, is_first: bool) -> bytes:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        if token_id in tokenizer.special_ids and not self._shows_special:
+            return b""
+        data = tokenizer.table[token_id]
+        return data.removeprefix(b" ") if is_first and self._strips else data
+
+    def _found(self, text: bytes) -> bool:
+        return any(stop in text for stop in self._stops)
+
+    def fork(self, forks: Sequence[Fork], length: int) -> None:
+        """The beams are those of ``forks`` now, whose parents had ``length`` tokens."""
+        if self._stops:
+            tails = [self._tail(fork, length) for fork in forks]
+            self._tails = [tail[max(0, len(tail) - self._kept) :] for tail in tails]
+
+    def has_ended(self, token_ids: tuple[int, ...]) -> bool:
+        """Whether a whole text has a stop string, or ends with a stop sequence."""
+        if self._rule.has_runs and self._rule.run_ending(token_ids, len(token_ids)):
+            return True
+        if not self._stops or not self._rule.may_match(len(token_ids)):
+            return False
+        return self._found(b"".join(self._bytes(t, is_first=i == 0) for i, t in enumerate(token_ids)))
