@@ -32,7 +32,7 @@ from .grammars import TEXTS, Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
-from .logits_processors import nothing_left
+from .logits_processors import LogitsProcessors, nothing_left
 from .masks import Masks
 from .native import library
 from .request_check import check_beams, check_request
@@ -151,10 +151,11 @@ class EngineCore:
         key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
         now = time.monotonic()
         groups = []
-        beams = request.sampling.beams
+        beams, processors = request.sampling.beams, LogitsProcessors.of(request.sampling)
+        length = self.info.max_kv_tokens
         for index in range(len(request.sequences)):
             if index % request.n == 0:
-                groups.append(SequenceGroup(request, request.sampling, key, self.info.max_kv_tokens, now))
+                groups.append(SequenceGroup(request, request.sampling, key, length, now, processors=processors))
             if beams is None or index % request.n == 0:
                 self._add_member(groups[-1], index)
         if beams is not None:

@@ -17,6 +17,7 @@ from ..errors import InvalidField
 from ..request import Sampling
 from .kv_cache import TokenIds
 
+NARROWED = 64  # tokens compared one after the other with all of a text
 FIELDS = ("bad_words", "no_repeat_ngram_size", "embedding_bias")
 """Of ``Sampling``: those that may forbid a token."""
 
@@ -87,11 +88,31 @@ def _repeating(tokens: TokenIds, ngram: int) -> TokenIds:
 
         ngram 3      a b c a b | ?      the last two came at 0 already: c would repeat "a b c"
     """
-    size = len(tokens) - ngram + 1  # places at which an n-gram begins
+    length, size = len(tokens), len(tokens) - ngram + 1
     if size < 1:
         return tokens[:0]
-    places = np.arange(size)
-    for back in range(ngram - 1):  # the token before the last first: the fewer places are left for others
-        offset = ngram - 2 - back
-        places = places[tokens[places + offset] == tokens[len(tokens) - 1 - back]]
-    return tokens[places + ngram - 1]
+    places = np.arange(ngram - 1, length)  # that follow as many tokens
+    for back in range(1, min(ngram, NARROWED)):
+        places = places[tokens[places - back] == tokens[length - back]]
+        if not len(places):
+            break
+    if ngram > NARROWED and len(places):
+        places = places[_common(tokens)[places] >= ngram - 1]
+    return tokens[places]
+
+
+def _common(tokens: TokenIds) -> npt.NDArray[np.int64]:
+    """For each place of ``tokens`` how many before it are the last ones of all, [len(tokens)]: the Z-function of the
+    tokens from the last to the first, in a time that no text makes longer than its length."""
+    reverse = tokens[::-1].tolist()
+    length = len(reverse)
+    found = [0] * length
+    left = right = 0  # the stretch furthest to the right that equals a beginning
+    for at in range(1, length):
+        same = min(right - at, found[at - left]) if at < right else 0
+        while at + same < length and reverse[same] == reverse[at + same]:
+            same += 1
+        found[at] = same
+        if at + same > right:
+            left, right = at, at + same
+    return np.array([0, *found[:0:-1]], dtype=np.int64)

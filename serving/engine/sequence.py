@@ -87,6 +87,7 @@ class SequenceGroup:
     ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
     theirs. ``max_model_len``: tokens, prompt and completion together. ``arrived_at``: seconds of ``time.monotonic()``.
     ``started``: which group of the scheduler it was to start, 0 before.
+    ``processors``: its request's.
     """
 
     request: ValidRequest
@@ -97,10 +98,7 @@ class SequenceGroup:
     members: list[SequenceState] = field(default_factory=list)
     beams: BeamSet | None = None
     started: int = 0
-    processors: LogitsProcessors | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.processors = LogitsProcessors.of(self.sampling)
+    processors: LogitsProcessors | None = None
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""

@@ -22,6 +22,7 @@ SAMPLED = {"temperature": 1.0, "seed": 11}
 NAMES: dict[str, Any] = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 3, "maxItems": 5}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "names", "strict": True, "schema": NAMES}}}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+SEARCH = {"use_beam_search": True, "best_of": 3, "n": 2}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", LENGTH | SAYS | {"temperature": 0}),
     ("chat/completions", LENGTH | SAYS | {"temperature": 0} | STREAM),
@@ -32,8 +33,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", LENGTH | SAYS | {"temperature": 0, "model": "assistant:pirate"}),
     ("chat/completions", LENGTH | SAYS | SAMPLED | {"model": "assistant:pirate"} | STREAM),
     ("completions", LENGTH | {"prompt": "The quick brown fox", "temperature": 0}),
-    ("completions", LENGTH | {"prompt": ["Once", "Twice"], **SAMPLED} | STREAM),
-    ("completions", LENGTH | {"prompt": "Once upon a time", "use_beam_search": True, "best_of": 3, "n": 2} | STREAM),
+    ("completions", LENGTH | {"prompt": ["Once", "Twice"], **SAMPLED, "no_repeat_ngram_size": 2} | STREAM),
+    ("completions", LENGTH | {"prompt": "Once", **SAMPLED, "bad_words": ["the", "and", "he", "was"]} | STREAM),
+    (
+        "completions",
+        LENGTH | {"prompt": "Once upon a", **SEARCH, "stop": ["castle"], "bad_words": ["king"]} | STREAM,
+    ),
+    ("chat/completions", {"model": "assistant", "max_tokens": 48} | SAYS | SEARCH | FORM | STREAM),
 ]
 
 

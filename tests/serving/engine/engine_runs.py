@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import PrefixKey
+from mlflow_llm.serving.engine.logits_processors import LogitsProcessors
 from mlflow_llm.serving.engine.sequence import SequenceGroup, SequenceState
 from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.request import ValidRequest
@@ -69,4 +70,6 @@ def run(core: EngineCore, *requests: ValidRequest) -> dict[str, Outcome]:
 def sequence_of(request: ValidRequest, id: int = 0, *, max_model_len: int = 256) -> SequenceState:
     """The first sequence of ``request``, of the base model, as the scheduler and the sampler take it."""
     assert request.sampling is not None
-    return SequenceGroup(request, request.sampling, PrefixKey("", ""), max_model_len, arrived_at=0.0).add(0, id)
+    processors = LogitsProcessors.of(request.sampling)
+    group = SequenceGroup(request, request.sampling, PrefixKey("", ""), max_model_len, 0.0, processors=processors)
+    return group.add(0, id)

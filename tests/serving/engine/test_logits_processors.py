@@ -85,6 +85,23 @@ def test_logits_are_those_of_transformers() -> None:
         assert torch.equal(found[i], expected[0])
 
 
+def test_long_ngrams_in_texts_that_repeat_themselves() -> None:
+    """Of any length against transformers, and of a text of one token in a time that goes with its length."""
+    rng = random.Random(9)
+    for number in range(60):
+        words = [[rng.randint(3, 4) for _ in range(rng.randint(1, 90))] for _ in range(2)]
+        tokens = [token for _ in range(4) for token in rng.choice(words)][:240] or [3]
+        ngram = rng.choice([1, 2, 63, 64, 65, 66, 90, 120, len(tokens), len(tokens) + 1])
+        found = torch.zeros(1, VOCAB)
+        adjust(found, [sequence_of(request_of(f"r{number}", tokens, no_repeat_ngram_size=ngram))])
+        expected = tf.NoRepeatNGramLogitsProcessor(ngram)(torch.tensor([tokens]), torch.zeros(1, VOCAB))
+        assert torch.equal(found, expected)
+    once = sequence_of(request_of("r", [5] * 100_000, no_repeat_ngram_size=50_000), max_model_len=100_100)
+    found = torch.zeros(1, VOCAB)
+    adjust(found, [once])
+    assert found[0].nonzero().tolist() == [[5]]
+
+
 def test_a_drafted_place_is_adjusted_as_if_its_drafts_had_been_drawn() -> None:
     """Words and n-grams count the drafts before the place."""
     rng = random.Random(4)

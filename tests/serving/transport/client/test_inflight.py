@@ -49,6 +49,18 @@ def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, .
     assert sink[-1] == Finished(0, reason, num_cached_tokens=2, num_generated_tokens=4)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("run", "over"), [((5, 6, 7), True), ((6, 7, 8), False), ((4, 5, 6, 7), False)])
+def test_a_sequence_whose_last_tokens_ended_it_is_not_run_again(run: tuple[int, ...], over: bool) -> None:
+    """At the end of a stop sequence, whichever steps its tokens came in."""
+    request = completion(max_tokens=9)
+    assert request.sampling is not None
+    sampling = msgspec.structs.replace(request.sampling, stop_sequences=(run,))
+    request = msgspec.structs.replace(request, sampling=sampling)
+    inflight, sink = running(request, Tokens(0, (5,)), Tokens(0, (6, 7)))
+    assert (inflight.continuation(MAX_TOKENS) is None) == over
+    assert (sink[-1] == Finished(0, "stop", num_cached_tokens=0, num_generated_tokens=3)) == over
+
+
 def test_a_scored_prompt_is_not_scored_again() -> None:
     """Of a request that generates nothing only ``Finished`` was lost; one that was not scored is run again, and gets
     its scores once."""
