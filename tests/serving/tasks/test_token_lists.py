@@ -78,7 +78,7 @@ def test_an_end_of_the_callers_own(endpoint):
         ({"bad_words": ((5, 10**6),)}, "bad_words[0]"),
         ({"bad_words": ((),)}, "bad_words[0]"),
         ({"stop_sequences": ((5, 6),) * 65}, "stop_sequences"),
-        ({"stop_sequences": ((5,) * 9000,)}, "stop_sequences"),
+        ({"stop_sequences": ((5,) * 40_000,)}, "stop_sequences"),
         ({"stop_sequences": ((5, 6), (-1,))}, "stop_sequences[1]"),
         ({"stop_sequences": ((),)}, "stop_sequences[0]"),
         ({"embedding_bias": b"123"}, "embedding_bias"),
