@@ -1,9 +1,9 @@
 """Events of an engine while it runs a ``ValidRequest``.
 
-For each sequence: any number of ``Tokens``, each with one or more tokens, then one ``Finished``; for each input of an
-embeddings request one ``Embedded``. A request that cannot go on gets one ``Failed``, after which nothing follows. A
-stream therefore ends with the last sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event
-a request.
+For each sequence: any number of ``Tokens``, each with one or more tokens, then one ``Finished``; where they were asked
+for, ``Logits`` before the tokens that were chosen from them; for each input of an embeddings request one ``Embedded``.
+A request that cannot go on gets one ``Failed``, after which nothing follows. A stream therefore ends with the last
+sequence's ``Finished``/``Embedded`` or with ``Failed``: exactly one terminal event a request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
+
+from .request import LogitsOf
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "deadline"]
 
@@ -61,6 +63,21 @@ class PromptScored(Struct, frozen=True, tag="p", array_like=True):
     logprobs: tuple[TokenLogprob, ...]
 
 
+class Logits(Struct, frozen=True, tag="l", array_like=True):
+    """Rows ``[start, start + num_rows)`` of the logits of sequence ``index``: float32, little-endian, [num_rows, V].
+
+    They are the model's own, before penalties, biases, masks and temperature. Row i of the "context" is what follows
+    token i of the prompt; row i of the "generation" is what generated token i was chosen from, resumed ones counted.
+    Rows come in order; how many come together has no meaning. Those of the context are of a prompt's first sequence.
+    """
+
+    index: int
+    of: LogitsOf
+    start: int
+    num_rows: int
+    data: bytes
+
+
 class Finished(Struct, frozen=True, tag="f", array_like=True):
     """Sequence ``index`` has ended.
 
@@ -91,7 +108,7 @@ class Failed(Struct, frozen=True, tag="x", array_like=True):
     retry_after: float | None = None
 
 
-Event: TypeAlias = Tokens | Timed | PromptScored | Finished | Embedded | Failed
+Event: TypeAlias = Tokens | Timed | PromptScored | Logits | Finished | Embedded | Failed
 
 
 def is_terminal(event: Event) -> bool:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
+
+from .request import LogitsOf
 
 ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 
@@ -70,7 +73,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     """New text of choice ``index``; may be empty where only tokens were counted.
 
     ``reasoning`` is what the model thought between its markers, before or between texts; ``calls`` are pieces of tool
-    calls. A delta has at most one of text, reasoning and calls.
+    calls. A delta has at most one of text, reasoning and calls. ``token_logprobs`` are those of ``token_ids``, where
+    log probabilities were asked for: of every token, also of those that are no text (``logprobs``).
     """
 
     index: int
@@ -80,6 +84,16 @@ class Delta(Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprob, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+
+
+class LogitRows(Struct, frozen=True, kw_only=True):
+    """The next rows of choice ``index``'s logits: float32, little-endian, [num_rows, V]; see ``events.Logits``."""
+
+    index: int
+    of: LogitsOf
+    num_rows: int
+    data: bytes
 
 
 class Ended(Struct, frozen=True, kw_only=True):
@@ -110,7 +124,7 @@ class Done(Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-Piece: TypeAlias = Delta | Step | Ended | Vector | Score | Done
+Piece: TypeAlias = Delta | Step | LogitRows | Ended | Vector | Score | Done
 
 
 class ReplyCall(Struct, frozen=True, kw_only=True):
@@ -161,7 +175,12 @@ def _beginning(entries: tuple[TextLogprob, ...], text: str) -> tuple[TextLogprob
 
 class Choice(Struct, frozen=True, kw_only=True):
     """One finished choice, gathered for a response that is not streamed. ``text_logprobs`` are those of ``logprobs``
-    that are of the text, ``steps`` those that gave it tokens, where they are measured."""
+    that are of the text, ``steps`` those that gave it tokens, where they are measured; ``token_logprobs`` are one for
+    each of ``token_ids``.
+
+    ``context_logits`` [prompt tokens, V] (of a prompt's first choice) and ``generation_logits`` [len(token_ids), V] are
+    float32, little-endian, row by row; b"" where they were not asked for.
+    """
 
     index: int
     text: str
@@ -173,6 +192,15 @@ class Choice(Struct, frozen=True, kw_only=True):
     logprobs: tuple[TextLogprob, ...] = ()
     text_logprobs: tuple[TextLogprob, ...] = ()
     steps: tuple[Step, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+    context_logits: bytes = b""
+    generation_logits: bytes = b""
+
+    @property
+    def cum_logprob(self) -> float:
+        """The log probability of all ``token_ids`` together, the one that ended the text included (TensorRT-LLM's
+        ``cum_log_probs``, also of a beam: no length penalty is in it)."""
+        return math.fsum(self.token_logprobs)
 
 
 class Reply(Struct, frozen=True, kw_only=True):
@@ -187,7 +215,8 @@ class Reply(Struct, frozen=True, kw_only=True):
     def size(self) -> int:
         """About the bytes that it takes to say: what decides whether encoding it holds others up."""
         texts = sum(_length(choice) + 64 * _num_logprobs(choice) for choice in self.choices)
-        return texts + 4 * sum(map(len, self.vectors))
+        logits = sum(len(choice.context_logits) + len(choice.generation_logits) for choice in self.choices)
+        return texts + 4 * sum(map(len, self.vectors)) + logits
 
 
 def _length(choice: Choice) -> int:

@@ -18,6 +18,7 @@ Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
 POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # a vector or a number a text: nothing is generated
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
+LogitsOf: TypeAlias = Literal["context", "generation"]  # of a prompt's tokens, or of those generated
 ChatEnd: TypeAlias = Literal["generation_prompt", "open", "closed"]
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 2048  # or inputs of one request
@@ -319,6 +320,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     text (one token is a stop token). No run of ``no_repeat_ngram_size`` tokens comes twice, the prompt's included; 0 is
     off. ``embedding_bias`` (float32, little endian, [V]) is added to the logits before all else. ``penalize_prompt``:
     presence and frequency penalties count the prompt's tokens too; the repetition penalty always does.
+    ``context_logits`` and ``generation_logits``: the rows of logits after each token of the prompt and before each
+    generated one come as ``events.Logits``.
     """
 
     max_tokens: int
@@ -342,6 +345,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     no_repeat_ngram_size: int = 0
     embedding_bias: bytes | None = None
     penalize_prompt: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
 
 
 class Sequence(Struct, frozen=True, kw_only=True):
@@ -350,12 +355,14 @@ class Sequence(Struct, frozen=True, kw_only=True):
     ``resumed_token_ids`` are tokens that an earlier attempt already sampled and delivered: the engine feeds them
     after the prompt and goes on at the position after them, so the text is what it would have been. They count
     towards ``max_tokens`` and penalties and are not sent again. ``seed`` (uint64) with the position decides
-    every random draw of this sequence.
+    every random draw of this sequence. ``context_logits_from``: the first row of the context's logits that is wanted;
+    those before it were delivered, or are those of the prompt's first sequence.
     """
 
     prompt_token_ids: tuple[int, ...]
     seed: int = 0
     resumed_token_ids: tuple[int, ...] = ()
+    context_logits_from: int = 0
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ CountOrZero = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR)]
 Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, an integer of 1 or more")]
+BytesOrZero = Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", description="'auto', 'cpu', 'cuda' or 'cuda:N'")]
 
 
@@ -40,8 +41,12 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
     float32. ``threads`` None is the physical cores this process may use, by affinity and within the CPU quota of its
     control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our
-    own kernels run and few sequences do; the text is the same. ``idle_timeout``: seconds an engine process outlives its
-    last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the form that
+    own kernels run and few sequences do; the text is the same. ``max_logits_bytes``: of the logits that one request may
+    ask for (context and generation together), which the engine and its caller's process hold in memory; 0 gives none.
+    ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
+    torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md).
+    ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds its start may take.
+    ``packed_cache``: bytes that weights in the form that
     our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses none.
     ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
     backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
@@ -61,13 +66,15 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
+    batch_invariant: bool = False
     max_adapters: CountOrZero = 64
+    max_logits_bytes: BytesOrZero = 64 << 20
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     trust_remote_code: bool = False
     idle_timeout: SecondsOrZero = 3.0
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 900.0
-    packed_cache: Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")] = 32 << 30
+    packed_cache: BytesOrZero = 32 << 30
     standby: Annotated[int, Meta(ge=0, le=1)] = 0
     in_process: bool = False
     backend: ByBackend = msgspec.field(default_factory=dict)

@@ -51,7 +51,9 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
-    cache = make_cache(loaded, settings, memory)
+    # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
+    alone = settings.batch_invariant and loaded.decoder is None
+    cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
     lora = LoraPool(loaded.model, loaded.holder, settings.max_adapters)
     info = EngineInfo(
         content_hash=bundle.content_hash,
@@ -69,6 +71,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         pid=os.getpid(),
+        max_logits_bytes=settings.max_logits_bytes,
         capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True),
     )
     # bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts
@@ -78,8 +81,11 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         speculation=Speculation() if speculates else None,
+        batch_invariant=alone,
     )
-    return EngineParts(info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache), lora)
+    return EngineParts(
+        info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache, batch_invariant=alone), lora
+    )
 
 
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:
@@ -97,7 +103,7 @@ def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     return EngineParts(loaded.info, embedder=loaded)
 
 
-def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KVCache:
+def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, prefix_caching: bool) -> KVCache:
     """A cache within ``memory`` bytes."""
     itemsize = torch.empty((), dtype=loaded.kept["dtype"]).element_size()
     token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
@@ -110,7 +116,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int) -> KV
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
     make = partial(
         SlotKVCache, loaded.layers, num_tokens=num_tokens, device=loaded.device,
-        prefix_caching=settings.prefix_caching, **loaded.kept,
+        prefix_caching=prefix_caching, **loaded.kept,
     )  # fmt: skip
     try:
         return make(num_slots=num_slots, max_model_len=max_model_len)

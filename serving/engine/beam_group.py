@@ -93,10 +93,12 @@ class BeamGroup:
         scores = torch.log_softmax(rows, dim=-1)
         if not bool(torch.isfinite(scores.amax(-1)).all()):
             raise FloatingPointError("logits are not finite")
-        plain = scores.clone() if self.group.sampling.logprobs is not None else None
+        sampling = self.group.sampling
+        plain = scores.clone() if sampling.logprobs is not None else None
         length, texts = self.search.length, self._texts
         self._restrict(scores)
-        note = None if plain is None else partial(self._notes, plain)
+        noted = sampling.generation_logits or plain is not None
+        note = partial(self._notes, plain, rows) if noted else None
         forks = self.search.step(scores, note, None if texts is None else partial(texts.ending, self.search))
         if self.search.done and not self.search.best(1):
             raise self._stuck()
@@ -143,11 +145,16 @@ class BeamGroup:
             return InvalidField(sampling.grammar.field, GIVEN, DEAD_END)
         return nothing_left(sampling)
 
-    def _notes(self, scores: Any, chosen: list[Fork]) -> list[Any]:
-        """The reported log probability of each choice: of the distribution before penalties, as when sampling."""
-        parents = torch.tensor([fork.parent for fork in chosen])
+    def _notes(self, scores: Any, rows: Any, chosen: list[Fork]) -> list[Any]:
+        """The reported log probability of each choice, of the distribution before penalties, as when sampling, and the
+        logits that it was made by; None for what is not asked for."""
+        parents = [fork.parent if len(rows) > 1 else 0 for fork in chosen]  # at first all beams are the prompt
+        logits = [rows[parent] if self.group.sampling.generation_logits else None for parent in parents]
+        if scores is None:
+            return [(None, row) for row in logits]
         k = self.group.sampling.logprobs or 0
-        return logprobs(scores[parents], [fork.token_id for fork in chosen], [k] * len(chosen))
+        scored = logprobs(scores[torch.tensor(parents)], [fork.token_id for fork in chosen], [k] * len(chosen))
+        return list(zip(scored, logits, strict=True))
 
     def _fork(self, forks: Sequence[Fork], cache: KVCache, add: Callable[[], SequenceState]) -> list[SequenceState]:
         before, free = self._beams, dict(enumerate(self._beams))
@@ -193,7 +200,9 @@ class BeamGroup:
             end: FinishReason = reason
             if reason not in ("abort", "deadline"):
                 end = "stop" if self._has_ended(found.token_ids) else "length"
-            texts.append(SearchedText(index, found.token_ids, found.notes, end))
+            scored = tuple(score for score, _ in found.notes if score is not None)
+            logits = tuple(row for _, row in found.notes if row is not None)
+            texts.append(SearchedText(index, found.token_ids, scored, end, logits))
         return texts
 
     def _has_ended(self, token_ids: tuple[int, ...]) -> bool:

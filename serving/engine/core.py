@@ -54,7 +54,9 @@ class EngineCore:
         self._parts: EngineParts = assemble(bundle, settings)
         self._scheduler = self._parts.scheduler
         self._runner = self._parts.runner
-        self._embeddings = EmbeddingQueue(self._parts.embedder, settings.max_num_batched_tokens)
+        self._embeddings = EmbeddingQueue(
+            self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens
+        )
         self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
         self._inflight = InflightRequests()
         self._wake: Callable[[], None] = _ignore
@@ -120,7 +122,7 @@ class EngineCore:
                     self._lose(sequence, error)
                     return
             # at its very end already, or nothing was to be generated: but a prompt may be there to be scored
-            if reason is not None and (sequence.num_generated or sequence.prompt_scores is None):
+            if reason is not None and (sequence.num_generated or not sequence.reads_prompt):
                 self._finish(sequence, reason)
 
     def _follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
@@ -291,19 +293,20 @@ class EngineCore:
                 shares.append((run, len(places), len(places) + len(here)))
                 rows += range(at - len(here), at)
                 places += here
-            if run.sequence.prompt_scores is not None and run.sequence.status == "running":
-                self._score(run, logits[first:at])
+            if run.sequence.reads_prompt and run.sequence.status == "running":
+                self._read_prompt(run, logits[first:at])
         if places:
             sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
             for run, start, end in shares:
+                wanted = logits[rows[start:end]] if run.sequence.sampling.generation_logits else None
                 if run.num_drafted:
-                    self._deliver_verified(run, sampled[start:end])
+                    self._deliver_verified(run, sampled[start:end], wanted)
                 else:
-                    self._deliver(run.sequence, sampled[start:end])
+                    self._deliver(run.sequence, sampled[start:end], wanted)
         for group in searches.values():
             self._search(group)
 
-    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled]) -> None:
+    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled], logits: Any) -> None:
         """Give a sequence the tokens of a step with drafts: the KV of those that were taken is there."""
         sequence, speculation = run.sequence, self._scheduler.speculation
         if sequence.status != "running":
@@ -312,7 +315,7 @@ class EngineCore:
         held = speculation.verify(sequence, sequence.slice(first, first + run.num_drafted).copy(), sampled)
         sequence.num_computed = first + len(held) - 1
         self._parts.cache.computed(sequence.id, sequence.slice(0, sequence.num_computed), sequence.num_computed)
-        self._deliver(sequence, held)
+        self._deliver(sequence, held, logits)
 
     def _search(self, group: SequenceGroup) -> None:
         """A step of a beam search."""
@@ -355,11 +358,34 @@ class EngineCore:
                 self._lose(sequence, error)
         return frozenset(over)
 
+    def _read_prompt(self, run: Run, logits: Any) -> None:
+        """Give out what is asked of the prompt's tokens in ``run``."""
+        sequence = run.sequence
+        if sequence.context_row is not None:
+            self._send_context(run, logits)
+        if sequence.prompt_scores is not None:
+            self._score(run, logits)
+        if sequence.status == "running" and not sequence.reads_prompt and not sequence.generates:
+            self._finish(sequence, "length")
+
+    def _send_context(self, run: Run, logits: Any) -> None:
+        sequence = run.sequence
+        row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
+        assert row is not None
+        assert run.start <= row
+        if end <= row:  # it was preempted after these
+            return
+        wanted = logits[row - run.start : end - run.start]
+        if not bool(torch.isfinite(wanted.amax(-1)).all()):
+            self._fail_not_finite(sequence)
+            return
+        self._inflight.emit_logits(sequence, "context", row, wanted)
+        sequence.context_row = end if end < sequence.num_prompt else None
+
     def _score(self, run: Run, logits: Any) -> None:
         sequence = run.sequence
         scores = sequence.prompt_scores
-        if scores is None:
-            return
+        assert scores is not None
         del scores[run.start :]  # of a step that failed and is run again
         scores.extend(score_prompt(logits, run.start, sequence))
         if sequence.num_computed < sequence.num_prompt:
@@ -371,21 +397,23 @@ class EngineCore:
         beams = sequence.group.beams
         for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
             self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
-        if not sequence.generates:
-            self._finish(sequence, "length")
 
-    def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled]) -> None:
-        """Give a sequence the tokens of one step."""
+    def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
+        """Give a sequence the tokens of one step; ``logits`` are those that they were drawn from, where it wants them,
+        else None."""
         if sequence.status != "running":  # a sibling failed the request in this very step
             return
         if any(one.token_id < 0 for one in sampled):
-            self._deliver_before(sequence, sampled)
+            self._deliver_before(sequence, sampled, logits)
             return
         before = sequence.num_tokens
         reason = sequence.extend(sampled)
         if sequence.timings is not None:
             sequence.note_step(self._step_began, time.monotonic(), self._batch_size)
         self._count(sequence, sequence.num_tokens - before)
+        if logits is not None:
+            taken = logits[: sequence.num_tokens - before]
+            self._inflight.emit_logits(sequence, "generation", before - sequence.num_prompt, taken)
         if sequence.matching is not None:
             try:
                 reason = self._follow(sequence, before, reason)
@@ -397,11 +425,11 @@ class EngineCore:
         elif not sequence.may_hold:
             self._inflight.flush(sequence)
 
-    def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled]) -> None:
+    def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
         """Give it the tokens of a step up to where none could be drawn, where it fails unless they end it."""
         at = next(i for i, one in enumerate(sampled) if one.token_id < 0)
         if at:
-            self._deliver(sequence, sampled[:at])
+            self._deliver(sequence, sampled[:at], logits)
         if sequence.status != "running":
             return
         if sampled[at].token_id == NOTHING_LEFT:

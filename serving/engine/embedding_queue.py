@@ -21,7 +21,7 @@ Outcome = Embedded | Exception
 
 class EmbeddingQueue:
     """``embedder.embed(token id tuples, where the second text of each begins)`` → float32 array [n, dim]: pooled and
-    normalised vectors, or a cross-encoder's numbers."""
+    normalised vectors, or a cross-encoder's numbers. ``max_tokens`` are in a batch, 0: each input is one of its own."""
 
     def __init__(self, embedder: Any, max_tokens: int) -> None:
         self._embedder = embedder

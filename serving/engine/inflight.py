@@ -6,12 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
 
 from ..errors import Overloaded, ServingError
-from ..events import Event, Failed, Finished, FinishReason, Timed, TokenLogprob, Tokens
-from ..request import ValidRequest
+from ..events import Event, Failed, Finished, FinishReason, Logits, Timed, TokenLogprob, Tokens
+from ..request import LogitsOf, ValidRequest
 from .interface import QUEUE_FLOOR, Client, EngineOutput
 from .sequence import SequenceGroup, SequenceState
+
+LOGITS_EVENT = 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class SearchedText:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     reason: FinishReason
+    logits: tuple[Any, ...] = ()  # [V] for each token, where they are wanted
 
 
 @dataclass(slots=True)
@@ -112,6 +119,18 @@ class InflightRequests:
             cached = sequence.num_cached if is_first else None
             self.emit(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached))
 
+    def emit_logits(
+        self, sequence: SequenceState, of: LogitsOf, start: int, rows: Any, index: int | None = None
+    ) -> None:
+        """Emit ``rows`` [n, V], the first of which is row ``start``, in events of about ``LOGITS_EVENT`` bytes;
+        ``index`` where it is not the sequence's own."""
+        inflight, index = self.of(sequence), sequence.index if index is None else index
+        each = max(LOGITS_EVENT // (4 * rows.shape[-1]), 1)
+        for first in range(0, len(rows), each):
+            part = rows[first : first + each]
+            data = np.asarray(part.float().cpu(), dtype="<f4").tobytes()
+            self.emit(inflight, Logits(index, of, start + first, len(part), data))
+
     def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         """The end of one sequence, and of its request where it was the last."""
         self.flush(sequence)
@@ -135,6 +154,8 @@ class InflightRequests:
         inflight = self.of(first)
         started = first.first_step_at or time.monotonic()
         for text in texts:
+            if text.logits:
+                self.emit_logits(first, "generation", 0, torch.stack(text.logits), text.index)
             if text.token_ids:
                 self.emit(inflight, Tokens(text.index, text.token_ids, text.logprobs, first.num_cached))
             finished = Finished(

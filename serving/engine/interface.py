@@ -56,6 +56,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
+    ``max_logits_bytes``: of one request; 0 where none are given.
     """
 
     content_hash: str
@@ -76,6 +77,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     threads: int = 1
     pid: int = 0
     backend: str = "native"
+    max_logits_bytes: int = 0
     capabilities: Capabilities = Capabilities()
 
     @property

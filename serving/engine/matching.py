@@ -55,9 +55,10 @@ class Matching:
         self.matcher = matcher
         self._tokenizer, self._grammar = tokenizer, grammar
         self.ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
-        # forced tokens have no logits: no log probabilities, nor anything that could forbid them, and a search has to
-        # know what they cost
-        drawn = sampling.logprobs is not None or sampling.beams is not None or may_forbid(sampling)
+        # forced tokens have no logits: none to give out, no log probabilities, nor anything that could forbid them, and
+        # a search has to know what they cost
+        shown = sampling.logprobs is not None or sampling.generation_logits
+        drawn = shown or sampling.beams is not None or may_forbid(sampling)
         self.fast_forward = grammar.fast_forward and not drawn
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
         self.is_known = self.is_dead = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
+from ..logits_size import check_logits
 from ..request import POOLED, Sampling, ValidRequest
 from .interface import EngineInfo
 
@@ -30,6 +31,7 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     grammar = request.sampling.grammar if request.sampling is not None else None
     if grammar is not None and not info.capabilities.structured_output:
         raise InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
+    check_logits(request, info.vocab_size, info.max_logits_bytes)
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:

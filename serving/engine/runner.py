@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from .batch_invariance import pieces
 from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import KVCache, Row
 from .scheduler import Run
@@ -71,11 +72,13 @@ class ModelForward:
 
 
 class Runner:
-    """Lays runs out as one flat row, computes it by ``forward`` and enters its KV as valid in ``cache``."""
+    """Lays runs out as one flat row, computes it by ``forward`` and enters its KV as valid in ``cache``; where it is to
+    be ``batch_invariant``, each piece of a run by itself."""
 
-    def __init__(self, forward: StepForward, cache: KVCache) -> None:
+    def __init__(self, forward: StepForward, cache: KVCache, *, batch_invariant: bool = False) -> None:
         self.step_forward = forward
         self._cache = cache
+        self._batch_invariant = batch_invariant
         self.num_steps = 0
 
     def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
@@ -83,16 +86,30 @@ class Runner:
 
         Returns the runs in the order they were laid out, and logits [sum of ``num_logits``, V] in that order.
         """
-        runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
-        ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
-        rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
-        logits = self.step_forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
+        if self._batch_invariant:
+            runs, logits = list(runs), torch.cat([part for run in runs for part in self._alone(run)])
+        else:
+            runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
+            ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
+            rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
+            logits = self.step_forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
         self.num_steps += 1
         for run in runs:
             sequence = run.sequence
             sequence.num_computed = run.start + run.num_known
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
         return runs, logits
+
+    def _alone(self, run: Run) -> Iterator[Any]:
+        """The logits of each of its pieces. One that needs any is computed with those of all of its tokens: the shape
+        must not depend on how many are needed."""
+        sequence, end = run.sequence, run.start + run.num_tokens
+        for start, stop in pieces(run.start, end, sequence.num_prompt):
+            ids = sequence.slice(start, stop).astype(np.int64)
+            needed = max(stop - max(start, end - run.num_logits), 0)
+            kept = range(len(ids)) if needed else ()
+            logits = self.step_forward.forward(ids, [Row(sequence.id, start, len(ids))], [sequence.adapter], kept)
+            yield logits[len(logits) - needed :]
 
     def _lay_out(self, runs: Sequence[Run]) -> list[Run]:
         single = {run.sequence.id: run for run in runs if run.num_tokens == 1}

@@ -16,9 +16,10 @@ import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
+from .batch_invariance import whole_pieces
 from .best_effort import BestEffortBudget, StepLoad
 from .fair_queue import FairQueue
 from .kv_cache import KVCache
@@ -60,8 +61,8 @@ class Run:
 
     @property
     def num_logits(self) -> int:
-        """How many of its last tokens need logits: all while the prompt is scored, else one for each place."""
-        return self.num_tokens if self.sequence.prompt_scores is not None else self.num_drafted + self.samples
+        """How many of its last tokens need logits: all while those of the prompt do, else one for each place."""
+        return self.num_tokens if self.sequence.reads_prompt else self.num_drafted + self.samples
 
 
 def _precedence(sequence: SequenceState) -> tuple[bool, int, int, int]:
@@ -82,6 +83,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         speculation: Speculation | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
@@ -90,6 +92,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.held: dict[int, SequenceState] = {}  # until their grammars are compiled
         self.budget = BestEffortBudget()
+        self._batch_invariant = batch_invariant  # runs end where pieces do (``batch_invariance``)
         self.speculation = speculation
         self._turns: deque[SequenceState] = deque()  # running sequences with more than one token to compute
         self._searches: list[SequenceGroup] = []  # whose beams have begun to run
@@ -133,6 +136,17 @@ class Scheduler:
 
     def schedule(self) -> list[Run]:
         """The runs of the next step, single tokens first; empty when there is nothing to do."""
+        runs = self._plan()
+        if not self._batch_invariant:
+            return runs
+        return [
+            replace(
+                run, num_tokens=whole_pieces(run.start, run.start + run.num_tokens, run.sequence.num_prompt) - run.start
+            )
+            for run in runs
+        ]
+
+    def _plan(self) -> list[Run]:
         if not self.has_provisioned and not self.budget.lingers:
             runs = self._step(False)
             if self.speculation is None or len(self.running) + len(self.waiting) >= ROWS:
@@ -149,6 +163,7 @@ class Scheduler:
 
     def _step(self, provisioned: bool) -> list[Run]:
         """A whole step of one class of sequences."""
+        before = self.num_preemptions
         runs = self._decodes(provisioned)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
         # Prompts that wait for their first turn share with those that had one: at most half of the step while there are
@@ -160,12 +175,14 @@ class Scheduler:
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs + prefills)
         if budget > 0:
             prefills = self._fill(prefills, budget)
+        if self.num_preemptions > before:  # a beam that started may have taken the memory of what was looked at
+            runs, prefills = [[run for run in some if run.sequence.status == "running"] for some in (runs, prefills)]
         for run in prefills:
             self._turns.append(run.sequence)
         return runs + prefills
 
     def _decodes(self, provisioned: bool) -> list[Run]:
-        runs = []
+        runs, before = [], self.num_preemptions
         spare = self.max_num_batched_tokens - len(self.running)
         for sequence in list(self.running):
             if sequence.provisioned != provisioned or sequence.status != "running" or not sequence.decodes:
@@ -176,7 +193,7 @@ class Scheduler:
                     num_tokens += min(sequence.num_remaining - 1, FORWARD, spare)
                     spare -= num_tokens - 1
                 runs.append(Run(sequence, sequence.num_computed, num_tokens))
-        if self._searches:  # beams that were looked at may have been preempted with a later one
+        if self.num_preemptions > before:  # beams that were looked at may have been preempted with a later one
             runs = [run for run in runs if run.sequence.status == "running"]
         return runs
 
@@ -189,7 +206,7 @@ class Scheduler:
         for i, run in enumerate(runs):
             sequence = run.sequence
             num_drafted = 0
-            if sequence.matching is None and sequence.group.beams is None and sequence.prompt_scores is None:
+            if sequence.matching is None and sequence.group.beams is None and not sequence.reads_prompt:
                 drafts = speculation.drafts(sequence, -(-left // (len(runs) - i)))
                 if len(drafts) and self.cache.grow(sequence.id, sequence.num_tokens + len(drafts)):
                     sequence.draft(drafts)
@@ -254,7 +271,7 @@ class Scheduler:
             if sequence not in self._turns:  # it made room for a sequence that has just started
                 continue
             self._turns.remove(sequence)
-            if sequence.decodes:  # it has joined those that decode
+            if sequence.decodes or not sequence.num_remaining:  # it has joined those that decode, or waits as a beam
                 continue
             run = Run(sequence, sequence.num_computed, min(sequence.num_remaining, share, budget))
             budget -= run.num_tokens
@@ -275,8 +292,12 @@ class Scheduler:
         return runs
 
     def _candidates(self, provisioned: bool) -> Iterator[SequenceState]:
-        """Waiting sequences that may start now, as far as it is worth looking in one step."""
-        for sequence in self.waiting.front(provisioned, MATCHES_PER_STEP):
+        """Waiting sequences that may start now, as far as it is worth looking in one step. Beams of searches that have
+        begun come first: what waits before them may wait for the very places and memory that these are to give back."""
+        waiting = self.waiting.front(provisioned, MATCHES_PER_STEP)
+        if self._searches and (begun := self._begun_beams(provisioned)):
+            waiting = [*begun, *(sequence for sequence in waiting if sequence not in begun)]
+        for sequence in waiting:
             sequence.waits_for = self._wait_reason(sequence)
             if sequence.waits_for in SHARED:
                 return
@@ -285,6 +306,10 @@ class Scheduler:
             while self._is_full(sequence):
                 self._displace()
             yield sequence
+
+    def _begun_beams(self, provisioned: bool) -> list[SequenceState]:
+        beams = (beam for group in self._searches for beam in group.members)
+        return [beam for beam in beams if beam.status == "waiting" and beam.provisioned == provisioned]
 
     def _wait_reason(self, sequence: SequenceState) -> WaitReason:
         """What keeps it from starting in this step, "turn" for nothing; whether memory suffices ``_start`` sees."""
@@ -328,7 +353,7 @@ class Scheduler:
 
         A provisioned one does not wait for best-effort work, which may take long.
         """
-        if sequence.prompt_scores is not None:
+        if sequence.max_reuse is not None:
             return False
         owner = self.cache.match(sequence.key, sequence.tokens)[1]
         if owner is None or not sequence.provisioned:
@@ -336,11 +361,10 @@ class Scheduler:
         return any(s.id == owner and s.provisioned for s in self.running)
 
     def _start(self, sequence: SequenceState) -> bool:
-        reuse = sequence.prompt_scores is None
-        cached = self._acquire(sequence, reuse)
+        cached = self._acquire(sequence)
         while cached is None and (self._can_displace(sequence) or self._can_take_from(sequence)):
             self._displace()
-            cached = self._acquire(sequence, reuse)
+            cached = self._acquire(sequence)
         if cached is None:
             sequence.waits_for = "memory"
             return False
@@ -372,12 +396,16 @@ class Scheduler:
             return False
         return self.running[-1].precedence > sequence.precedence
 
-    def _acquire(self, sequence: SequenceState, reuse: bool) -> int | None:
+    def _acquire(self, sequence: SequenceState) -> int | None:
         source = sequence.forked_from
         if source is not None and source.status != "running":
             source = sequence.forked_from = None
         return self.cache.acquire(
-            sequence.id, sequence.key, sequence.tokens, reuse=reuse, source=source.id if source else None
+            sequence.id,
+            sequence.key,
+            sequence.tokens,
+            at_most=sequence.max_reuse,
+            source=source.id if source else None,
         )
 
     def _fill(self, runs: list[Run], budget: int) -> list[Run]:
@@ -398,6 +426,7 @@ class Scheduler:
         seconds = self.budget.allowance(provisioned)
         budget = self.max_num_batched_tokens - sum(run.num_tokens for run in runs)
         extra: list[Run] = []
+        before = self.num_preemptions
         for sequence in self._best_effort_sequences():
             must = not runs and not extra
             num_tokens = self._affordable(sequence, provisioned, seconds, budget)
@@ -414,6 +443,10 @@ class Scheduler:
                 self._turns.append(sequence)
             budget -= num_tokens
             seconds -= self._price(run, provisioned)
+        if self.num_preemptions > before:  # one of a search takes all of its beams along; they may have started anew
+            latest = {run.sequence.id: run for run in extra}
+            extra = [run for run in latest.values() if run.start == run.sequence.num_computed]
+            extra = [run for run in extra if run.sequence.status == "running"]
         return extra
 
     def _best_effort_sequences(self) -> Iterator[SequenceState]:

@@ -119,13 +119,16 @@ class SequenceState:
     for a token of the prompt that is computed, ``GENERATED`` times that for one that is generated (``tenants``).
     ``matching`` is where it is in its grammar, None until that is compiled and where there is none. A beam whose
     ``num_remaining`` is 0 waits for the others of its search; ``forked_from`` is the beam that a new one copies.
+    ``prompt_scores`` (so far) and ``context_row`` (the next of the context's logits) are None where the prompt's are
+    not wanted, or complete.
     """
 
     __slots__ = (
-        "_tokens", "adapter", "arrival", "arrived_at", "drafted", "first_step_at", "forced_from", "forked_from",
-        "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions", "num_prompt",
-        "num_resumed", "num_tokens", "processors", "prompt_scores", "provisioned", "ready_at", "request", "sampling",
-        "seed", "status", "stop_rule", "tenant", "timings", "token_cost", "unsent", "waits_for",
+        "_tokens", "adapter", "arrival", "arrived_at", "context_row", "drafted", "first_step_at", "forced_from",
+        "forked_from", "group", "id", "index", "key", "matching", "num_cached", "num_computed", "num_preemptions",
+        "num_prompt", "num_resumed", "num_tokens", "processors", "prompt_scores", "provisioned", "ready_at",
+        "request", "sampling", "seed", "status", "stop_rule", "tenant", "timings", "token_cost", "unsent",
+        "waits_for",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, index: int, id: int) -> None:
@@ -158,6 +161,8 @@ class SequenceState:
         self.timings: list[StepTiming] | None = [] if request.timings else None
         self.ready_at = group.arrived_at
         self.prompt_scores: list[Any] | None = [] if group.sampling.prompt_logprobs is not None else None
+        row = source.context_logits_from
+        self.context_row: int | None = row if group.sampling.context_logits and row < self.num_prompt else None
         self.status: Status = "waiting"
         self.waits_for: WaitReason = "turn"
         self.matching: Matching | None = None
@@ -214,6 +219,16 @@ class SequenceState:
     def generates(self) -> bool:
         """Whether it goes on after its prompt; one of ``max_tokens`` 0 is scored alone."""
         return self.stop_rule.max_tokens > 0
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether every token of its prompt needs logits."""
+        return self.prompt_scores is not None or self.context_row is not None
+
+    @property
+    def max_reuse(self) -> int | None:
+        """Tokens that it may take from the prefix cache: those whose logits are wanted are computed. None for all."""
+        return 0 if self.prompt_scores is not None else self.context_row
 
     @property
     def may_hold(self) -> bool:
@@ -285,7 +300,7 @@ class SequenceState:
         """Take over the known tokens of another beam of the same prompt."""
         self._tokens[self.num_prompt : source.num_tokens] = source.output
         self.num_tokens = source.num_tokens
-        self.prompt_scores = None  # the first beam's are all beams'
+        self.prompt_scores = self.context_row = None  # the first beam's are all beams'
         if self.status == "running":
             self.num_computed = source.num_computed
         else:

@@ -95,12 +95,12 @@ class SlotKVCache(KVCache):
         return found.length, found.wait_for
 
     def acquire(
-        self, owner: int, key: PrefixKey, tokens: TokenIds, *, reuse: bool = True, source: int | None = None
+        self, owner: int, key: PrefixKey, tokens: TokenIds, *, at_most: int | None = None, source: int | None = None
     ) -> int | None:
         if source is not None:
             found = self.table.match_running(source, tokens)
         else:
-            found = self.table.best_match(key, tokens) if self.prefix_caching and reuse else Match(0, None, None)
+            found = self.table.best_match(key, tokens, at_most) if self.prefix_caching else Match(0, None, None)
         slot = found.source if found.length else None
         if slot is not None and slot.is_idle and self._should_take_over(slot, found.length, len(tokens)):
             if not self._make_room(len(tokens) - slot.charged, protected=slot):

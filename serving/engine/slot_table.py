@@ -74,12 +74,12 @@ class SlotTable:
         self._by_key: dict[PrefixKey, list[Slot]] = {}
         self._clock = 0
 
-    def best_match(self, key: PrefixKey, tokens: TokenIds) -> Match:
-        """Of the slots under ``key`` alone.
+    def best_match(self, key: PrefixKey, tokens: TokenIds, at_most: int | None = None) -> Match:
+        """Of the slots under ``key`` alone, no more than ``at_most`` tokens.
 
         At most ``len(tokens) - 1`` tokens match: the last one is computed again to have logits."""
         best, source, promised, wait_for = 0, None, 0, None
-        limit = len(tokens) - 1
+        limit = len(tokens) - 1 if at_most is None else min(at_most, len(tokens) - 1)
         for slot in self._by_key.get(key, ()):
             if not len(slot.tokens):
                 continue

@@ -92,7 +92,7 @@ class AccessRecord:
             # tokens that came together with the choice's first one say nothing of the time between tokens
             self.counts[delta.index] = self.counts[delta.index] + delta.num_tokens if delta.index in self.counts else 0
         if self.replies is not None and (delta.text or delta.reasoning or delta.calls):
-            said = msgspec.structs.replace(delta, token_ids=(), logprobs=())
+            said = msgspec.structs.replace(delta, token_ids=(), logprobs=(), token_logprobs=())
             self.replies.setdefault(delta.index, Gathered()).add(said)
 
     @property

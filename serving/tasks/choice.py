@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..events import PromptScored, TokenLogprob, Tokens
-from ..reply import Delta, Ended, Piece, ReplyFinish, TextLogprob
+from ..events import Logits, PromptScored, TokenLogprob, Tokens
+from ..reply import Delta, Ended, LogitRows, Piece, ReplyFinish, TextLogprob
 from ..request import Sampling, ValidRequest
 from ..stop_rule import StopRule
 from .detokenize import Detokenizer, starts
@@ -41,6 +41,7 @@ class ChoiceText:
         self._pushed = 0  # characters given to the matcher
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
+        self._rows: deque[Logits] = deque()  # of tokens that have not come
         self.matched: Match | None = None
         self.num_reasoning_tokens = 0
         self.num_tokens = self._resume()
@@ -94,9 +95,33 @@ class ChoiceText:
         text = "".join(parts)
         if self.matched is not None:
             text += self._trim(self.matched)
-        yield from self._deltas(text, tuple(taken))
+        if self._rows:
+            yield from self._rows_of(len(taken))
+        scores = tuple(entry.logprob for entry in event.logprobs[: len(taken)]) if event.logprobs else ()
+        yield from self._deltas(text, tuple(taken), scores)
         if self.matched is not None:
             yield from self._ended("stop", self.matched.stop)
+
+    def logits(self, event: Logits) -> Iterator[Piece]:
+        """Rows of the context at once; those of generated tokens wait until it is known that these are of the text."""
+        if event.of == "generation":
+            self._rows.append(event)
+        else:
+            yield LogitRows(index=self._index, of=event.of, num_rows=event.num_rows, data=event.data)
+
+    def _rows_of(self, num_tokens: int) -> Iterator[LogitRows]:
+        """The waiting rows of the next ``num_tokens`` tokens."""
+        while num_tokens and self._rows:
+            event = self._rows.popleft()
+            count = min(num_tokens, event.num_rows)
+            num_tokens -= count
+            cut = len(event.data) // event.num_rows * count
+            if count < event.num_rows:
+                rest = event.num_rows - count
+                self._rows.appendleft(
+                    msgspec.structs.replace(event, start=event.start + count, num_rows=rest, data=event.data[cut:])
+                )
+            yield LogitRows(index=self._index, of=event.of, num_rows=count, data=event.data[:cut])
 
     def end(self, reason: ReplyFinish) -> Iterator[Piece]:
         """The text still held, and ``Ended`` with the engine's reason."""
@@ -158,12 +183,21 @@ class ChoiceText:
             self._waiting.pop()
         return match.stop if kept else ""
 
-    def _deltas(self, text: str, token_ids: tuple[int, ...]) -> Iterator[Delta]:
-        yield self._delta(text, token_ids)
+    def _deltas(self, text: str, token_ids: tuple[int, ...], scores: tuple[float, ...]) -> Iterator[Delta]:
+        yield self._delta(text, token_ids, scores)
 
-    def _delta(self, text: str, token_ids: tuple[int, ...], final: bool = False) -> Delta:
+    def _delta(
+        self, text: str, token_ids: tuple[int, ...], scores: tuple[float, ...] = (), final: bool = False
+    ) -> Delta:
         logprobs = self._released(final) if self._waiting else ()
-        return Delta(index=self._index, text=text, num_tokens=len(token_ids), token_ids=token_ids, logprobs=logprobs)
+        return Delta(
+            index=self._index,
+            text=text,
+            num_tokens=len(token_ids),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            token_logprobs=scores,
+        )
 
     @property
     def _position(self) -> int:

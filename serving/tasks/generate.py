@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.interface import Engine, EventStream
 from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Event, Failed, Finished, PromptScored, Timed, Tokens
+from ..events import Embedded, Event, Failed, Finished, Logits, PromptScored, Timed, Tokens
 from ..reply import Delta, Done, Piece, Step, Usage
 from ..request import ValidRequest
 from .choice import ChoiceText
@@ -32,6 +32,14 @@ def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTok
 
 def _ignore(index: int, count: int) -> None:
     pass
+
+
+def _pieces(choice: ChoiceText, event: Tokens | Timed | PromptScored | Logits) -> Iterator[Piece]:
+    if isinstance(event, Tokens):
+        return choice.push(event)
+    if isinstance(event, Timed):
+        return _steps(event)
+    return choice.scored(event) if isinstance(event, PromptScored) else choice.logits(event)
 
 
 def _steps(event: Timed) -> Iterator[Piece]:
@@ -69,7 +77,7 @@ class Run:
             raise InternalError("the engine ended the request without finishing it")
         yield Done(usage=self._usage())
 
-    def _on_event(self, event: Tokens | Timed | PromptScored | Finished | Embedded) -> Iterator[Piece]:
+    def _on_event(self, event: Tokens | Timed | PromptScored | Logits | Finished | Embedded) -> Iterator[Piece]:
         if isinstance(event, Embedded):
             raise InternalError("the engine answered a generating request with a vector")
         choice = self._choices[event.index]
@@ -79,11 +87,7 @@ class Run:
             if event.index in self._open:
                 yield from self._end(choice, event)
         elif event.index in self._open:
-            if isinstance(event, Tokens):
-                pieces = choice.push(event)
-            else:
-                pieces = choice.scored(event) if isinstance(event, PromptScored) else _steps(event)
-            for piece in pieces:
+            for piece in _pieces(choice, event):
                 self._count(piece)
                 yield piece
             if choice.matched is not None:

@@ -105,8 +105,8 @@ class ParsedChoice(ChoiceText):
             reason = "tool_calls"
         return super()._ended(reason, None if self.matched is _CALLED else stop_reason)
 
-    def _deltas(self, text: str, token_ids: tuple[int, ...]) -> Iterator[Delta]:
-        return self._spread(self._delta(text, token_ids))
+    def _deltas(self, text: str, token_ids: tuple[int, ...], scores: tuple[float, ...]) -> Iterator[Delta]:
+        return self._spread(self._delta(text, token_ids, scores))
 
     def _spread(self, counted: Delta | None = None) -> Iterator[Delta]:
         """A delta for each run of parts of a kind; what is ``counted`` goes with the first."""

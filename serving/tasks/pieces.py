@@ -13,6 +13,7 @@ from ..reply import (
     Choice,
     Delta,
     Ended,
+    LogitRows,
     Piece,
     Reply,
     ReplyCall,
@@ -23,6 +24,7 @@ from ..reply import (
     Usage,
     Vector,
 )
+from ..request import LogitsOf
 
 
 class Pieces:
@@ -109,6 +111,8 @@ def gather(pieces: Iterable[Piece]) -> Reply:
             choices.setdefault(piece.index, Gathered()).add(piece)
         elif isinstance(piece, Ended):
             choices.setdefault(piece.index, Gathered()).ended = piece
+        elif isinstance(piece, LogitRows):
+            choices.setdefault(piece.index, Gathered()).rows.append(piece)
         elif isinstance(piece, Vector):
             vectors[piece.index] = piece.data
         elif isinstance(piece, Score):
@@ -131,6 +135,7 @@ class Gathered:
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
         self.steps: list[Step] = []
+        self.rows: list[LogitRows] = []
         self.ended: Ended | None = None
 
     def add(self, delta: Delta) -> None:
@@ -149,7 +154,13 @@ class Gathered:
             logprobs=tuple(entry for delta in self.deltas for entry in delta.logprobs),
             text_logprobs=self._text_logprobs(),
             steps=tuple(self.steps),
+            token_logprobs=tuple(score for delta in self.deltas for score in delta.token_logprobs),
+            context_logits=self._logits("context"),
+            generation_logits=self._logits("generation"),
         )
+
+    def _logits(self, of: LogitsOf) -> bytes:
+        return b"".join(rows.data for rows in self.rows if rows.of == of)
 
     def _text_logprobs(self) -> tuple[TextLogprob, ...]:
         if not any(delta.logprobs for delta in self.deltas):

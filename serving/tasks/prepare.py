@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField, RequestError
+from ..logits_size import check_logits
 from ..request import (
     RawChat,
     RawCompletion,
@@ -123,6 +124,7 @@ def prepare(
     else:
         lengths = RawSampling() if own is None or isinstance(own, RawEmbedding | RawScore) else own.sampling
         valid = _generation(raw, endpoint, head, task, lengths)
+    check_logits(valid, endpoint.info.vocab_size, endpoint.info.max_logits_bytes)
     check_size(valid, raw, endpoint.profile, endpoint.info.embedding_dim)
     return valid
 
@@ -310,4 +312,8 @@ def _score(raw: RawScore, endpoint: EndpointView, head: _Head) -> ValidRequest:
 def _sequences(prompts: list[Prompt], n: int, seed: int | None) -> tuple[Sequence, ...]:
     first = secrets.randbits(64) if seed is None else seed & MASK
     drawn = iter(seeds(first, n * len(prompts)))
-    return tuple(Sequence(prompt_token_ids=p.token_ids, seed=next(drawn)) for p in prompts for _ in range(n))
+    return tuple(
+        Sequence(prompt_token_ids=p.token_ids, seed=next(drawn), context_logits_from=len(p.token_ids) if choice else 0)
+        for p in prompts
+        for choice in range(n)
+    )

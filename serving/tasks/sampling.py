@@ -55,6 +55,8 @@ def resolve(
         no_repeat_ngram_size=_ngram_size(asked.no_repeat_ngram_size),
         embedding_bias=embedding_bias(asked.embedding_bias, endpoint.info.vocab_size),
         penalize_prompt=bool(asked.penalize_prompt),
+        context_logits=bool(asked.context_logits),
+        generation_logits=bool(asked.generation_logits),
     )
     return resolved if asked.beams is None else _searched(resolved, asked, asked.beams, endpoint)
 
@@ -76,8 +78,10 @@ def _searched(sampling: Sampling, asked: RawSampling, raw: RawBeams, endpoint: E
 
 def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
     """Raises ``InvalidField`` where ``max_tokens`` 0 leaves nothing to be answered, or something without effect."""
-    if not echo:
+    if not echo and not asked.context_logits:
         raise InvalidField("max_tokens", 0, "an integer above 0, or echo: true beside it, which scores the prompt")
+    if asked.generation_logits:
+        raise InvalidField("generation_logits", True, "false with max_tokens 0: no token is generated")
     if asked.beams is not None:
         raise InvalidField(asked.beams.field, asked.beams.width, "null with max_tokens 0: no text is searched for")
     if asked.constraint is not None and asked.constraint.kind != "text":

@@ -26,8 +26,20 @@ from ..constraint import GIVEN
 from ..engine.interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from ..engine.request_check import NO_GRAMMARS
 from ..errors import AlreadyExists, Conflict, InvalidField, NotFound, PackagingError
-from ..events import Embedded, Failed, Finished, FinishReason, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
-from ..request import POOLED, ValidRequest
+from ..events import (
+    Embedded,
+    Failed,
+    Finished,
+    FinishReason,
+    Logits,
+    PromptScored,
+    StepTiming,
+    Timed,
+    TokenLogprob,
+    Tokens,
+)
+from ..logits_size import check_logits
+from ..request import POOLED, LogitsOf, ValidRequest
 from ..settings import EngineSettings, SecondsOrZero
 from ..stop_rule import StopReason, StopRule
 
@@ -154,6 +166,7 @@ class InstantCore:
             max_kv_tokens=length,
             embedding_dim=self.model.embedding_dim if "embeddings" in bundle.tasks else 0,
             kernels="none",
+            max_logits_bytes=settings.max_logits_bytes,
             backend=self.backend,
             pid=os.getpid(),
         )
@@ -174,6 +187,10 @@ class InstantCore:
         grammar = request.sampling.grammar if request.sampling is not None else None
         if grammar is not None:
             refused = InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
+            return Failed(refused.kind, refused.message, refused.param)
+        try:
+            check_logits(request, self.model.vocab_size, self.settings.max_logits_bytes)
+        except InvalidField as refused:
             return Failed(refused.kind, refused.message, refused.param)
         if not continues and len(self._running) >= self.settings.max_queued_requests:
             return Failed("overloaded", "the queue is full", None, 1.0)
@@ -247,6 +264,9 @@ class InstantCore:
                 self._generated += 1
                 self._generated_provisioned += request.provisioned
                 cached = sequence.num_cached if sequence.num_generated == sequence.num_resumed + 1 else None
+                if sampling.generation_logits:
+                    place = sequence.num_generated - 1
+                    self._send_logits(running, sequence.index, "generation", place, (token_id,))
                 event = Tokens(sequence.index, (token_id,), self._logprobs(token_id, sampling.logprobs), cached)
                 if request.timings:
                     self._time(running, sequence, now)
@@ -282,6 +302,12 @@ class InstantCore:
 
     def _score(self, running: _Running, sequence: InstantSequence) -> None:
         sampling = running.request.sampling
+        source = running.request.sequences[sequence.index]
+        if sampling is not None and sampling.context_logits:
+            first = source.context_logits_from
+            following = (*source.prompt_token_ids[first + 1 :], 0)
+            if first < len(source.prompt_token_ids):
+                self._send_logits(running, sequence.index, "context", first, following)
         if sampling is None or sampling.prompt_logprobs is None:
             return
         scores = [
@@ -290,6 +316,13 @@ class InstantCore:
             for score in self._logprobs(token_id, sampling.prompt_logprobs)
         ]
         event = PromptScored(sequence.index, tuple(scores))
+        self._outbox.append((running.client, running.request.request_id, event))
+
+    def _send_logits(self, running: _Running, index: int, of: LogitsOf, start: int, following: tuple[int, ...]) -> None:
+        """Rows that are 1 for the token that follows and 0 for all others."""
+        rows = np.zeros((len(following), self.model.vocab_size), dtype="<f4")
+        rows[np.arange(len(following)), np.array(following) % self.model.vocab_size] = 1.0
+        event = Logits(index, of, start, len(rows), rows.tobytes())
         self._outbox.append((running.client, running.request.request_id, event))
 
     def _logprobs(self, token_id: int, k: int | None) -> tuple[TokenLogprob, ...]:

@@ -16,7 +16,7 @@ from ..engine.interface import AdapterInfo, EngineInfo, Health
 from ..events import Event
 from ..request import ValidRequest
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):

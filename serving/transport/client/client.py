@@ -22,7 +22,7 @@ from ...request import ValidRequest
 from ...settings import EngineSettings
 from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
-from .event_stream import EventBuffer, RemoteStream, RequestHandle
+from .event_stream import RemoteStream, RequestHandle, event_buffer
 from .finder import Finder
 from .io_loop import IoLoop, WaitOptions
 from .poller import Poller, ThreadPoller
@@ -161,7 +161,7 @@ class RemoteEngine(Engine):
 
     def submit(self, request: ValidRequest, into: EventQueue | None = None) -> RemoteStream:
         """Run ``request``; see ``Engine``. ``into`` replaces the queue of events, for a reader that is no thread."""
-        events = EventBuffer(self._queue() if into is None else into, len(request.sequences))
+        events = event_buffer(request, self._queue() if into is None else into)
         handle = RequestHandle(self._io)  # commands hold it, not the stream: an unreferenced stream is collected
         stream = RemoteStream(handle, events, len(request.sequences), owner=self)
 

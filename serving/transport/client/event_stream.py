@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from ...events import Event, Failed, is_terminal
+from ...events import Event, Failed, Logits, is_terminal
+from ...request import ValidRequest
 from .protocol_state import ClientState
 
 HIGH = 1024  # high watermark: events a sequence that wait for their reader before the request is paused
 LOW = 128  # low watermark: events left at which the request is resumed
+HIGH_BYTES = 32 * 2**20  # of logits
+LOW_BYTES = 4 * 2**20
 MAX_MARKS = 8  # the watermarks of a request with n sequences are at most so many times those of one
 
 
@@ -36,6 +39,43 @@ class EventBuffer:
     def is_drained(self) -> bool:
         """Whether the request was paused for this buffer's sake and there is room again."""
         return self.paused and self._events.qsize() <= self._low
+
+
+class LogitsBuffer(EventBuffer):
+    """Also full by the bytes of logits that wait in it. Each of the two counts is one side's own."""
+
+    def __init__(self, events: Any, num_sequences: int) -> None:
+        super().__init__(events, num_sequences)
+        self._came = self._went = 0
+        self.put, self.get = self._put, self._get
+
+    def _put(self, event: Event) -> None:
+        self._came += _size(event)
+        self._events.put(event)
+
+    def _get(self) -> Event:
+        event: Event = self._events.get()
+        self._went += _size(event)
+        return event
+
+    @property
+    def is_full(self) -> bool:
+        return super().is_full or self._came - self._went >= HIGH_BYTES
+
+    @property
+    def is_drained(self) -> bool:
+        return super().is_drained and self._came - self._went <= LOW_BYTES
+
+
+def _size(event: Event) -> int:
+    return len(event.data) if isinstance(event, Logits) else 0
+
+
+def event_buffer(request: ValidRequest, events: Any) -> EventBuffer:
+    """For the events of ``request``, in the queue ``events``."""
+    sampling = request.sampling
+    asks = sampling is not None and (sampling.context_logits or sampling.generation_logits)
+    return (LogitsBuffer if asks else EventBuffer)(events, len(request.sequences))
 
 
 class CommandQueue(Protocol):

@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from ...errors import ServingError
-from ...events import Event, Failed, Finished, FinishReason, PromptScored, Timed, Tokens
-from ...request import POOLED, ValidRequest
+from ...events import Event, Failed, Finished, FinishReason, Logits, PromptScored, Timed, Tokens
+from ...request import POOLED, LogitsOf, Sampling, ValidRequest
 from ...stop_rule import StopRule
 
 Phase = Literal["running", "pausing", "paused"]
@@ -51,6 +51,7 @@ class InflightRequest:
         self.attempt = list(range(len(request.sequences)))
         self.ending: set[int] = set()  # sequences the caller has asked to end
         self.scored: set[int] = set()
+        self._rows: dict[tuple[LogitsOf, int], int] = {}  # of logits, delivered so far
         self.submitted = False  # to the engine that there is now
         self.restarts = 0  # in a row, with nothing delivered between them
         self.failed = False
@@ -87,6 +88,11 @@ class InflightRequest:
             self.delivered[index].extend(event.token_ids)
         elif isinstance(event, PromptScored):
             self.scored.add(index)
+        elif isinstance(event, Logits):
+            new = self._new_rows(index, event)
+            if new is None:
+                return
+            event = new
         elif isinstance(event, Finished):
             event = msgspec.structs.replace(
                 event, num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens)
@@ -99,6 +105,18 @@ class InflightRequest:
             self.open.discard(index)
         self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
         self._park(None)
+
+    def _new_rows(self, index: int, event: Logits) -> Logits | None:
+        """``event`` without the rows that an earlier attempt has delivered; None where it has no others."""
+        end = event.start + event.num_rows
+        known = max(self._rows.get((event.of, index), 0) - event.start, 0)
+        if known >= event.num_rows:
+            return None
+        self._rows[event.of, index] = end
+        if not known:
+            return event
+        data = event.data[len(event.data) // event.num_rows * known :]
+        return msgspec.structs.replace(event, start=event.start + known, num_rows=event.num_rows - known, data=data)
 
     def _is_pause(self, index: int, event: Finished) -> bool:
         return self.phase == "pausing" and event.reason == "abort" and index not in self.ending
@@ -161,16 +179,27 @@ class InflightRequest:
 
     def _resumed(self, index: int) -> msgspec.Struct:
         source = self.request.sequences[index]
+        first = self._next_row(index)
         if self._searches:  # a search has no tokens before it has its texts
-            return source
+            return msgspec.structs.replace(source, context_logits_from=first)
         resumed = source.resumed_token_ids + tuple(self.delivered[index])
-        return msgspec.structs.replace(source, resumed_token_ids=resumed)
+        return msgspec.structs.replace(source, resumed_token_ids=resumed, context_logits_from=first)
+
+    def _next_row(self, index: int) -> int:
+        """The first row of the context's logits that is still wanted."""
+        return max(self._rows.get(("context", index), 0), self.request.sequences[index].context_logits_from)
+
+    def _was_read(self, index: int, sampling: Sampling) -> bool:
+        """Whether everything that was asked of its prompt was delivered, and anything was asked."""
+        if sampling.context_logits and self._next_row(index) < len(self.request.sequences[index].prompt_token_ids):
+            return False
+        return index in self.scored or (sampling.context_logits and sampling.prompt_logprobs is None)
 
     def _reason(self, index: int, max_tokens: int) -> FinishReason | None:
         sampling, delivered = self.request.sampling, self.delivered[index]
         if index in self.ending:
             return "abort"
-        if sampling is None or not (delivered or index in self.scored):
+        if sampling is None or not (delivered or self._was_read(index, sampling)):
             return None
         source = self.request.sequences[index]
         rule = StopRule(sampling, max_tokens - len(source.prompt_token_ids))

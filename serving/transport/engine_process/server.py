@@ -18,7 +18,7 @@ import zmq
 
 from ...engine.interface import Core, EngineInfo, EngineOutput, Health
 from ...errors import Aborted, InternalError, PermissionDenied, ServingError
-from ...events import Event, Failed, is_terminal
+from ...events import Event, Failed, Logits, is_terminal
 from ...request import ValidRequest
 from ...settings import EngineSettings
 from .. import protocol as m
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
 LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
+FRAME = 8 * 2**20  # bytes of logits after which a frame is sent
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
 
 
@@ -281,7 +282,10 @@ class EngineServer:
                 request.left = 0 if isinstance(event, Failed) else request.left - 1
                 if not request.left:
                     self._close(peer, number)
-            by_peer.setdefault(identity, []).append((number, event))
+            items = by_peer.setdefault(identity, [])
+            items.append((number, event))
+            if isinstance(event, Logits) and sum(len(e.data) for _, e in items if isinstance(e, Logits)) >= FRAME:
+                self._send(identity, m.Events(steps, tuple(by_peer.pop(identity))))
         for identity, items in by_peer.items():
             self._send(identity, m.Events(steps, tuple(items)))
 

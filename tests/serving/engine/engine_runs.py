@@ -6,12 +6,16 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+from tiny_models import VOCAB
+
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import PrefixKey
 from mlflow_llm.serving.engine.logits_processors import LogitsProcessors
 from mlflow_llm.serving.engine.sequence import SequenceGroup, SequenceState
-from mlflow_llm.serving.events import Failed, Finished, PromptScored, TokenLogprob, Tokens
-from mlflow_llm.serving.request import ValidRequest
+from mlflow_llm.serving.events import Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.request import LogitsOf, ValidRequest
 
 
 @dataclass
@@ -23,6 +27,15 @@ class Outcome:
     scored: dict[int, PromptScored] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: Failed | None = None
+    rows: dict[tuple[LogitsOf, int], list[Logits]] = field(default_factory=lambda: defaultdict(list))
+
+    def logits(self, of: LogitsOf, index: int = 0, *, first: int = 0) -> npt.NDArray[np.float32]:
+        """[rows, V], which came in order from row ``first`` on."""
+        for event in self.rows[of, index]:
+            assert event.start == first
+            first += event.num_rows
+        parts = [np.frombuffer(e.data, dtype="<f4").reshape(e.num_rows, -1) for e in self.rows[of, index]]
+        return np.concatenate(parts) if parts else np.empty((0, VOCAB), dtype=np.float32)
 
 
 def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None = None) -> dict[str, Outcome]:
@@ -40,6 +53,8 @@ def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None =
             if isinstance(event, Tokens):
                 outcome.tokens[event.index].extend(event.token_ids)
                 outcome.logprobs[event.index].extend(event.logprobs)
+            elif isinstance(event, Logits):
+                outcome.rows[event.of, event.index].append(event)
             elif isinstance(event, PromptScored):
                 outcome.scored[event.index] = event
             elif isinstance(event, Finished):

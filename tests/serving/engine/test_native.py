@@ -200,7 +200,7 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: i
     decoder = NativeDecoder(loaded.decoder, cache)
     random = np.random.default_rng(beside)
     for owner in range(beside + 1):
-        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
+        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), at_most=0)
     rows, start = [], 0
     for end in cuts:
         others = [random.integers(0, 131, 3) for _ in range(beside)]
@@ -281,7 +281,7 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 131, 60)
     cache = SlotKVCache(loaded.layers, num_slots=2, num_tokens=512, max_model_len=256, dtype=torch.float32)
     cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
-    cache.acquire(1, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
+    cache.acquire(1, PrefixKey("", ""), tokens.astype(np.int32), at_most=0)
     native = NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 60)], [None], range(60))
     with torch.inference_mode():
         model = ModelForward(loaded.model, loaded.holder, cache, None, loaded.device)

@@ -70,7 +70,7 @@ def bundle_of(directory: Path, name: str = "mistral", content_hash: str = HASH) 
 def logits_of(loaded: Any) -> torch.Tensor:
     tokens = np.random.default_rng(0).integers(0, 131, 90)
     cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=512, max_model_len=256, dtype=torch.float32)
-    cache.acquire(0, "", tokens.astype(np.int32), reuse=False)
+    cache.acquire(0, "", tokens.astype(np.int32), at_most=0)
     return NativeDecoder(loaded.decoder, cache).forward(tokens, [Row(0, 0, 90)], [None], range(90))
 
 

@@ -129,7 +129,7 @@ def test_moved_slots_keep_their_numbers() -> None:
     """Gathering decodes into neighbouring slots moves KV with them."""
     cache = make_cache()
     for owner in range(6):
-        cache.acquire(owner, BASE, np.array([owner] * 10, dtype=np.int32), reuse=False)
+        cache.acquire(owner, BASE, np.array([owner] * 10, dtype=np.int32), at_most=0)
         slot = cache.table.by_owner[owner]
         cache._layers[0].k[slot.index, :, :10] = float(owner)
         cache.computed(owner, slot.tokens, 10)

@@ -6,7 +6,7 @@ from scripted_engine import ScriptedEngine, spoken
 
 from mlflow_llm.serving.dialects import DIALECTS
 from mlflow_llm.serving.errors import DeadlineExceeded, EngineDied, InternalError
-from mlflow_llm.serving.events import Failed, Finished, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
+from mlflow_llm.serving.events import Failed, Finished, Logits, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
 from mlflow_llm.serving.reply import Delta, Done, Ended, Step
 from mlflow_llm.serving.tasks import generate
 from mlflow_llm.serving.tasks.prepare import prepare
@@ -262,3 +262,36 @@ def test_steps_come_before_their_text(text, ask):
     choice = generate.gather(pieces).choices[0]
     assert [(step.waited, step.elapsed, step.batch_size) for step in choice.steps] == [(0.5, 0.75, 3), (0.0, 0.25, 2)]
     assert choice.text == "hello"
+
+
+def test_each_token_has_its_log_probability(text, ask):
+    """A choice has one for each of its token ids, also for those without text: up to the token that ended it."""
+    ids = (*text.encode("one STOP", False), 9)
+    scores = tuple(TokenLogprob(token, -0.1 * place) for place, token in enumerate(ids))
+    engine = ScriptedEngine([Tokens(0, ids[:1], scores[:1]), Tokens(0, ids[1:], scores[1:]), Finished(0, "stop")])
+    choice = _reply(engine, ask(stop="STOP", logprobs=0), text).choices[0]
+    assert choice.token_ids == ids[:-1]
+    assert choice.token_logprobs == tuple(score.logprob for score in scores[:-1])
+    assert choice.cum_logprob == pytest.approx(sum(score.logprob for score in scores[:-1]))
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_logits_are_those_of_the_tokens(text, ask, together):
+    """However rows and tokens come, a choice has the rows of its own tokens: none of what came after a stop string."""
+    ids = (*text.encode("one STOP", False), 9)
+    rows = [bytes([place] * 8) for place in range(len(ids))]
+    events = [
+        Logits(0, "context", 0, 2, b"a" * 16),
+        Logits(0, "context", 2, 1, b"b" * 8),
+        *(
+            Logits(0, "generation", start, len(part), b"".join(part))
+            for start in range(0, len(ids), together)
+            for part in [rows[start : start + together]]
+        ),
+        *(Tokens(0, ids[i : i + 2]) for i in range(0, len(ids), 2)),
+        Finished(0, "length"),
+    ]
+    choice = _reply(ScriptedEngine(events), ask(stop="STOP"), text).choices[0]
+    assert choice.context_logits == b"a" * 16 + b"b" * 8
+    assert choice.generation_logits == b"".join(rows[: len(choice.token_ids)])
+    assert len(choice.token_ids) == len(ids) - 1

@@ -5,54 +5,22 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq
+from offline_server import ONE, TWO, Server, offline_server
 from transport_place import completion
 
-from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.events import Failed, Finished, Tokens
 from mlflow_llm.serving.journal import journals
-from mlflow_llm.serving.settings import EngineSettings
-from mlflow_llm.serving.testing.instant_core import InstantCore, InstantModel, write_model
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client.event_stream import EventBuffer
 from mlflow_llm.serving.transport.client.protocol_state import ClientState
-from mlflow_llm.serving.transport.engine_process.server import LOCAL, EngineServer
-
-ONE, TWO = LOCAL + b"one", LOCAL + b"two"
-
-
-class Server(EngineServer):
-    """Without a connection: what it would send is kept."""
-
-    def _send(self, identity: bytes, message: m.ToClient) -> None:
-        self.sent.setdefault(identity, []).append(message)
-
-    def events(self, identity: bytes) -> list[tuple[int, Any]]:
-        messages = self.sent.pop(identity, [])
-        return [item for message in messages if isinstance(message, m.Events) for item in message.items]
-
-    def run_out(self) -> None:
-        while self.core.has_work():
-            self._send_events(self.core.step(), 0)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    bundle = Bundle(content_hash="x", tasks=("completions",), model_dir=str(tmp_path), tokenizer_dir="")
-    write_model(tmp_path, InstantModel())
-    settings = EngineSettings()
-    core = InstantCore(bundle, settings)
-    context = zmq.Context()
-    with context.socket(zmq.ROUTER) as socket:
-        found = Server(core, settings, None, socket, core.info, "g")  # type: ignore[arg-type]
-        found.sent = {}
-        for identity in (ONE, TWO):
-            found._handle(identity, m.Hello("c", name=identity.decode(), journal=str(tmp_path / "journal")))
+    with offline_server(tmp_path) as found:
         yield found
-    context.term()
 
 
 def test_numbers_are_a_connections_own(server: Server) -> None:
