@@ -31,7 +31,6 @@ constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a br
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
-constexpr int TILES_FROM = 2;  // rows from which int8 products by tiles are faster, where the processor has them
 
 enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2 };
 
@@ -328,17 +327,17 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish fini
     }
 }
 
-// How a linear is multiplied. Products of bytes are the same by tiles and without; those of bfloat16 round otherwise, so
-// that all rows go one way.
-inline TileUse tiles_for(const Linear& w, int T) {
+// How a linear is multiplied, by any number of rows: a product of bfloat16 rounds otherwise by tiles, and a processor that
+// goes back and forth within a step pays for it (5 % of one with a single row).
+inline TileUse tiles_for(const Linear& w) {
     const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
-    const bool pays = w.kind == Kind::INT8 ? T >= TILES_FROM : w.kind == Kind::BF16 && multiplies_bf16();
-    return whole && pays ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
+    const bool can = w.kind == Kind::INT8 || multiplies_bf16();
+    return whole && can ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
 }
 
 template <Kind KIND>
 inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    const TileUse use = tiles_for(w, T);
+    const TileUse use = tiles_for(w);
     if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
     else if (use == TileUse::EMULATED) multiply_tiles<KIND, EmulatedTiles>(w, x, T, y, finish, first, last);
     else multiply_panels<KIND>(w, x, T, y, finish, first, last);
