@@ -43,6 +43,8 @@ _OURS = (
     "typical_p",
     "min_tokens",
     "logit_bias",
+    "bad_words",
+    "no_repeat_ngram_size",
     "response_format",
     "structured_outputs",
     "guided_json",
