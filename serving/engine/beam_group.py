@@ -189,12 +189,26 @@ class BeamGroup:
                 beam.matching = parent.fork()
                 beam.matching.consume((fork.token_id,))
 
+    def settled(self) -> list[SearchedText]:
+        """The texts that are certain before the search has ended, and have not been given out; they leave it."""
+        search, p = self.search, self.group.sampling
+        raised = p.logit_bias or p.embedding_bias is not None or p.presence_penalty or p.frequency_penalty
+        if not isinstance(search, BeamSearch) or raised:  # which may make sums greater
+            return []
+        certain = [index for index in self.indexes if self._ranks[index] < search.num_certain]
+        found = self._texts_of(certain, "stop") if certain else []
+        self.indexes = [index for index in self.indexes if index not in certain]
+        return found
+
     def texts(self, reason: FinishReason) -> list[SearchedText]:
         """The texts that are still wanted; ``reason`` "abort" or "deadline" is theirs, and they are what is best by
         now, else each ends as it does."""
+        return self._texts_of(self.indexes, reason)
+
+    def _texts_of(self, indexes: Sequence[int], reason: FinishReason) -> list[SearchedText]:
         best = self.search.best(len(self._ranks)) if reason != "abort" else []
         texts = []
-        for index in self.indexes:
+        for index in indexes:
             rank = self._ranks[index]
             found = best[rank] if rank < len(best) else Hypothesis((), 0.0)
             end: FinishReason = reason

@@ -134,6 +134,14 @@ class BeamSearch(RunningBeams):
         self._finished = sorted([*self._finished, text], key=lambda one: -one.score)[: self.width]
         self._scores[beam] = -np.inf
 
+    @property
+    def num_certain(self) -> int:
+        """How many hypotheses, from the best one on, no running beam can come before, where log probabilities are no
+        greater than 0."""
+        length = self._max_tokens if self._penalty > 0.0 else self.length
+        most = self._scores.max() / np.float32(length**self._penalty)
+        return sum(bool(one.token_ids) and bool(one.score >= most) for one in self._finished)
+
     def step(self, log_probs: Any, note: Note | None = None, ending: Ending | None = None) -> Sequence[Fork]:
         """The beams that go on, best first; none when the search is ``done``.
 

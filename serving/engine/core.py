@@ -338,7 +338,11 @@ class EngineCore:
             return
         for beam in made:
             self._scheduler.add(beam)
-        if beams.search.done:
+        settled = beams.settled() if group.request.stream and not beams.search.done else ()
+        if settled:
+            self._count(first, sum(len(text.token_ids) for text in settled))
+            self._inflight.send_texts(first, settled)
+        if beams.search.done or not beams.indexes:
             self._finish(first, "stop")
 
     def _end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
@@ -494,9 +498,9 @@ class EngineCore:
         if isinstance(group.beams, BeamGroup):
             if sequence.status != "finished":
                 self._finish_search(group, group.beams, reason)
-            return
-        self._scheduler.finish(sequence)
-        self._inflight.finish(sequence, reason)
+        else:
+            self._scheduler.finish(sequence)
+            self._inflight.finish(sequence, reason)
         if self._grammars and sequence.request.request_id not in self._inflight:
             self._grammars.forget(sequence.request.request_id)
 

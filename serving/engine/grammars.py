@@ -65,6 +65,8 @@ class Compilation:
         """Why ``grammar``, of which this is the compilation, cannot be used."""
         if isinstance(self.refusal, ServingError):
             return self.refusal
+        if self.refusal and grammar is TEXTS:
+            return InvalidField(grammar.field, "stop strings", f"null with beam search: {self.refusal}")
         if self.refusal:
             return InvalidField(grammar.field, GIVEN, self.refusal)
         return None

@@ -149,8 +149,15 @@ class InflightRequests:
             self.remove(inflight)
 
     def finish_search(self, group: SequenceGroup, texts: Sequence[SearchedText]) -> None:
-        """The end of a search, and of its request where it was the last: each text whole, in one event."""
-        first = group.members[0]
+        """The end of a search, and of its request where it was the last."""
+        inflight = self.of(group.members[0])
+        self.send_texts(group.members[0], texts)
+        group.members.clear()
+        if not inflight.unfinished:
+            self.remove(inflight)
+
+    def send_texts(self, first: SequenceState, texts: Sequence[SearchedText]) -> None:
+        """Texts of a search, each whole, in one event; ``first`` is its first beam."""
         inflight = self.of(first)
         started = first.first_step_at or time.monotonic()
         for text in texts:
@@ -166,9 +173,6 @@ class InflightRequests:
                 queue_time=started - first.arrived_at,
             )
             self.emit(inflight, finished)
-        group.members.clear()
-        if not inflight.unfinished:
-            self.remove(inflight)
 
     def fail(self, inflight: InflightRequest, error: ServingError) -> None:
         """The end of a whole request that cannot go on."""

@@ -188,6 +188,23 @@ class _Strings(tf.StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([any(stop in row for stop in self._stops) for row in rows])
 
 
+def test_stop_strings_of_texts_that_are_not_their_tokens(tmp_path: Path) -> None:
+    """Where what a token writes depends on others the engine looks for none, and says so."""
+    core = make_core(bundle_of("word_piece", tmp_path))
+    core._grammars._compiler._load_tokenizer = unreadable
+    found = run(core, request_of("a", (4, 5), stop=("x",), beams=Beams(width=2)), request_of("b", (4, 5)))
+    failed = found["a"].failed
+    assert failed is not None
+    assert (failed.kind, failed.param) == ("invalid_field", "stop")
+    assert "with beam search" in failed.message
+    assert found["b"].finished
+    core.close()
+
+
+def unreadable() -> Any:
+    raise ValueError("its decoder makes a text of tokens that depends on more than each of them")
+
+
 def test_stop_strings_need_a_tokenizer(tiny_bundle: Bundle) -> None:
     """A model without one has no searches with stop strings, and says so; stop sequences it has."""
     core = tiny_core(tiny_bundle)
@@ -245,10 +262,10 @@ def test_beams_within_a_grammar(spoken: tuple[Bundle, Any, Texts]) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_texts_of_a_form(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
-    """Searches for JSON, preempted and beside sampled texts of the form, write it whole, in groups of beams too; a text
-    that is cut says so. No beam has a key twice."""
+    """Searches for JSON, in little memory and beside sampled texts, write it whole, in groups of beams too; a text that
+    is cut says so."""
     bundle, _, words = spoken
-    core = make_core(bundle, kv_cache_memory=1 << 18)
+    core = make_core(bundle, kv_cache_memory=320 * TOKEN_BYTES)
     properties = {"a": {"enum": ["x", "the"]}, "b": {"type": "boolean"}, "c": {"type": "array", "items": {"enum": [1]}}}
     form = schema({"type": "object", "properties": properties, "additionalProperties": False, "required": ["b"]})
     beams = Beams(width=4, num_groups=groups, diversity_penalty=2.0 if groups > 1 else 0.0)
@@ -276,6 +293,29 @@ def test_texts_of_a_form(spoken: tuple[Bundle, Any, Texts], groups: int) -> None
             else:
                 assert len(outcome.tokens[index]) == 60
     assert whole > 6
+    core.close()
+
+
+def test_keys_come_once(spoken: tuple[Bundle, Any, Texts]) -> None:
+    """Each beam knows the keys of its own text: a form that leaves them open has each once."""
+    bundle, _, words = spoken
+    core = make_core(bundle)
+    keys = {"type": "object", "patternProperties": {"^[abc]$": {"enum": [1]}}, "additionalProperties": False}
+    request = request_of(
+        "r",
+        words.ids("fox"),
+        n=5,
+        max_tokens=50,
+        grammar=schema(keys | {"minProperties": 3}, distinct_keys=True),
+        beams=Beams(width=5),
+    )
+    outcome = run(core, request)["r"]
+    assert outcome.failed is None, outcome.failed
+    found = [words.of(tokens) for tokens in outcome.tokens.values()]
+    assert found
+    for text in found:
+        pairs: list[Any] = json.loads(text, object_pairs_hook=list)
+        assert sorted(key for key, _ in pairs) == ["a", "b", "c"]
     core.close()
 
 

@@ -176,6 +176,31 @@ def test_a_scored_prompt_is_every_texts(tiny_bundle: Bundle, max_tokens: int) ->
     core.close()
 
 
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0])
+def test_a_streamed_search_sends_what_is_certain(tiny_bundle: Bundle, tiny_llama: Any, penalty: float) -> None:
+    """A text that no other can come before is sent at once, before the search has ended; all are the same texts."""
+    core = make_core(tiny_bundle)
+    early = 0
+    for number in range(8):
+        prompt = prompt_of(9, number)
+        with torch.inference_mode():
+            ends = tuple(
+                tiny_llama(torch.tensor([prompt])).logits[0, -1].topk(20).indices[[number % 4, 7, 15]].tolist()
+            )
+        beams = Beams(width=4, length_penalty=penalty, early_stopping="never")
+        more: dict[str, Any] = {"max_tokens": 12, "n": 3, "stop_token_ids": ends, "beams": beams}
+        wanted = expected(tiny_llama, request_of("a", prompt, **more))
+        core.add(request_of("a", prompt, stream=True, **more))
+        outcomes = {"a": Outcome()}
+        while len(outcomes["a"].finished) < 3:
+            take(core, outcomes, max_steps=1)
+            early += 0 < len(outcomes["a"].finished) < 3
+        assert texts(outcomes["a"]) == wanted
+        take(core, outcomes)
+    assert early
+    core.close()
+
+
 def test_several_prompts_and_ends_in_between(tiny_bundle: Bundle, tiny_llama: Any) -> None:
     """Each prompt of a request is a search of its own; texts that the caller gives up leave the others as they are."""
     core = make_core(tiny_bundle)

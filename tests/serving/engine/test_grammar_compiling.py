@@ -18,7 +18,7 @@ from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine import grammar_tokenizer, grammars
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.events import Failed
-from mlflow_llm.serving.request import ValidRequest
+from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.instant_core import InstantCore, write_model
 
@@ -147,6 +147,17 @@ def test_kept_grammars_are_bounded(
     for expression in ("a", "b", "a", "c", "a", "b"):
         run(core, held("r", prompt, regex(expression)))
     assert slow.sources == [regex(expression).source for expression in ("a", "b", "c", "b")]
+
+
+def test_a_search_that_is_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
+    """It leaves nothing behind, and requests beside it go on."""
+    outcomes = add(core, held("slow", prompt, regex("slow"), beams=Beams(width=2)), request_of("b", prompt))
+    assert slow.begun.acquire(timeout=60)
+    core.abort("slow")
+    assert core.has_work()
+    finish(core, outcomes)
+    assert not core.waits
+    assert (outcomes["slow"].finished[0].reason, outcomes["b"].finished[0].reason) == ("abort", "length")
 
 
 def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
