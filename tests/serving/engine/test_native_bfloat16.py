@@ -78,7 +78,7 @@ def logits_of(
         cache._slab.tensor.fill_(fill)
     decoder = NativeDecoder(loaded.decoder, cache)
     for owner in range(beside + 1):
-        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), reuse=False)
+        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), at_most=0)
     rows, start = [], 0
     for number, end in enumerate(cuts):
         others = [np.full(3, 7 + i) for i in range(beside)]
