@@ -1,6 +1,7 @@
 """What features of a request cost: the engine's step with them, beside the step of as many plain greedy sequences.
 
     python benchmarks/features.py --model .cache/models/smollm2 [--quantization int8]
+    python benchmarks/features.py --kernels torch --quantization none --only plain --batch-invariant
 
 Bursts of the features and of the plain path take turns in one process; a burst's figure is the median of its steps once
 all sequences decode, and what is reported are medians of the ratios within a round. A search of four beams stands
@@ -15,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+import msgspec
 from report import publish
 
 from mlflow_llm.serving.bundle import Bundle
@@ -23,6 +25,7 @@ from mlflow_llm.serving.request import Beams, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 WIDTH = 4
+INVARIANT = "batch_invariant"  # a setting of the engine
 DRAWN = {"temperature": 1.0}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "presence and frequency": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     "logit_bias of 100": {"logit_bias": tuple((token, 1.0) for token in range(1000, 1100))},
     "logprobs 5": {"logprobs": 5},
+    "generation logits": {"generation_logits": True},
     f"beams, {WIDTH}": {"beams": Beams(width=WIDTH, early_stopping="never")},
     f"beams, {WIDTH} in 2 groups": {"beams": Beams(width=WIDTH, num_groups=2, diversity_penalty=0.5)},
 }
@@ -62,15 +66,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2")
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto")
+    parser.add_argument("--batch-invariant", action="store_true", help="beside the plain step without the setting")
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 8, 32])
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     args = parser.parse_args()
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
-    settings = EngineSettings(quantization=args.quantization, max_model_len=512, prefix_caching=False)
+    settings = EngineSettings(
+        max_logits_bytes=2**30,
+        quantization=args.quantization,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        max_model_len=512,
+        prefix_caching=False,
+    )
     core = EngineCore(bundle, settings)
+    invariant = None
     names = ["plain", *(name for name in args.only if name != "plain")]
+    if args.batch_invariant:
+        invariant = EngineCore(bundle, msgspec.structs.replace(settings, batch_invariant=True))
+        names.append(INVARIANT)
     ratios: dict[tuple[int, str], list[float]] = {}
     plain_ms: dict[int, list[float]] = {}
     rng, number = random.Random(0), 0
@@ -79,12 +97,15 @@ def main() -> None:
             found = {}
             for name in rng.sample(names, len(names)):
                 number += 1
-                found[name] = burst(core, size, args.new, number, FEATURES[name])
+                runs_in = invariant if invariant is not None and name == INVARIANT else core
+                found[name] = burst(runs_in, size, args.new, number, FEATURES.get(name, {}))
             if turn:  # the first round warms up
                 plain_ms.setdefault(size, []).append(found["plain"])
                 for name in names[1:]:
                     ratios.setdefault((size, name), []).append(found[name] / found["plain"])
-    core.close()
+    for one in (core, invariant):
+        if one is not None:
+            one.close()
     rows = [{"feature": "plain, ms"} | {str(size): statistics.median(plain_ms[size]) for size in args.batch}]
     for name in names[1:]:
         rows.append({"feature": name} | {str(size): statistics.median(ratios[size, name]) for size in args.batch})

@@ -72,6 +72,11 @@ def answer(core: Core, request: ValidRequest) -> Answer:
     return found
 
 
+def again(request: ValidRequest, name: str) -> ValidRequest:
+    """``request`` under another id, its prompt's KV shared with the others of its kind."""
+    return msgspec.structs.replace(request, request_id=name, cache_salt="needles")
+
+
 @dataclass(slots=True)
 class Needles:
     """``count`` answers were compared, of which ``resumed`` went on after some tokens; ``mismatches`` names the needle,
@@ -139,9 +144,9 @@ def _needle(
     chance: random.Random, wanted: tuple[ValidRequest, Answer], name: str, *, resume: bool
 ) -> tuple[ValidRequest, Answer]:
     """One of ``wanted``, and what it is to get."""
-    request, expected = wanted
-    salt = None if chance.random() < COLD else "needles"
-    request = msgspec.structs.replace(request, request_id=name, cache_salt=salt)
+    request, expected = again(wanted[0], name), wanted[1]
+    if chance.random() < COLD:
+        request = msgspec.structs.replace(request, cache_salt=None)
     assert request.sampling is not None
     alone = len(request.sequences) == 1 and request.sampling.beams is None
     length = len(expected.tokens[0]) if alone else 0

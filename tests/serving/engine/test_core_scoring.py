@@ -76,6 +76,19 @@ def test_the_same_in_a_batch_and_with_a_warm_cache(core: EngineCore, tiny_llama:
         assert outcomes[f"busy{i}"].tokens[0] == greedy(tiny_llama, prompt_of(9, 7 + i), 10)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bitwise_the_same_with_a_warm_prefix(tiny_bundle: Bundle, dtype: str) -> None:
+    """By torch's kernels too: a prompt whose KV, or whose beginning, is in the cache is read as it was without."""
+    core = core_of(tiny_bundle, dtype=dtype, kernels="torch")
+    prompt = prompt_of(40, 5)
+    cold = scores(run(core, scoring("cold", prompt))["cold"])
+    run(core, request_of("other", (*prompt, 7, 8), max_tokens=3))
+    warm = run(core, scoring("warm", prompt))["warm"]
+    assert scores(warm) == cold
+    assert warm.finished[0].num_cached_tokens == 0
+    core.close()
+
+
 def test_a_scored_prompt_can_be_gone_on_with(core: EngineCore, tiny_llama: Any) -> None:
     """Its KV stays for reuse by a request that generates."""
     prompt = prompt_of(24, 0)

@@ -169,12 +169,13 @@ def test_the_test_sees_what_depends_on_the_batch(make: Made) -> None:
     assert run(make(kernels="torch", dtype="bfloat16"), wanted).mismatches
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_invariant(make: Made, dtype: str) -> None:
-    """With the setting those kernels, too, give the same bits alone and among others."""
-    settings = {"kernels": "torch", "dtype": dtype, "batch_invariant": True}
+@pytest.mark.parametrize(("kernels", "dtype"), [("torch", "float32"), ("torch", "bfloat16"), ("auto", "bfloat16")])
+def test_batch_invariant(make: Made, kernels: str, dtype: str) -> None:
+    """With the setting those kernels, too, give the same bits alone and among others; whatever runs bfloat16 does."""
+    settings = {"kernels": kernels, "dtype": dtype, "batch_invariant": True}
     wanted = wanted_of(make(**settings))
     core = make(**settings, max_num_batched_tokens=32, kv_cache_memory=500 * TOKEN_BYTES)
+    assert core._parts.cache.prefix_caching == (core.info.kernels == "native")
     found = run(core, wanted, count=14)
     assert not found.mismatches, [kinds()[place].request_id for place in found.mismatches]
     assert found.resumed

@@ -1,0 +1,161 @@
+"""The needle test of docs/determinism.md on real weights: each answer bit for bit that of the request alone.
+
+    python benchmarks/needle.py --model .cache/models/smollm2 [--quantization int8] [--count 1000]
+
+One prompt is asked for in several ways (greedily, drawn with penalties, with its own log probabilities, to be searched)
+among random neighbours: in engines with other chunk sizes, with memory that is too small, with prefixes warm and cold,
+with few callers so that drafts are made, and in an engine process that is killed again and again.
+``--kernels torch --dtype bfloat16`` shows that the test finds what depends on a batch; with ``--batch-invariant`` it
+finds nothing there either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import threading
+from typing import Any
+
+from report import publish
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.request import Beams, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.testing.needle import Answer, again, answer, needles
+from mlflow_llm.serving.transport import connect
+
+SHOWN: dict[str, Any] = {"logprobs": 5, "generation_logits": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
+    "read": {"temperature": 0.0, "prompt_logprobs": 2},
+    "searched": {"temperature": 0.0, "beams": Beams(width=3)},
+}
+
+
+def request_of(name: str, prompt: tuple[int, ...], **sampling: Any) -> ValidRequest:
+    sequence = Sequence(prompt_token_ids=prompt, seed=sampling.pop("seed", 7))
+    adapter = sampling.pop("adapter", None)
+    return ValidRequest(
+        request_id=name, task="completions", model="m", sequences=(sequence,), adapter=adapter,
+        sampling=Sampling(**{"max_tokens": 24, **sampling}), cache_salt="needles",
+    )  # fmt: skip
+
+
+class Neighbours:
+    """Of any length; some begin as the needle does, some are of adapters, drawn or searched for."""
+
+    def __init__(self, prompt: tuple[int, ...], vocab_size: int, adapters: tuple[str, ...]) -> None:
+        self._prompt, self._size, self._adapters = prompt, vocab_size, adapters
+
+    def __call__(self, chance: random.Random, name: str) -> ValidRequest:
+        begins = self._prompt[: chance.choice([0, 0, len(self._prompt) // 2])]
+        ids = (*begins, *(chance.randrange(self._size) for _ in range(chance.randint(1, 160))))
+        more: dict[str, Any] = {"max_tokens": chance.randint(1, 40), "seed": chance.randrange(99)}
+        if chance.random() < 0.1:
+            return request_of(name, ids, temperature=0.0, beams=Beams(width=2), **more)
+        if self._adapters and chance.random() < 0.3:
+            more["adapter"] = chance.choice(self._adapters)
+        return request_of(name, ids, temperature=chance.choice([0.0, 1.0]), **more)
+
+
+def beside_a_killer(bundle: Bundle, settings: EngineSettings, wanted: Any, neighbour: Neighbours, count: int) -> Any:
+    """``count`` needles by an engine process that is killed after every fortieth: (needles, mismatches, kills)."""
+    found, kills, lock, chance = [0, 0], 0, threading.Lock(), random.Random(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="n", dir="/tmp") as state,
+        connect(bundle, settings, state_dir=os.path.join(state, "r")) as engine,
+    ):
+
+        def ask() -> None:
+            nonlocal kills
+            while found[0] < count:
+                with lock:
+                    name, kind = f"{chance.random()}", chance.random() < 0.5
+                    place = chance.randrange(len(wanted))
+                    request = again(wanted[place][0], name) if kind else neighbour(chance, name)
+                got = Answer()
+                for event in engine.submit(request):
+                    got.take(event)
+                with lock:
+                    if kind:
+                        found[0] += 1
+                        found[1] += got != wanted[place][1]
+                        if found[0] % 40 == 0:
+                            kills += 1
+                            os.kill(engine.info.pid, signal.SIGKILL)
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found[0], found[1], kills
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=".cache/models/smollm2")
+    parser.add_argument("--adapters", help="a directory of peft adapters of the model, whose requests are neighbours")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kernels", choices=("auto", "torch"), default="auto")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--count", type=int, default=1000)
+    args = parser.parse_args()
+    listed = sorted(os.listdir(args.adapters)) if args.adapters else []
+    adapters = {name: os.path.join(args.adapters, name) for name in listed}
+    bundle = Bundle(
+        content_hash=f"needle{os.getpid()}", tasks=("completions",), model_dir=args.model, tokenizer_dir="",
+        adapters=adapters,
+    )  # fmt: skip
+    basic: dict[str, Any] = {
+        "quantization": args.quantization, "dtype": args.dtype, "kernels": args.kernels, "max_model_len": 512,
+        "batch_invariant": args.batch_invariant,
+    }  # fmt: skip
+
+    def core_of(**more: Any) -> EngineCore:
+        return EngineCore(bundle, EngineSettings(**{"kv_cache_memory": 1 << 30, **basic, **more}))
+
+    core = core_of(prefix_caching=False, speculation="none")
+    walk = random.Random(5)
+    words = tuple(walk.randrange(core.info.vocab_size) for _ in range(40))
+    prompt = (*words, *words, *words[:30])  # with repeats, for drafts
+    wanted = []
+    for name, sampling in KINDS.items():
+        request = request_of(name, prompt, **SHOWN, **sampling)
+        wanted.append((request, answer(core, request)))
+    tokens = 8 * 220 * core._parts.cache.slot_elements // core._parts.cache.slot_tokens * 4
+    neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
+    kernels = core.info.kernels
+    core.close()
+    part, rows = max(args.count // 5, 1), []
+    for name, at_once, more in (
+        ("among many", 24, {}),
+        ("chunks of 24", 12, {"max_num_batched_tokens": 24}),
+        ("little memory", 16, {"kv_cache_memory": tokens}),
+        ("few, with drafts", 3, {}),
+    ):
+        core = core_of(**more)
+        found = needles(core, wanted, neighbour, count=part, at_once=at_once, seed=len(rows))
+        health = core.health()
+        rows.append({
+            "engine": name, "needles": found.count, "mismatches": len(found.mismatches), "resumed": found.resumed,
+            "preempted": core._scheduler.num_preemptions, "prefix_tokens": health.prefix_hit_tokens,
+            "drafts_taken": health.accepted_tokens, "kills": 0,
+        })  # fmt: skip
+        core.close()
+    count, mismatches, kills = beside_a_killer(bundle, EngineSettings(**basic), wanted, neighbour, part)
+    rows.append({"engine": "killed", "needles": count, "mismatches": mismatches, "kills": kills})
+    publish(
+        f"needle-{kernels}-{args.quantization}-{args.dtype}{'-invariant' if args.batch_invariant else ''}", rows,
+        kernels=kernels, adapters=len(adapters),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
