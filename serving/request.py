@@ -421,7 +421,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     ``timings``: the engine measures its steps (``events.Timed``). ``form`` is the endpoint's. ``scoring`` is for
     ``tasks.score``. ``second_from``: for pairs of texts, from which token on each sequence has tokens of the second
     type; () where sequences are one text. ``model_version``: of the model that answers, for dialects whose replies
-    say it.
+    say it. ``lora_task`` takes the place of ``adapter``; its id is one of ``tenant``'s alone. Token ids of prompts from
+    the vocabulary's size on are rows of ``prompt_table``.
     """
 
     request_id: str
@@ -459,6 +460,8 @@ class ValidRequest(Struct, frozen=True, kw_only=True):
     model_version: str = ""
     tenant: str = ""
     weight: int = 1
+    lora_task: LoraTask | None = None
+    prompt_table: PromptTable | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -38,7 +38,8 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     has delivered tokens ends with its engine, and is not paused for a slow reader. ``adapters``: LoRA adapters, loaded
     and unloaded while it runs. ``structured_output``: generation within a grammar.
     ``beam_search``: ``Sampling.beams``. ``provisioned``: it keeps the
-    pace of provisioned requests beside best-effort ones.
+    pace of provisioned requests beside best-effort ones. ``lora_tasks``: adapters that come with a request.
+    ``prompt_tables``: vectors of virtual tokens that do.
     """
 
     resumes: bool = True
@@ -46,13 +47,16 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     structured_output: bool = False
     beam_search: bool = False
     provisioned: bool = True
+    lora_tasks: bool = False
+    prompt_tables: bool = False
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What validation must know of a loaded model. ``max_model_len`` is tokens, prompt and completion together.
 
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
-    after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model.
+    after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model;
+    ``hidden_size`` is the width of a generating model's token embeddings, 0 where nobody needs it.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
@@ -66,6 +70,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_kv_tokens: int
     embedding_dim: int = 0
+    hidden_size: int = 0
     dtype: str = "float32"
     device: str = "cpu"
     quantization: str = "none"

@@ -32,6 +32,12 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
     if grammar is not None and not info.capabilities.structured_output:
         raise InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
     check_logits(request, info.vocab_size, info.max_logits_bytes)
+    if request.lora_task is not None and not info.capabilities.lora_tasks:
+        raise InvalidField(
+            "lora_task_id", request.lora_task.task_id, "null: this engine takes no adapters with requests"
+        )
+    if request.prompt_table is not None and not info.capabilities.prompt_tables:
+        raise InvalidField("prompt_embedding_table", "a table", "null: this engine takes no prompt tables")
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
     for sequence in request.sequences:

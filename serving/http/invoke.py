@@ -20,6 +20,7 @@ from ..routing.served_endpoints import ServedEntity
 from ..tasks import embed, generate, score
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply_size import fixed_size
+from ..tasks.request_weights import adapter_of
 from . import rate_limit_headers
 from .addressing import address, check_limits, meant
 from .answer import Answer
@@ -69,7 +70,7 @@ def _accept(
         raw = server.offload(len(body), _decode, request, body)
         entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = entity.endpoint, raw.stream
-        adapter = entity.view.find_adapter(None, raw.adapter)
+        adapter = adapter_of(raw, entity.view)
         server.endpoints.check_use(request.caller, entity, adapter)
         user = entity.view.said(raw, "user")
         record.user = user and user[:MAX_USER]

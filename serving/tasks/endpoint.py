@@ -105,10 +105,7 @@ class EndpointView:
 
         Raises ``NotFound`` for an adapter or a model that is not there, ``InvalidField`` for two that differ.
         """
-        named = self._adapter_of(model)
-        if named is not None and adapter is not None and named != adapter:
-            raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
-        found = named if named is not None else adapter
+        found = self.named_adapter(model, adapter)
         if found is None:
             found = self.default_adapter
         if found is None:
@@ -118,6 +115,13 @@ class EndpointView:
             listed = ", ".join(known[:32]) or "none"
             raise NotFound(f"adapter: no adapter {found[:64]!r}; loaded: {listed}", param="adapter")
         return found
+
+    def named_adapter(self, model: str | None, adapter: str | None) -> str | None:
+        """The adapter that a request names, None for none. Raises as ``find_adapter`` does."""
+        named = self._adapter_of(model)
+        if named is not None and adapter is not None and named != adapter:
+            raise InvalidField("adapter", adapter, f"{named!r} as in model, or only one of the two")
+        return named if named is not None else adapter
 
     def _adapter_of(self, model: str | None) -> str | None:
         if model is None or model == self.name or model in (self.names or ()):

@@ -37,6 +37,7 @@ from .endpoint import EndpointView, Profile
 from .forms import grammar
 from .prompts import Prompt, completion_prompts, embedding_inputs, is_raw
 from .reply_size import check_size
+from .request_weights import adapter_of, check_lora_task, check_prompt_table
 from .sampling import check_nothing_generated, resolve, seeds
 from .scored_texts import encoder_texts, pairs
 
@@ -98,7 +99,7 @@ def prepare(
     ``NotFound`` for an adapter or a model that is not there, ``Overloaded`` where no process is free to render the
     template.
     """
-    adapter = endpoint.find_adapter(raw.model, raw.adapter)
+    adapter = adapter_of(raw, endpoint)
     task = raw.task
     check_task(task, endpoint)
     own = endpoint.defaults(task)
@@ -156,6 +157,8 @@ def _check_rules(raw: RawRequest, endpoint: EndpointView) -> None:
     ``n: 1`` asks for what every endpoint does and passes; ``error_behavior`` is refused whatever its value.
     """
     profile = endpoint.profile
+    check_lora_task(raw, endpoint)
+    check_prompt_table(raw, endpoint)
     if isinstance(raw, RawEmbedding):
         n, error_behavior, stops = None, raw.error_behavior, None
         _check_embedding(raw, endpoint)
@@ -216,6 +219,10 @@ def _generation(
     sampling = resolve(asked, endpoint, longest, lengths, held_to, score_prompt=echo)
     if sampling.prompt_logprobs is not None and not raw_prompt:
         raise InvalidField("echo", True, "false with logprobs, unless use_raw_prompt is true")
+    if sampling.prompt_logprobs is not None and raw.prompt_table is not None:
+        raise InvalidField(
+            "echo", True, "false with logprobs and prompt_embedding_table: its tokens have no probability"
+        )
     return ValidRequest(
         request_id=head.request_id,
         task=task,
@@ -246,6 +253,8 @@ def _generation(
         deadline=head.deadline,
         tenant=head.tenant,
         weight=head.weight,
+        lora_task=raw.lora_task,
+        prompt_table=raw.prompt_table,
     )
 
 

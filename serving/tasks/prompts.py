@@ -99,9 +99,11 @@ def embedding_limit(endpoint: EndpointView) -> int:
 
 def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoint: EndpointView, path: str) -> Prompt:
     if not isinstance(entry, str):
-        check_token_ids(entry, endpoint, path)
+        virtual = 0 if raw.prompt_table is None else raw.prompt_table.num_tokens
+        check_token_ids(entry, endpoint, path, virtual)
         cut, truncated = _fit(entry, endpoint, raw.sampling, path)
-        return Prompt(cut, endpoint.text.decode(entry, skip_special_tokens=False) if raw.echo else "", truncated)
+        written = entry if not virtual else tuple(i for i in entry if i < endpoint.info.vocab_size)
+        return Prompt(cut, endpoint.text.decode(written, skip_special_tokens=False) if raw.echo else "", truncated)
     if not is_raw(raw, endpoint):
         messages = with_system((Message(role="user", content=entry),), endpoint.profile.default_system_prompt)
         return _templated(template_messages(messages), endpoint, raw.sampling, None, {}, path)._replace(text=entry)
@@ -171,9 +173,10 @@ def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
     return ContextTooLong(f"{path}: {count} tokens; {most}", param=path)
 
 
-def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str) -> None:
-    """Raises ``InvalidField`` naming ``path[i]`` for an id that the model does not have."""
-    size = endpoint.info.vocab_size
+def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str, virtual: int = 0) -> None:
+    """Raises ``InvalidField`` naming ``path[i]`` for an id that neither the model has nor a table of ``virtual`` tokens
+    after it."""
+    size = endpoint.info.vocab_size + virtual
     for i, token_id in enumerate(ids):
         if token_id >= size:
             raise InvalidField(f"{path}[{i}]", token_id, f"a token id below {size}")

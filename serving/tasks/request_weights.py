@@ -1,0 +1,72 @@
+"""Weights that come with a request: an adapter (``LoraTask``) or vectors of virtual tokens (``PromptTable``).
+
+Here their form is checked, and who may have them; what they are for a model's shapes the engine says.
+"""
+
+from __future__ import annotations
+
+from ..errors import InvalidField
+from ..request import LoraTask, RawCompletion, RawRequest
+from .endpoint import EndpointView
+
+MAX_TASK_ID = 2**64 - 1
+FLOAT = 4  # bytes
+
+
+def adapter_of(raw: RawRequest, endpoint: EndpointView) -> str | None:
+    """The adapter of the endpoint that answers, None for the base: where the request brings one, no other.
+
+    Raises as ``EndpointView.find_adapter``."""
+    if raw.lora_task is None:
+        return endpoint.find_adapter(raw.model, raw.adapter)
+    named = endpoint.named_adapter(raw.model, raw.adapter)
+    if named is not None:
+        raise InvalidField("lora_task_id", raw.lora_task.task_id, f"null where an adapter is named, {named!r}")
+    return None
+
+
+def check_lora_task(raw: RawRequest, endpoint: EndpointView) -> None:
+    """Raises ``InvalidField``."""
+    task = raw.lora_task
+    if task is None:
+        return
+    if not endpoint.info.capabilities.lora_tasks:
+        raise InvalidField("lora_task_id", task.task_id, "null: this model's engine takes no adapters with requests")
+    if not 0 <= task.task_id <= MAX_TASK_ID:
+        raise InvalidField("lora_task_id", task.task_id, f"an integer in [0, {MAX_TASK_ID}]")
+    if (task.weights is None) != (task.config is None):
+        lacking = "lora_weights" if task.weights is None else "lora_config"
+        other = "lora_config" if task.weights is None else "lora_weights"
+        raise InvalidField(lacking, None, f"a tensor beside {other}: the two come together")
+    if task.weights is not None and task.config is not None:
+        _check_rows(task, task.weights, task.config)
+
+
+def _check_rows(task: LoraTask, weights: bytes, config: tuple[tuple[int, ...], ...]) -> None:
+    if not config:
+        raise InvalidField("lora_config", [], "at least one row of [module_id, layer_idx, adapter_size]")
+    for i, row in enumerate(config):
+        if len(row) not in (3, 4):
+            raise InvalidField(f"lora_config[{i}]", list(row), "[module_id, layer_idx, adapter_size], or is_dora too")
+    if not weights or len(weights) % (FLOAT * len(config)):
+        raise InvalidField("lora_weights", f"{len(weights)} bytes", f"as many rows as lora_config has, {len(config)}")
+
+
+def check_prompt_table(raw: RawRequest, endpoint: EndpointView) -> None:
+    """Raises ``InvalidField``."""
+    table = raw.prompt_table
+    if table is None:
+        return
+    field = "prompt_embedding_table"
+    given = f"{len(table.data)} bytes"
+    if not endpoint.info.capabilities.prompt_tables:
+        raise InvalidField(field, given, "null: this model's engine takes no prompt tables")
+    if not isinstance(raw, RawCompletion) or any(isinstance(prompt, str) for prompt in raw.prompts):
+        raise InvalidField(field, given, "null, unless the prompt is token ids: no text has ids of its rows")
+    most = endpoint.context
+    if not 1 <= table.num_tokens <= most:
+        raise InvalidField("prompt_vocab_size", table.num_tokens, f"an integer in [1, {most}]")
+    width = endpoint.info.hidden_size
+    if len(table.data) != table.num_tokens * width * FLOAT:
+        size = f"[{table.num_tokens}, {width}] numbers, as prompt_vocab_size and the model's hidden size say"
+        raise InvalidField(field, f"{len(table.data) // FLOAT} numbers", size)
