@@ -24,6 +24,7 @@ class EngineOptions(TypedDict, total=False):
     prefix_caching: bool
     speculation: Literal["auto", "none"]
     max_adapters: int
+    adapter_memory: int
     threads: int | None
     trust_remote_code: bool
     idle_timeout: float

@@ -1,48 +1,253 @@
-"""Which adapters an engine has now, and what names each in the prefix cache's keys (``kv_cache.PrefixKey``)."""
+"""Which adapters an engine has now: named ones, which come from disk, and those that came with requests.
+
+A request claims its adapter when it is taken on and lets go of it at its end. What names an adapter's weights, here,
+in the pool and in the prefix cache (``kv_cache.PrefixKey``), is a key made anew for each load: an adapter that replaces
+one of its name has another key, and what runs ends on the weights that it began with.
+
+::
+
+    named      loaded ⇄ evicted (read again from disk by the next request)      → replaced → gone with its last request
+    a task     loaded → evicted, and so unknown: the next request sends its weights again
+
+What is loaded stays within ``budget`` bytes. For more room those go that no request has, the longest unused first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import os
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import AlreadyExists, Conflict, InvalidField, NotFound
+from ..errors import (
+    AlreadyExists,
+    Conflict,
+    InternalError,
+    InvalidField,
+    LimitExceeded,
+    NotFound,
+    Overloaded,
+    ServingError,
+)
+from ..request import LoraTask, ValidRequest
+from . import lora_task
+from .adapter_files import CONFIG, WEIGHTS
 from .interface import AdapterInfo
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    """``users``: requests that claim it. ``info`` and ``stamp`` (of its files) are those of a named one, ``digest`` is
+    a task's. ``is_current``: its name means it; else it goes with its last user."""
+
+    key: str
+    name: Hashable
+    num_bytes: int
+    info: AdapterInfo | None = None
+    stamp: Stamp = ()
+    digest: bytes = b""
+    is_pinned: bool = False
+    is_current: bool = True
+    users: int = 0
+    last_used: int = 0
 
 
 class AdapterRegistry:
-    """``pool`` (``lora.LoraPool``) holds the weights, None where the model takes no adapter; ``cache`` the KV."""
+    """``pool`` (``lora.LoraPool``) holds the weights, None where the model takes no adapter; ``cache`` the KV.
 
-    def __init__(self, pool: Any, cache: Any) -> None:
+    ``max_adapters`` bounds the named ones, ``budget`` the bytes of all that are loaded; ``pinned`` is never evicted.
+    """
+
+    def __init__(self, pool: Any, cache: Any, *, max_adapters: int, budget: int, pinned: str | None = None) -> None:
         self._pool, self._cache = pool, cache
-        self._key_of: dict[str | None, str] = {None: ""}
+        self._max_adapters, self._budget, self._pinned = max_adapters, budget, pinned
+        self._current: dict[Hashable, _Adapter] = {}  # a named one by its name, a task by (owner, id)
+        self._by_key: dict[str, _Adapter] = {}
+        self._clock = itertools.count(1)
         self._keys_made = 0
+        self.num_loads = 0
 
-    def key_of(self, name: str | None) -> str:
-        """The key of an adapter's KV, "" for the base. Raises ``NotFound`` for a name that is not loaded."""
-        if name not in self._key_of:
+    @property
+    def num_bytes(self) -> int:
+        """What is loaded takes."""
+        return sum(one.num_bytes for one in self._by_key.values() if one.key in self._pool)
+
+    # -- requests
+
+    def claim(self, request: ValidRequest) -> str:
+        """The key of a request's adapter, loaded and kept until ``release``; "" for the base.
+
+        Raises ``NotFound`` for one that is not there, ``InvalidField`` for weights that do not fit the model,
+        ``Overloaded`` where every loaded one is in use.
+        """
+        if request.lora_task is not None:
+            adapter = self._task((request.tenant, request.lora_task.task_id), request.lora_task)
+        elif request.adapter is None:
+            return ""
+        else:
+            adapter = self._named(request.adapter)
+        adapter.users += 1
+        adapter.last_used = next(self._clock)
+        return adapter.key
+
+    def release(self, key: str) -> None:
+        """The end of a request that had claimed ``key``."""
+        if not key:
+            return
+        adapter = self._by_key[key]
+        adapter.users -= 1
+        if not adapter.users and not adapter.is_current:
+            self._drop(adapter)
+
+    def _named(self, name: str) -> _Adapter:
+        adapter = self._current.get(name)
+        if adapter is None:
             raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
-        return self._key_of[name]
+        if adapter.key not in self._pool:
+            assert adapter.info is not None
+            path = adapter.info.path
+            try:
+                read = self._pool.read(name, path) if _stamp(path) == adapter.stamp else None
+            except (OSError, ServingError) as error:
+                raise InternalError(f"adapter {name!r} could not be read from disk again: {error}") from error
+            if read is None:
+                raise InternalError(f"adapter {name!r} changed on disk since it was loaded; load it anew")
+            self._make_room(read.num_bytes)
+            self._add(adapter, read)
+        return adapter
 
-    def load(self, name: str, path: str) -> AdapterInfo:
-        """Read a peft directory into the pool. A name already loaded is refused: unload it to replace it."""
+    def _task(self, name: Hashable, task: LoraTask) -> _Adapter:
+        adapter = self._current.get(name)
+        if task.weights is None:
+            if adapter is None:
+                text = f"LoRA task {task.task_id} not found in cache. Please send LoRA weights with request"
+                raise NotFound(text, param="lora_task_id")
+            return adapter
+        found = lora_task.digest(task)
+        if adapter is not None and adapter.digest == found:
+            return adapter
+        read = self._pool.read_task(task)
+        self._make_room(read.num_bytes, "lora_weights", leaving=adapter)
+        return self._enter(_Adapter(self._new_key("task"), name, read.num_bytes, digest=found), read)
+
+    # -- named adapters
+
+    def load(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Read a peft directory. A name already loaded is refused, or replaced: what runs ends on the old weights."""
         if self._pool is None:
             raise InvalidField("adapter", name, "no adapter: this model takes none")
-        if name in self._key_of:
+        known = self._current.get(name)
+        if known is not None and not replace:
             raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
-        info: AdapterInfo = self._pool.load(name, path)
-        self._keys_made += 1
-        self._key_of[name] = f"{name}#{self._keys_made}"  # KV of an earlier adapter of that name is not this one's
+        if known is None and sum(one.info is not None for one in self._current.values()) >= self._max_adapters:
+            raise LimitExceeded(
+                f"{self._max_adapters} adapters are loaded, as many as max_adapters allows",
+                limit="max_adapters",
+                allowed=self._max_adapters,
+                remaining=0,
+            )
+        stamp = _stamp(path)
+        read = self._pool.read(name, path)
+        self._make_room(read.num_bytes, "adapter", leaving=known)
+        info = AdapterInfo(name=name, rank=read.rank, path=path)
+        adapter = _Adapter(self._new_key(name), name, read.num_bytes, info=info, stamp=stamp)
+        adapter.is_pinned = name == self._pinned
+        self._enter(adapter, read)
         return info
 
-    def unload(self, name: str, in_use: Iterable[str | None]) -> None:
-        """Raises ``NotFound`` for an unknown name, ``Conflict`` where ``in_use`` holds it."""
-        key = self.key_of(name)
-        if name in in_use:
+    def unload(self, name: str) -> None:
+        """Raises ``NotFound`` for an unknown name, ``Conflict`` while a request uses it."""
+        adapter = self._current.get(name)
+        if adapter is None:
+            raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
+        if adapter.users:
             raise Conflict(f"adapter {name!r} is in use", param="adapter")
-        del self._key_of[name]
-        self._cache.forget(key)
-        self._pool.unload(name)
+        self._leave(adapter)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """The adapters loaded now; () where the model takes none."""
-        return tuple(self._pool.infos()) if self._pool is not None else ()
+        """The named adapters; () where the model takes none."""
+        return tuple(one.info for one in self._current.values() if one.info is not None)
+
+    # -- room
+
+    def _make_room(self, extra: int, field: str = "adapter", leaving: _Adapter | None = None) -> None:
+        """Evict what no request has until ``extra`` more bytes fit; nothing where that would not be enough.
+
+        ``leaving`` is replaced by what is coming, and goes first."""
+        if extra > self._budget:
+            raise LimitExceeded(
+                f"{field}: {extra} bytes, more than adapter_memory allows in all, {self._budget}",
+                limit="adapter_memory",
+                allowed=self._budget,
+                remaining=self._budget,
+            )
+        missing = self.num_bytes + extra - self._budget
+        if missing <= 0:
+            return
+        idle = [one for one in self._by_key.values() if not one.users and one.key in self._pool]
+        idle = [one for one in idle if not one.is_pinned or one is leaving]
+        if sum(one.num_bytes for one in idle) < missing:
+            raise Overloaded("Cache is full. There are no done tasks to evict", retry_after=1.0)
+        for one in sorted(idle, key=lambda one: (one is not leaving, one.last_used)):
+            if missing <= 0:
+                return
+            missing -= one.num_bytes
+            if one.info is None:
+                self._leave(one)
+            else:
+                self._pool.remove(one.key)
+
+    def _enter(self, adapter: _Adapter, read: Any) -> _Adapter:
+        """``adapter`` is what its name means from now on."""
+        known = self._current.get(adapter.name)
+        if known is not None:
+            self._leave(known)
+        adapter.last_used = next(self._clock)
+        self._current[adapter.name] = self._by_key[adapter.key] = adapter
+        self._add(adapter, read)
+        return adapter
+
+    def _add(self, adapter: _Adapter, read: Any) -> None:
+        self._pool.add(adapter.key, read)
+        self.num_loads += 1
+
+    def _leave(self, adapter: _Adapter) -> None:
+        """Its name does not mean it any more."""
+        del self._current[adapter.name]
+        adapter.is_current = False
+        if not adapter.users:
+            self._drop(adapter)
+
+    def _drop(self, adapter: _Adapter) -> None:
+        del self._by_key[adapter.key]
+        self._cache.forget(adapter.key)
+        if adapter.key in self._pool:
+            self._pool.remove(adapter.key)
+
+    def _new_key(self, name: str) -> str:
+        self._keys_made += 1
+        return f"{name}#{self._keys_made}"
+
+    def check_integrity(self, claims: Iterable[str]) -> None:
+        """Raise ``RuntimeError`` unless ``claims``, the keys of the requests in flight, are what is counted."""
+        held = list(claims)
+        for key, adapter in self._by_key.items():
+            if adapter.users != held.count(key) or not (adapter.is_current or adapter.users):
+                raise RuntimeError(f"adapter {key} has {adapter.users} users, {held.count(key)} requests")
+        if self._pool is not None and (self.num_bytes > self._budget or len(self._pool) > len(self._by_key)):
+            raise RuntimeError(f"{len(self._pool)} adapters of {self.num_bytes} bytes are loaded")
+
+
+def _stamp(path: str) -> Stamp:
+    """What tells an adapter's files from others in their place."""
+    found = []
+    for name in (CONFIG, WEIGHTS):
+        try:
+            status = os.stat(os.path.join(path, name))
+        except OSError:
+            continue  # reading it says what is wrong
+        found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

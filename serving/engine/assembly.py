@@ -54,7 +54,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
     alone = settings.batch_invariant and loaded.decoder is None
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
-    lora = LoraPool(loaded.model, loaded.holder, settings.max_adapters)
+    lora = LoraPool(loaded.model, loaded.holder)
     info = EngineInfo(
         content_hash=bundle.content_hash,
         tasks=bundle.tasks,
@@ -72,7 +72,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         max_logits_bytes=settings.max_logits_bytes,
-        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True),
+        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True),
     )
     # bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts
     speculates = settings.speculation == "auto" and loaded.decoder is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import torch
 
 from ..bundle import Bundle
@@ -19,7 +20,7 @@ from ..checked import Checked
 from ..constraint import Grammar
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
 from ..events import Finished, FinishReason, PromptScored
-from ..request import POOLED, ValidRequest
+from ..request import POOLED, LoraTask, ValidRequest
 from ..settings import EngineSettings
 from ..stop_rule import StopReason
 from . import grammar_tokenizer, openmp
@@ -57,8 +58,14 @@ class EngineCore:
         self._embeddings = EmbeddingQueue(
             self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens
         )
-        self._adapters = AdapterRegistry(self._parts.lora, self._parts.cache)
-        self._inflight = InflightRequests()
+        self._adapters = AdapterRegistry(
+            self._parts.lora,
+            self._parts.cache,
+            max_adapters=settings.max_adapters,
+            budget=settings.adapter_memory,
+            pinned=bundle.default_adapter,
+        )
+        self._inflight = InflightRequests(self._ended)
         self._wake: Callable[[], None] = _ignore
         vocab_size, trust = self._parts.info.vocab_size, settings.trust_remote_code
         read = partial(grammar_tokenizer.load, bundle, vocab_size, trust_remote_code=trust)
@@ -87,13 +94,20 @@ class EngineCore:
         """
         try:
             self._check(request, continues)
-            adapter = self._adapters.key_of(request.adapter)
-            grammar = _to_compile(request)
-            compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
+            adapter = self._adapters.claim(request)
         except ServingError as error:
             self._inflight.refuse(request, client, error)
             return
-        inflight = self._inflight.add(request, client)
+        if request.lora_task is not None:  # its weights are the pool's now
+            task = LoraTask(task_id=request.lora_task.task_id)
+            request = msgspec.structs.replace(request, lora_task=task)
+        inflight = self._inflight.add(request, client, adapter)
+        try:
+            grammar = _to_compile(request)
+            compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
+        except ServingError as error:
+            self._inflight.fail(inflight, error)
+            return
         if request.task in POOLED:
             self._embeddings.add(request)
             return
@@ -169,6 +183,9 @@ class EngineCore:
     def _add_member(self, group: SequenceGroup, index: int) -> SequenceState:
         self._next_id += 1
         return group.add(index, self._next_id - 1)
+
+    def _ended(self, inflight: InflightRequest) -> None:
+        self._adapters.release(inflight.adapter)
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._inflight:
@@ -520,11 +537,11 @@ class EngineCore:
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        return self._adapters.load(name, path)
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        return self._adapters.load(name, path, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name, (inflight.request.adapter for inflight in self._inflight))
+        self._adapters.unload(name)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._adapters.infos()
@@ -563,6 +580,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` when memory or sequences are unaccounted for."""
+        self._adapters.check_integrity(inflight.adapter for inflight in self._inflight)
         cache = self._parts.cache
         if cache is not None:
             cache.check_integrity()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class InflightRequest:
 
     request: ValidRequest
     client: Client
+    adapter: str = ""  # the key that it claims (``AdapterRegistry``)
     groups: list[SequenceGroup] = field(default_factory=list)
 
     @property
@@ -51,9 +52,11 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """Keyed by request id. Events gather until ``drain``, in the order they were emitted."""
+    """Keyed by request id. Events gather until ``drain``, in the order they were emitted. ``on_end`` is called with
+    each request that ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[InflightRequest], None]) -> None:
+        self._on_end = on_end
         self._by_id: dict[str, InflightRequest] = {}
         self._of_tenant: Counter[str] = Counter()
         self._outputs: list[EngineOutput] = []
@@ -92,9 +95,10 @@ class InflightRequests:
         """The request that ``sequence`` belongs to; raises ``KeyError`` where it has ended."""
         return self._by_id[sequence.request.request_id]
 
-    def add(self, request: ValidRequest, client: Client) -> InflightRequest:
-        """Take on ``request``, whose id is not in flight; its groups are the caller's to make."""
-        inflight = self._by_id[request.request_id] = InflightRequest(request, client)
+    def add(self, request: ValidRequest, client: Client, adapter: str) -> InflightRequest:
+        """Take on ``request``, whose id is not in flight and which claims ``adapter``; its groups are the caller's to
+        make."""
+        inflight = self._by_id[request.request_id] = InflightRequest(request, client, adapter)
         self._of_tenant[request.tenant] += 1
         return inflight
 
@@ -187,6 +191,7 @@ class InflightRequests:
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
+        self._on_end(inflight)
 
     def drain(self) -> list[EngineOutput]:
         """Everything emitted since the last call."""

@@ -7,78 +7,94 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..errors import AlreadyExists, InvalidField, LimitExceeded, NotFound, PackagingError, reason
+from ..errors import InvalidField, NotFound, PackagingError, reason
+from ..request import LoraTask
 from .adapter_files import AdapterFiles, check_fits, read_adapter
 from .forward_context import ContextHolder
-from .interface import AdapterInfo
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
+from .lora_task import TaskReader
 
 MAX_CACHED_SETS = 8  # sets of active adapters whose concatenations are kept
+OVERHEAD = 4096  # bytes counted for an adapter, and for each module of it, beside its numbers
 Groups = dict[tuple[str, ...], GroupFactors]
 
 
-class LoraPool:
-    """Owned by the engine's thread. ``max_adapters`` bounds what is loaded, not what one batch mixes."""
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Weights as the pool keeps them: ``factors`` by module name, ``rank`` the largest."""
 
-    def __init__(
-        self, model: nn.Module, holder: ContextHolder, max_adapters: int, dtype: torch.dtype | None = None
-    ) -> None:
+    factors: Mapping[str, Factors]
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        """As they are and as steps read them, which is as much again, and what Python keeps of them."""
+        tensors = sum(t.numel() * t.element_size() for f in self.factors.values() for t in (f.a, f.b))
+        return 2 * tensors + OVERHEAD * (1 + len(self.factors))
+
+
+class LoraPool:
+    """Owned by the engine's thread. Adapters by key; what may be loaded says the ``AdapterRegistry``."""
+
+    def __init__(self, model: nn.Module, holder: ContextHolder, dtype: torch.dtype | None = None) -> None:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         self._head = output.name if isinstance(output, EngineLinear) else None
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+        self._tasks = TaskReader({name: shape for name, shape in self._shapes.items() if name != self._head})
         self._groups = list({id(linear.group): linear.group for linear in linears.values()}.values())
         parameter = next(model.parameters())
         self._device = parameter.device
-        self._holder, self._max_adapters, self._dtype = holder, max_adapters, dtype or parameter.dtype
-        self._adapters: dict[str, dict[str, Factors]] = {}
-        self._infos: dict[str, AdapterInfo] = {}
+        self._holder, self._dtype = holder, dtype or parameter.dtype
+        self._adapters: dict[str, Adapter] = {}
         self._sets: OrderedDict[tuple[str, ...], Groups] = OrderedDict()
         self._alone: dict[str, Groups] = {}  # each adapter that had a segment of its own
 
-    def load(self, name: str, path: str) -> AdapterInfo:
-        """Read peft's directory. Raises ``InvalidField`` (does not fit), ``AlreadyExists``, ``LimitExceeded``."""
-        if name in self._adapters:
-            raise AlreadyExists(f"adapter {name!r} is already loaded")
-        if len(self._adapters) >= self._max_adapters:
-            raise LimitExceeded(
-                f"{self._max_adapters} adapters are loaded, as many as max_adapters allows",
-                limit="max_adapters",
-                allowed=self._max_adapters,
-                remaining=0,
-            )
+    def read(self, name: str, path: str) -> Adapter:
+        """peft's directory, onto the device. Raises ``InvalidField`` where it does not fit."""
         try:
             files = read_adapter(path)
             check_fits(files, self._shapes, self._head)
-            self._adapters[name] = self._read_factors(files)
+            return Adapter(self._read_factors(files), files.rank)
         except PackagingError as error:
             raise InvalidField("adapter", name, f"a LoRA adapter that fits the base model ({error})") from None
-        self._infos[name] = AdapterInfo(name=name, rank=files.rank, path=path)
-        return self._infos[name]
 
-    def unload(self, name: str) -> None:
-        """Raises ``NotFound``. The caller makes sure that no sequence uses the adapter."""
-        if name not in self._adapters:
-            raise NotFound(f"adapter {name!r} is not loaded")
-        del self._adapters[name], self._infos[name]
-        self._alone.pop(name, None)
-        for key in [key for key in self._sets if name in key]:
-            del self._sets[key]
+    def read_task(self, task: LoraTask) -> Adapter:
+        """Weights that came with a request, onto the device. Raises ``InvalidField`` where they do not fit."""
+        read = self._tasks.read(task)
+        placed = {
+            name: Factors(f.a.to(self._device, self._dtype), f.b.to(self._device, self._dtype), f.scaling)
+            for name, f in read.factors.items()
+        }
+        return Adapter(placed, read.rank)
+
+    def add(self, key: str, adapter: Adapter) -> None:
+        """``key`` is of no adapter here."""
+        assert key not in self._adapters
+        self._adapters[key] = adapter
+
+    def remove(self, key: str) -> None:
+        """The caller makes sure that no sequence uses the adapter."""
+        del self._adapters[key]
+        self._alone.pop(key, None)
+        for keys in [keys for keys in self._sets if key in keys]:
+            del self._sets[keys]
+
+    def __len__(self) -> int:
+        return len(self._adapters)
 
     def factors_of(self, name: str) -> Mapping[str, Factors]:
         """By module name; the same object for as long as the adapter stays loaded. Raises ``NotFound``."""
         if name not in self._adapters:
             raise NotFound(f"adapter {name!r} is not loaded")
-        return self._adapters[name]
-
-    def infos(self) -> tuple[AdapterInfo, ...]:
-        return tuple(self._infos.values())
+        return self._adapters[name].factors
 
     def __contains__(self, name: str) -> bool:
         return name in self._adapters
@@ -96,7 +112,7 @@ class LoraPool:
             if name not in self._adapters:
                 raise NotFound(f"adapter {name!r} is not loaded")
         if self._device.type == "cpu":  # elsewhere a call costs more than the arithmetic that it saves
-            ranks = {name: self._infos[name].rank for name in active}
+            ranks = {name: self._adapters[name].rank for name in active}
             if prefer_segments(segments, sum(counts), ranks):
                 return SegmentPlan(segments, sum(counts), self._joined_alone)
         slot_of: dict[str | None, int] = {name: slot for slot, name in enumerate(active)}
@@ -142,7 +158,7 @@ class LoraPool:
         members: list[tuple[int, int, int, int, torch.Tensor]] = []
         last = 0
         for module, (start, end) in zip(group.key, group.bounds, strict=True):
-            found = [(slot, self._adapters[name].get(module)) for slot, name in enumerate(active)]
+            found = [(slot, self._adapters[name].factors.get(module)) for slot, name in enumerate(active)]
             present = [(slot, factors) for slot, factors in found if factors is not None]
             if not present:
                 continue

@@ -137,7 +137,7 @@ class SequenceState:
         self.group, self.index, self.id = group, index, id
         self.request, self.sampling, self.key = request, group.sampling, group.key
         self.processors = group.processors
-        self.adapter = request.adapter
+        self.adapter = group.key.adapter or None
         self.provisioned = request.provisioned
         # beams come right after the first of their search, before all that arrived later
         self.arrival = (not request.provisioned, request.priority, group.members[0].id if group.beams else id, id)

@@ -20,6 +20,7 @@ class Pool(Protocol):
     """What ``lora.LoraPool`` offers: ``a`` [r, K], ``b`` [N, r] and ``scaling`` by module name."""
 
     def factors_of(self, name: str) -> Mapping[str, Any]: ...
+    def __contains__(self, name: str) -> bool: ...
 
 
 class AdapterTables:
@@ -39,7 +40,8 @@ class AdapterTables:
     def _table(self, name: str) -> Any:
         factors = self._pool.factors_of(name)
         known = self._tables.get(name)
-        if known is None or known[0] is not factors:  # loaded anew under the same name
+        if known is None or known[0] is not factors:  # loaded, or read from disk anew
+            self._tables = {one: table for one, table in self._tables.items() if one in self._pool}
             known = self._tables[name] = (factors, *self._fill(factors))
         return known[1]
 

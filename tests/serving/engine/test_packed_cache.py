@@ -87,7 +87,7 @@ def test_a_mapped_model_is_the_same_to_the_bit(
     assert (mapped, second.kernels_reason, second.max_model_len) == (True, "", 128)
     assert torch.equal(logits_of(first), logits_of(second))
     assert (first.layers, first.vocab_size, first.dtype) == (second.layers, second.vocab_size, second.dtype)
-    pools = [LoraPool(one.model, one.holder, 4) for one in (first, second)]
+    pools = [LoraPool(one.model, one.holder) for one in (first, second)]
     assert pools[0]._shapes == pools[1]._shapes
     assert pools[0]._head == pools[1]._head
     other = "int8" if quantization == "none" else "none"
