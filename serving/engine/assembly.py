@@ -54,6 +54,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
     alone = settings.batch_invariant and loaded.decoder is None
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
+    width = embedding_width(loaded.model)
     lora = LoraPool(loaded.model, loaded.holder)
     info = EngineInfo(
         content_hash=bundle.content_hash,
@@ -61,6 +62,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        hidden_size=width,
         max_kv_tokens=min(loaded.max_model_len, cache.num_tokens_total),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
@@ -72,7 +74,9 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         max_logits_bytes=settings.max_logits_bytes,
-        capabilities=Capabilities(structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True),
+        capabilities=Capabilities(
+            structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True, prompt_tables=width > 0
+        ),
     )
     # bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts
     speculates = settings.speculation == "auto" and loaded.decoder is not None
@@ -86,6 +90,15 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     return EngineParts(
         info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache, batch_invariant=alone), lora
     )
+
+
+def embedding_width(model: Any) -> int:
+    """Of the vectors that stand for tokens; 0 where no vector can stand in for a token: its layers look at ids too."""
+    config = model.config.get_text_config()
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None or getattr(config, "hidden_size_per_layer_input", None):
+        return 0
+    return int(weight.shape[1])
 
 
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:

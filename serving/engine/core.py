@@ -40,6 +40,7 @@ from .request_check import check_beams, check_request
 from .sampler import sample, score_prompt
 from .scheduler import Run
 from .sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
+from .virtual_tokens import Table, table_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class EngineCore:
         """
         try:
             self._check(request, continues)
+            table = None
+            if request.prompt_table is not None:
+                table = table_of(request.prompt_table, self.info.hidden_size, self.info.vocab_size)
             adapter = self._adapters.claim(request)
         except ServingError as error:
             self._inflight.refuse(request, client, error)
@@ -101,6 +105,8 @@ class EngineCore:
         if request.lora_task is not None:  # its weights are the pool's now
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
+        if table is not None:
+            self._runner.num_tables += 1
         inflight = self._inflight.add(request, client, adapter)
         try:
             grammar = _to_compile(request)
@@ -111,7 +117,7 @@ class EngineCore:
         if request.task in POOLED:
             self._embeddings.add(request)
             return
-        inflight.groups = self._groups(request, adapter)
+        inflight.groups = self._groups(request, adapter, table)
         for sequence in inflight.unfinished:
             if compilation is not None:
                 sequence.waits_for = "grammar"
@@ -160,18 +166,21 @@ class EngineCore:
         self._grammars.spoil(sequence.sampling.grammar)
         self._fail(inflight, error)
 
-    def _groups(self, request: ValidRequest, adapter: str) -> list[SequenceGroup]:
+    def _groups(self, request: ValidRequest, adapter: str, table: Table | None) -> list[SequenceGroup]:
         """One for each prompt, with its ``n`` choices."""
         assert request.sampling is not None, "check_request refuses it"
         # without a salt only the request's own choices share a prefix: no two requests begin with the same id
-        key = PrefixKey(adapter, f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt)
+        salt = f"alone-{self._next_id}" if request.cache_salt is None else request.cache_salt
+        key = PrefixKey(adapter, salt if table is None else f"{salt} {table.digest}")
         now = time.monotonic()
         groups = []
         beams, processors = request.sampling.beams, LogitsProcessors.of(request.sampling)
         length = self.info.max_kv_tokens
         for index in range(len(request.sequences)):
             if index % request.n == 0:
-                groups.append(SequenceGroup(request, request.sampling, key, length, now, processors=processors))
+                groups.append(
+                    SequenceGroup(request, request.sampling, key, length, now, processors=processors, table=table)
+                )
             if beams is None or index % request.n == 0:
                 self._add_member(groups[-1], index)
         if beams is not None:
@@ -186,6 +195,8 @@ class EngineCore:
 
     def _ended(self, inflight: InflightRequest) -> None:
         self._adapters.release(inflight.adapter)
+        if inflight.request.prompt_table is not None:
+            self._runner.num_tables -= 1
 
     def _check(self, request: ValidRequest, continues: bool) -> None:
         if request.request_id in self._inflight:

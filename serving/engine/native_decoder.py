@@ -25,6 +25,7 @@ from .native.library import LANES, NotNative
 from .native.weight import NativeWeight
 from .self_test import LayerUse
 from .slot_cache import SlotKVCache
+from .virtual_tokens import VirtualTokens
 
 # Layers of one form: norm, attention, residual; norm, gated silu MLP, residual; rotation of the whole head by halves.
 DECODERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
@@ -183,7 +184,12 @@ class NativeDecoder:
         weakref.finalize(self, found.mlt_decoder_free, self._handle)
 
     def forward(
-        self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]
+        self,
+        ids: Any,
+        rows: Sequence[Row],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        virtual: VirtualTokens | None = None,
     ) -> torch.Tensor:
         """See ``StepForward.forward``."""
         numbers, tables = [-1] * len(rows), None
@@ -209,6 +215,9 @@ class NativeDecoder:
             num_kept=len(wanted),
             logits=logits.data_ptr(),
         )
+        if virtual is not None:
+            pointers = virtual.pointers(len(ids))
+            step.vectors = pointers.ctypes.data
         self._library.mlt_decoder_step(self._handle, step)
         return logits
 

@@ -40,8 +40,11 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
         raise InvalidField("prompt_embedding_table", "a table", "null: this engine takes no prompt tables")
     room = info.max_model_len if embeds else info.max_kv_tokens
     most = room - (request.sampling is not None and request.sampling.max_tokens > 0)
+    virtual = 0 if request.prompt_table is None else request.prompt_table.num_tokens
+    if virtual and request.sampling is not None and request.sampling.prompt_logprobs is not None:
+        raise InvalidField("prompt_embedding_table", "a table", "null where the prompt is scored")
     for sequence in request.sequences:
-        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, room, most)
+        _check_tokens(sequence.prompt_token_ids, sequence.resumed_token_ids, info.vocab_size, virtual, room, most)
 
 
 def _check_lists(sampling: Sampling, vocab_size: int) -> None:
@@ -78,13 +81,16 @@ def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> 
             raise InvalidField(beams.field, beams.width, f"at most {most}: so many texts of {length} tokens fit")
 
 
-def _check_tokens(prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, room: int, most: int) -> None:
-    """``most``: tokens of the prompt; ``room``: what is resumed included."""
+def _check_tokens(
+    prompt: tuple[int, ...], resumed: tuple[int, ...], vocab_size: int, virtual: int, room: int, most: int
+) -> None:
+    """``virtual``: ids of the prompt after the vocabulary's. ``most``: tokens of the prompt; ``room``: what is resumed
+    included."""
     if not prompt:
         raise InvalidField("prompt", "", "at least one token")
     ids = prompt + resumed
-    if max(ids) >= vocab_size or min(ids) < 0:
-        raise InvalidField("prompt", max(ids), f"token ids from 0 to {vocab_size - 1}")
+    if max(ids) >= vocab_size + virtual or min(ids) < 0 or max(resumed, default=0) >= vocab_size:
+        raise InvalidField("prompt", max(ids), f"token ids from 0 to {vocab_size + virtual - 1}")
     if len(prompt) > most or len(ids) > room:
         message = f"the prompt has {len(ids)} tokens; this model takes at most {room} in all"
         raise ContextTooLong(message, param="prompt")

@@ -19,6 +19,7 @@ from .batch_invariance import pieces
 from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import KVCache, Row
 from .scheduler import Run
+from .virtual_tokens import VirtualTokens
 
 
 class StepForward(Protocol):
@@ -29,9 +30,17 @@ class StepForward(Protocol):
         """Whether single tokens must come first, in the order of their slots, with slots side by side."""
         ...
 
-    def forward(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]) -> Any:
+    def forward(
+        self,
+        ids: Any,
+        rows: Sequence[Row],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        virtual: VirtualTokens | None = None,
+    ) -> Any:
         """Logits [len(kept), V] of the places ``kept`` in the flat row ``ids`` (int64), which ``rows`` make up one
-        after the other, each of its adapter. Writes the KV of every token."""
+        after the other, each of its adapter. Writes the KV of every token. ``virtual``: ids that are of no
+        vocabulary, and what they stand for."""
         ...
 
 
@@ -47,7 +56,14 @@ class ModelForward:
         self._lora = lora
         self._device = device
 
-    def forward(self, ids: Any, rows: Sequence[Row], adapters: Sequence[str | None], kept: Sequence[int]) -> Any:
+    def forward(
+        self,
+        ids: Any,
+        rows: Sequence[Row],
+        adapters: Sequence[str | None],
+        kept: Sequence[int],
+        virtual: VirtualTokens | None = None,
+    ) -> Any:
         """See ``StepForward.forward``."""
         positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
         context = ForwardContext(num_tokens=len(ids), attention=self._cache.plan(rows))
@@ -58,7 +74,7 @@ class ModelForward:
         self._holder.context = context
         try:
             logits = self._model(
-                input_ids=self._tensor(ids)[None],
+                **self._inputs(ids, virtual),
                 position_ids=self._tensor(positions)[None],
                 use_cache=False,
                 logits_to_keep=0 if everything else self._tensor(wanted),
@@ -66,6 +82,15 @@ class ModelForward:
         finally:
             self._holder.context = None
         return logits[: len(kept)]
+
+    def _inputs(self, ids: Any, virtual: VirtualTokens | None) -> dict[str, Any]:
+        if virtual is None:
+            return {"input_ids": self._tensor(ids)[None]}
+        known = ids.copy()
+        known[virtual.places] = 0
+        embedded = self._model.get_input_embeddings()(self._tensor(known))
+        embedded[self._tensor(virtual.places)] = self._tensor(virtual.vectors).to(embedded.dtype)
+        return {"inputs_embeds": embedded[None]}
 
     def _tensor(self, array: Any) -> Any:
         return torch.from_numpy(array).to(self._device)
@@ -80,6 +105,7 @@ class Runner:
         self._cache = cache
         self._batch_invariant = batch_invariant
         self.num_steps = 0
+        self.num_tables = 0  # requests in flight that brought a prompt table
 
     def forward(self, runs: Sequence[Run]) -> tuple[list[Run], Any]:
         """Compute the KV of ``runs``.
@@ -92,7 +118,9 @@ class Runner:
             runs = self._lay_out(runs) if self.step_forward.wants_decodes_together else list(runs)
             ids = np.concatenate([r.sequence.slice(r.start, r.start + r.num_tokens) for r in runs]).astype(np.int64)
             rows = [Row(r.sequence.id, r.start, r.num_tokens) for r in runs]
-            logits = self.step_forward.forward(ids, rows, [run.sequence.adapter for run in runs], rows_kept(runs))
+            virtual = virtual_tokens(runs, ids) if self.num_tables else None
+            adapters = [run.sequence.adapter for run in runs]
+            logits = self.step_forward.forward(ids, rows, adapters, rows_kept(runs), virtual)
         self.num_steps += 1
         for run in runs:
             sequence = run.sequence
@@ -108,7 +136,9 @@ class Runner:
             ids = sequence.slice(start, stop).astype(np.int64)
             needed = max(stop - max(start, end - run.num_logits), 0)
             kept = range(len(ids)) if needed else ()
-            logits = self.step_forward.forward(ids, [Row(sequence.id, start, len(ids))], [sequence.adapter], kept)
+            row = Row(sequence.id, start, len(ids))
+            virtual = virtual_tokens([Run(sequence, start, len(ids))], ids) if self.num_tables else None
+            logits = self.step_forward.forward(ids, [row], [sequence.adapter], kept, virtual)
             yield logits[len(logits) - needed :]
 
     def _lay_out(self, runs: Sequence[Run]) -> list[Run]:
@@ -125,3 +155,18 @@ def rows_kept(runs: Sequence[Run]) -> list[int]:
         end += run.num_tokens
         kept += range(end - run.num_logits, end)
     return kept
+
+
+def virtual_tokens(runs: Sequence[Run], ids: Any) -> VirtualTokens | None:
+    """The tokens of ``ids`` that are rows of their request's prompt table; None where there are none."""
+    places, vectors, at = [], [], 0
+    for run in runs:
+        first, at = at, at + run.num_tokens
+        table = run.sequence.group.table
+        if table is None or run.start >= run.sequence.num_prompt:
+            continue
+        found = first + np.flatnonzero(ids[first:at] >= table.first_id)
+        if len(found):
+            places.append(found)
+            vectors.append(table.vectors[ids[found] - table.first_id])
+    return VirtualTokens(np.concatenate(places), np.concatenate(vectors)) if places else None

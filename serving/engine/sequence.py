@@ -15,6 +15,7 @@ from .kv_cache import PrefixKey, TokenIds
 from .logits_processors import LogitsProcessors
 from .matching import Matching
 from .tenants import GENERATED, Tenant
+from .virtual_tokens import Table
 
 NOTHING_LEFT = -2  # in place of a token, where what the request forbids leaves none
 MAX_UNSENT = 8  # of a reply that is not streamed: each message costs the reader's process time that the engine wants
@@ -85,9 +86,9 @@ class SequenceGroup:
     """The unfinished sequences of one prompt (of a request's ``n`` choices), and all that is the same for them.
 
     ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
-    theirs. ``max_model_len``: tokens, prompt and completion together. ``arrived_at``: seconds of ``time.monotonic()``.
-    ``started``: which group of the scheduler it was to start, 0 before.
-    ``processors``: its request's.
+    theirs. ``table``: what ids after the vocabulary's are in its prompt. ``max_model_len``: tokens, prompt and
+    completion together. ``arrived_at``: seconds of ``time.monotonic()``. ``started``: which group of the
+    scheduler it was to start, 0 before. ``processors``: its request's.
     """
 
     request: ValidRequest
@@ -99,6 +100,7 @@ class SequenceGroup:
     beams: BeamSet | None = None
     started: int = 0
     processors: LogitsProcessors | None = None
+    table: Table | None = None
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""

@@ -108,7 +108,9 @@ class Speculation:
         if sequence.num_tokens < record.resume_at:
             return sequence.tokens[:0]
         room = sequence.num_prompt + sequence.stop_rule.max_tokens - sequence.num_tokens - 1
-        return lookup(sequence.tokens, min(most, room, record.size))
+        found = lookup(sequence.tokens, min(most, room, record.size))
+        table = sequence.group.table
+        return found if table is None else found[: int((np.append(found, table.first_id) >= table.first_id).argmax())]
 
     def verify(self, sequence: SequenceState, drafts: TokenIds, sampled: Sequence[Sampled]) -> Sequence[Sampled]:
         """Of the tokens ``sampled`` at the place after the known tokens and after each draft, those that hold: up to

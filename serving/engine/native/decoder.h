@@ -57,6 +57,7 @@ struct Step {
     const int32_t* kept;         // [num_kept] rows whose logits are wanted
     int32_t num_kept;
     float* logits;               // [num_kept, vocabulary]
+    const float* const* vectors; // [T] in place of the embedding of an id, or null; or null: of none
 };
 
 class Decoder {

@@ -51,7 +51,9 @@ inline void Decoder::step(const Step& step) {
     plan(step);
     parallel(MOST_THREADS, [&](Team& team) {
         team.each(step.T, [&](int t) {
-            std::memcpy(&hidden[size_t(t) * shape.hidden], embedding + step.ids[t] * shape.hidden, shape.hidden * 4);
+            const float* virtual_token = step.vectors ? step.vectors[t] : nullptr;
+            const float* from = virtual_token ? virtual_token : embedding + step.ids[t] * shape.hidden;
+            std::memcpy(&hidden[size_t(t) * shape.hidden], from, shape.hidden * 4);
         });
         for (int i = 0; i < shape.layers; i++) layer(team, layers[i], i, step);
         team.each(step.num_kept, [&](int i) {

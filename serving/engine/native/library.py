@@ -84,7 +84,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("ids", c_void_p), ("cos", c_void_p),
         ("sin", c_void_p), ("slab", c_void_p), ("adapters", c_void_p), ("kept", c_void_p), ("num_kept", c_int32),
-        ("logits", c_void_p),
+        ("logits", c_void_p), ("vectors", c_void_p),
     )  # fmt: skip
 
 

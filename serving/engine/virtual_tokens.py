@@ -1,0 +1,58 @@
+"""Tokens that are vectors of a request's own prompt table (p-tuning) and no words of the model's vocabulary.
+
+Their ids follow on those of the vocabulary::
+
+    0 … V-1                  V … V+n-1
+    the model's embedding    rows of the table
+
+They stand in prompts alone: nothing draws one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InvalidField
+from ..request import PromptTable
+
+Vectors = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``vectors`` [n, hidden] of the ids from ``first_id`` on. ``digest`` tells one table from another."""
+
+    vectors: Vectors
+    first_id: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTokens:
+    """Of one step: ``vectors`` [k, hidden] of the tokens at ``places`` [k] in the flat row."""
+
+    places: npt.NDArray[np.int64]
+    vectors: Vectors
+
+    def pointers(self, num_tokens: int) -> npt.NDArray[np.uint64]:
+        """[num_tokens], the address of a token's vector or 0, good as long as this object."""
+        found = np.zeros(num_tokens, dtype=np.uint64)
+        width = self.vectors.strides[0]
+        found[self.places] = self.vectors.ctypes.data + width * np.arange(len(self.places), dtype=np.uint64)
+        return found
+
+
+def table_of(given: PromptTable, hidden_size: int, first_id: int) -> Table:
+    """Raises ``InvalidField`` for a table that is not of this model."""
+    size = given.num_tokens * hidden_size
+    if given.num_tokens < 1 or len(given.data) != 4 * size:
+        allowed = f"{given.num_tokens} (prompt_vocab_size) rows of {hidden_size} numbers"
+        raise InvalidField("prompt_embedding_table", f"{len(given.data) // 4} numbers", allowed)
+    vectors = np.frombuffer(given.data, dtype="<f4").reshape(given.num_tokens, hidden_size)
+    if not np.isfinite(vectors).all():
+        raise InvalidField("prompt_embedding_table", "nan or inf", "finite numbers")
+    return Table(vectors, first_id, hashlib.blake2b(given.data, digest_size=16).hexdigest())
