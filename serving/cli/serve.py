@@ -163,6 +163,11 @@ def settings_help() -> str:
     help="Who reuses whose prompt prefixes: the keys of a tenant, all callers of an endpoint, or nobody.",
 )
 @click.option(
+    "--adapter-sources",
+    default=DEFAULTS.adapter_sources,
+    help="Directories, and models:/ names, from which adapters may be loaded over HTTP; commas between them.",
+)
+@click.option(
     "--default-max-tokens",
     type=click.IntRange(1),
     help="max_tokens of requests without it, which is what rate limits reserve (default: up to the context length).",

@@ -32,15 +32,26 @@ from ..files import replace_file
 from ..settings import PrefixSharing
 
 
+class PlannedAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter that was loaded while its endpoint was served: every replica has it, or one refused it, and why."""
+
+    name: str
+    revision: str
+    refusal: str = ""
+
+
 class PlannedEntity(Struct, frozen=True, kw_only=True):
     """A served entity whose engines run. ``key`` names its engine, ``addresses`` are the replicas that requests may go
-    to, ``facts`` what was measured of it (``Autoscaler.prepare``)."""
+    to, ``facts`` what was measured of it (``Autoscaler.prepare``). ``withdrawn`` are adapters that engines may have
+    still, and requests no more."""
 
     config: EntityConfig = field(name="served")
     key: str
     info: EngineInfo
     addresses: tuple[str, ...]
     facts: dict[str, Any] = {}
+    adapters: tuple[PlannedAdapter, ...] = ()
+    withdrawn: tuple[str, ...] = ()
 
 
 class PlannedEndpoint(Struct, frozen=True, kw_only=True):

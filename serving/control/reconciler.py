@@ -20,6 +20,7 @@ from ..endpoints.store import EndpointState, EndpointStore
 from ..errors import NotFound, PackagingError, ServingError
 from ..metering.audit import Actor
 from ..supervision.supervisor import EngineStatus, Supervisor
+from .adapters import EngineAdapters
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
 from .plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
@@ -59,6 +60,7 @@ class Reconciler:
         self._find, self._say = find, say
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: it holds until we know better
+        self._adapters = EngineAdapters(self._plan)
         self._deployed: dict[str, DeployedEndpoint] = {}
         self._rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
@@ -122,6 +124,7 @@ class Reconciler:
             states = {state.id: state for state in self._endpoints.states()}
             self._begin_rollouts(states)
             self._advance(states)
+            self._adapters.want(self._endpoints.adapters.all(), self._deployed.values(), self._supervisor)
             self._scale()
             self._publish(states)
             self._confirm()
@@ -244,9 +247,17 @@ class Reconciler:
 
     def _planned(self, deployed: DeployedEndpoint) -> PlannedEndpoint:
         entities = []
+        before = {
+            (endpoint.id, entity.config.name): entity.adapters
+            for endpoint in self._plan.endpoints
+            for entity in endpoint.entities
+        }
         for entity in deployed.entities:
             status = self._supervisor.status(entity.key)
             assert status.info is not None, "deployed after the first token"
+            adapters, withdrawn = self._adapters.planned(
+                entity, status, before.get((deployed.id, entity.config.name), ())
+            )
             entities.append(
                 PlannedEntity(
                     config=entity.config,
@@ -254,6 +265,8 @@ class Reconciler:
                     info=status.info,
                     addresses=_addresses(status, elsewhere=bool(entity.config.model.addresses)),
                     facts=deployed.facts.get(entity.config.name, {}),
+                    adapters=adapters,
+                    withdrawn=withdrawn,
                 )
             )
         config = deployed.config

@@ -18,6 +18,7 @@ from .listen_settings import ListenSettings, is_loopback
 
 # asymmetric ones alone: the public keys of a set are no secrets to sign with
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
+MODELS = "models:/"
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
@@ -32,14 +33,16 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     key or address in each worker before a 429 without a look at the request (``refusal_limit``), 0 for no end.
     ``max_queued`` is how many requests an endpoint may have waiting for its engine before new ones get a 503, and
     ``retry_after`` the seconds such an answer asks for. ``default_max_tokens`` is for requests without ``max_tokens``
-    (what rate limits then reserve); None is up to the context length. ``timeout`` (seconds) ends a request that asks
-    for no shorter time. ``offload_bytes``: a body from this size on is decoded
-    and tokenised on a thread, so that the event loop goes on serving streams; below it the switch costs more than it
-    saves. ``drain_timeout`` (seconds) is what running requests get after SIGTERM. ``max_resolvers``
-    is how many processes look models up at once, in all workers together (200 MB each), and ``resolve_timeout``
-    (seconds) how long one may take, downloads included. ``scale_to_zero_after`` (seconds
-    without a request) ends the engine of an entity with ``scale_to_zero_enabled``. ``engine_timeout`` (seconds) is
-    how long requests wait for an engine of another host that is away. ``database`` is the URL of the store that holds
+    (what rate limits then reserve); None is up to the context length. ``adapter_sources`` are the directories below
+    which, and the registered models (``models:/team-*``) of which, adapters may be loaded over HTTP, with commas
+    between them; none: not at all. ``timeout`` (seconds) ends a request that asks for no shorter time.
+    ``offload_bytes``: a body from this size on is decoded and tokenised on a thread, so that the event loop goes on
+    serving streams; below it the switch costs more than it saves. ``drain_timeout`` (seconds) is what running
+    requests get after SIGTERM. ``max_resolvers`` is how many processes look models up at once, in all workers
+    together (200 MB each), and ``resolve_timeout`` (seconds) how long one may take, downloads included.
+    ``scale_to_zero_after`` (seconds without a request) ends the engine of an entity with ``scale_to_zero_enabled``.
+    ``engine_timeout`` (seconds) is how long requests wait for an engine of another host that is away.
+    ``database`` is the URL of the store that holds
     keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger has
     not yet written to the store; None is the user's own (``default_state_dir``). ``trace_sample`` is the share of
     requests (0 to 1) traced to the MLflow experiment ``trace_experiment``, 0 none; ``trace_content`` puts prompts and
@@ -60,6 +63,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     max_queued: CountOrZero = 256
     retry_after: SecondsOrZero = 1.0
     default_max_tokens: Count | None = None
+    adapter_sources: str = ""
     timeout: Seconds = 600.0
     offload_bytes: CountOrZero = 8 * 2**10
     drain_timeout: SecondsOrZero = 30.0
@@ -88,8 +92,16 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_tokens()
+        for place in self.adapter_places:
+            if not place.startswith(("/", MODELS)) or place.rstrip("/") in ("", "models:"):
+                raise InvalidField("adapter_sources", place, "a directory's absolute path, not /, or models:/name")
         if self.require_keys and self.database is None:
             raise InvalidField("require_keys", True, "false without --database, which has the keys")
+
+    @property
+    def adapter_places(self) -> tuple[str, ...]:
+        """Each of ``adapter_sources``."""
+        return tuple(place.strip() for place in self.adapter_sources.split(",") if place.strip())
 
     def _check_tokens(self) -> None:
         if self.jwt_jwks is None:

@@ -27,6 +27,7 @@ from ..metering.audit import Actor, record
 from ..metering.authorization import ANONYMOUS, Caller
 from ..metering.store import Store
 from ..metering.tables import endpoints
+from .adapters import EndpointAdapters
 from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire
 from .config_body import as_written, config_body
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, TAG_CHANGES
@@ -76,6 +77,7 @@ class EndpointStore:
         self._store = store
         self._locate = locate
         self._clock = clock
+        self.adapters = EndpointAdapters(store, clock)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""

@@ -158,12 +158,13 @@ class AdapterRegistry:
         self._enter(adapter, read)
         return info
 
-    def unload(self, name: str) -> None:
-        """Raises ``NotFound`` for an unknown name, ``Conflict`` while a request uses it."""
+    def unload(self, name: str, *, at_once: bool = False) -> None:
+        """Raises ``NotFound`` for an unknown name, ``Conflict`` while a request uses it; with ``at_once`` such a
+        request ends on its weights."""
         adapter = self._current.get(name)
         if adapter is None:
             raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
-        if adapter.users:
+        if adapter.users and not at_once:
             raise Conflict(f"adapter {name!r} is in use", param="adapter")
         self._leave(adapter)
 

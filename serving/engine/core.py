@@ -551,8 +551,8 @@ class EngineCore:
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         return self._adapters.load(name, path, replace=replace)
 
-    def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name)
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
+        self._adapters.unload(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._adapters.infos()

@@ -97,12 +97,12 @@ class InProcessEngine(Engine):
     def finish(self, request_id: str, index: int) -> None:
         self._send(lambda core: core.finish(request_id, index))
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        info: AdapterInfo = self._call(lambda core: core.load_adapter(name, path))
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        info: AdapterInfo = self._call(lambda core: core.load_adapter(name, path, replace=replace))
         return info
 
-    def unload_adapter(self, name: str) -> None:
-        self._call(lambda core: core.unload_adapter(name))
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
+        self._call(lambda core: core.unload_adapter(name, at_once=at_once))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         infos: tuple[AdapterInfo, ...] = self._call(lambda core: core.adapters())

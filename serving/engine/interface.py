@@ -170,12 +170,14 @@ class Engine(Protocol):
         """Start a request at once; never raises for the request's sake (a ``Failed`` event says what is wrong)."""
         ...
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        """Read a peft directory into the pool. Raises ``InvalidField`` where it does not fit the base."""
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Read a peft directory into the pool; with ``replace`` in place of one of that name, on whose weights running
+        requests end. Raises ``InvalidField`` where it does not fit the base, ``AlreadyExists``."""
         ...
 
-    def unload_adapter(self, name: str) -> None:
-        """Raises ``NotFound`` for an unknown name, ``Conflict`` while sequences use it."""
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
+        """Raises ``NotFound`` for an unknown name, ``Conflict`` while sequences use it; with ``at_once`` these end on
+        its weights."""
         ...
 
     def adapters(self) -> tuple[AdapterInfo, ...]: ...
@@ -246,11 +248,11 @@ class Core(Protocol):
         """Make some progress, shortly (a forward), and return what happened."""
         ...
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """See ``Engine.load_adapter``; ``InvalidField`` where ``capabilities.adapters`` is False."""
         ...
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         """See ``Engine.unload_adapter``."""
         ...
 

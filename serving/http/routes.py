@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, count_tokens, engine_logs, management, openvino, pages, tokenize, usage
+from . import accounts, count_tokens, engine_logs, lora_adapters, management, openvino, pages, tokenize, usage
 from .invoke import invoke
 from .openapi import documented
 from .route import Auth, Route
@@ -35,6 +35,7 @@ ROUTES = documented(
         *pages.ROUTES,
         *openvino.ROUTES,
         *management.ROUTES,
+        *lora_adapters.ROUTES,
         *engine_logs.ROUTES,
         *accounts.ROUTES,
         *usage.ROUTES,

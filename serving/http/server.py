@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,15 @@ from .memory_budget import MemoryBudget
 from .offload import Offload
 from .refusal_limit import RefusalLimit
 
+if TYPE_CHECKING:
+    from ..control.mlflow_resolver import ResolvedModel
 if TYPE_CHECKING:  # each with a library that a server without it does not load
     from ..metering.keys import Keys
     from ..metering.ledger import Ledger
     from .jwt_tokens import Tokens
+
+
+FindModels = Callable[[tuple[str, ...]], "tuple[ResolvedModel, ...]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,7 @@ class Server:
     """``keys`` and ``tokens`` None: none is required. ``ledger`` None: nothing is metered.
 
     ``endpoint_store`` and ``follower`` (of the plan) None: its endpoints are not managed. ``runtime_dir`` is where its
-    engines' state directories are, None for the user's own.
+    engines' state directories are, None for the user's own. ``find_models`` resolves URIs (``ResolverPool``).
     """
 
     settings: ServerSettings
@@ -48,6 +54,7 @@ class Server:
     endpoint_store: EndpointStore | None = None
     follower: PlanFollower | None = None
     runtime_dir: str | None = None
+    find_models: FindModels | None = None
 
     @property
     def requires_key(self) -> bool:
@@ -78,6 +85,7 @@ def make_server(
     endpoint_store: EndpointStore | None = None,
     follower: PlanFollower | None = None,
     runtime_dir: str | None = None,
+    find_models: FindModels | None = None,
 ) -> Server:
     """A server of ``settings``. ``load_shedder`` is the follower's where there is one; ``cache_secret``
     (``CacheSalts``) is the same in all workers."""
@@ -101,4 +109,5 @@ def make_server(
         endpoint_store=endpoint_store,
         follower=follower,
         runtime_dir=runtime_dir,
+        find_models=find_models,
     )

@@ -25,6 +25,8 @@ ACTIONS = (
     "endpoint.update_config",
     "endpoint.rate_limits",
     "endpoint.tags",
+    "endpoint.load_adapter",
+    "endpoint.unload_adapter",
     "endpoint.delete",
     "key.create",
     "key.update",

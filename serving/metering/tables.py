@@ -235,6 +235,17 @@ endpoint_configs = sa.Table(
     sa.Column("outcome", sa.String(16), nullable=False),
 )
 
+endpoint_adapters = sa.Table(
+    "endpoint_adapters",
+    metadata,
+    sa.Column("name", sa.String(256), sa.ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("adapter", sa.String(128), primary_key=True),
+    sa.Column("uri", sa.Text, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("revision", sa.String(32), nullable=False),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+)
+
 endpoint_tags = sa.Table(
     "endpoint_tags",
     metadata,

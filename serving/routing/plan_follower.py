@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import gevent
@@ -69,6 +69,12 @@ class PlanFollower:
         self._stamp: tuple[int, int] | None = None
         self._complete = True
         self.generation = -1
+
+    def planned(self, endpoint: str) -> tuple[PlannedEndpoint | None, bool]:
+        """``endpoint`` as the newest plan has it, and whether every worker serves that plan."""
+        plan = self._plan_directory.read()
+        found = next((one for one in plan.endpoints if one.name == endpoint), None)
+        return found, self._plan_directory.is_adopted(plan.generation)
 
     def failed_log(self, endpoint_id: str, entity: str) -> str:
         """What an engine of ``entity`` wrote whose load failed; empty where none has."""
@@ -166,7 +172,7 @@ class PlanFollower:
             name=planned.name,
             info=engine.info,
             text=self._text(entity),
-            adapters=self._adapters[entity.key],
+            adapters=AdapterNames(self._adapters[entity.key], entity),
             default_adapter=source.bundle.default_adapter,
             defaults=defaults_of(source.defaults),
             profile=profile_in(mode, profile),
@@ -218,6 +224,22 @@ class PlanFollower:
         if state != self._reported:
             self._reported = state
             self._worker_file.write(state)
+
+
+class AdapterNames:
+    """The adapters of a served entity: what its engine was heard to have, and what the plan says of those that were
+    loaded and unloaded since, which is what all workers go by."""
+
+    def __init__(self, heard: Callable[[], tuple[str, ...]], entity: PlannedEntity) -> None:
+        self._heard = heard
+        self._loaded = frozenset(adapter.name for adapter in entity.adapters if not adapter.refusal)
+        self._withdrawn = frozenset(entity.withdrawn)
+
+    def __call__(self) -> tuple[str, ...]:
+        heard = self._heard()
+        if not self._loaded and not self._withdrawn:
+            return heard
+        return tuple(sorted((self._loaded | set(heard)) - self._withdrawn))
 
 
 def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:

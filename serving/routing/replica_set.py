@@ -166,19 +166,19 @@ class ReplicaSet(Engine):
             self._arrived.wait(left)
         return None
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Into every replica there is now."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
-        loaded = [replica.engine.load_adapter(name, path) for replica in self._active.values()]
+        loaded = [replica.engine.load_adapter(name, path, replace=replace) for replica in self._active.values()]
         return loaded[0]
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         """From every replica there is now."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
         for replica in self._active.values():
-            replica.engine.unload_adapter(name)
+            replica.engine.unload_adapter(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Of one replica, the first that makes progress; those of the model while none runs."""

@@ -214,7 +214,19 @@ class ServedEndpoints:
         name, colon, adapter = called.rpartition(":")
         if colon and (address := self._named(name)):
             return replace(address, adapter=adapter, called=name)
+        if address := self._with_adapter(called):
+            return address
         raise NotFound(f"no endpoint is called {called[:80]!r}; there is {self._listed()}", param="model")
+
+    def _with_adapter(self, name: str) -> _Address | None:
+        """The one endpoint that has an adapter of that name."""
+        found = [
+            one for one in self._by_name.values() if any(name in self.adapters_of(e) for e in one.entities.values())
+        ]
+        if len(found) > 1:
+            owners = " and ".join(f"{served.name}:{name}" for served in found)
+            raise InvalidField("model", name, f"one of {owners}: several endpoints have an adapter of this name")
+        return _Address(endpoint=found[0], adapter=name, called=found[0].name) if found else None
 
     def _narrow(self, address: _Address, called: str | None, model: str) -> _Address:
         """``address``, which is ``called`` in the path, as ``model`` of the body says more of it."""

@@ -14,6 +14,7 @@ from ..errors import EngineDied, ShuttingDown
 from ..transport.client.client import RemoteEngine
 from ..transport.client.finder import Finder
 from ..transport.client.reconnect import NOT_FOUND
+from .adapter_sync import AdapterSync
 from .backoff_launcher import FIRST_PAUSE, HEALTHY_LIFE, LONGEST_PAUSE
 from .engine_spec import EngineSpec
 
@@ -37,6 +38,7 @@ class Replica:
         changed: Callable[[], object],
         in_use: Callable[[str], bool],
         ended: Callable[[Replica], object],
+        adapters: AdapterSync,
     ) -> None:
         self.state: ReplicaState = "starting"
         self.message = ""
@@ -45,6 +47,7 @@ class Replica:
         self.engine: RemoteEngine | None = None
         self._model = model
         self._probe, self._changed, self._in_use, self._ended = probe, changed, in_use, ended
+        self.adapters = adapters
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
         self._num_probes = 0
@@ -146,8 +149,12 @@ class Replica:
                     self._set("starting")
                     self._num_probes += 1
                     self._probe(engine)
+                    self.adapters.begin()
+                    self.adapters.sync(engine)
                     probed, self.message = generation, ""
                 else:
+                    if self.adapters.sync(engine):
+                        self._changed()
                     self._set("draining" if self._draining else "ready")
                     self._ready_since = self._ready_since or time.monotonic()
                     time.sleep(TURN)

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from ..engine.interface import Engine, EngineInfo, Health
 from ..errors import Conflict, InvalidField, NotFound, PackagingError
+from .adapter_sync import NOTHING, AdapterSync, WantedAdapters
 from .engine_spec import EngineSpec
 from .replica import Replica, ReplicaState
 
@@ -34,7 +35,8 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
     """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
-    ``restarts`` are starts after the first; ``was_ready``: it has been ready, whatever it is now."""
+    ``restarts`` are starts after the first; ``was_ready``: it has been ready, whatever it is now. ``adapters``: the
+    revision that it has of each that was wanted, ``refused_adapters``: that it did not take, and why."""
 
     index: int
     address: str
@@ -44,6 +46,8 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     message: str = ""
     was_ready: bool = False
     failed_log: str = ""
+    adapters: dict[str, str] = {}
+    refused_adapters: dict[str, tuple[str, str]] = {}
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
@@ -67,7 +71,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class _Entity:
-    __slots__ = ("info", "model", "removed", "replicas", "wanted")
+    __slots__ = ("adapters", "info", "model", "removed", "replicas", "wanted")
 
     def __init__(self, model: EngineSpec) -> None:
         self.model = model
@@ -75,6 +79,7 @@ class _Entity:
         self.removed = False
         self.replicas: dict[int, Replica] = {}
         self.info: EngineInfo | None = None
+        self.adapters = NOTHING
 
 
 class Supervisor:
@@ -130,6 +135,14 @@ class Supervisor:
                 running = found.replicas.get(index)
                 if running is None or not running.revive():
                     found.replicas[index] = self._start(entity, found, index)
+
+    def set_adapters(self, entity: str, adapters: WantedAdapters) -> None:
+        """What all its replicas are to have beside their model's own, those that are started later included. Raises
+        ``NotFound``."""
+        with self._lock:
+            found = self._find(entity)
+            if found.adapters != adapters:
+                found.adapters = adapters
 
     def remove(self, entity: str) -> None:
         """Drain all replicas of ``entity`` and forget it. Raises ``NotFound``."""
@@ -211,6 +224,7 @@ class Supervisor:
             changed=self._changed,
             in_use=self._in_use,
             ended=ended,
+            adapters=AdapterSync(lambda: found.adapters),
         )
 
     def _check_alike(self, found: _Entity, info: EngineInfo) -> None:
@@ -242,6 +256,8 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         message=replica.message,
         failed_log=replica.failed_log,
         was_ready=replica.was_ready,
+        adapters=dict(replica.adapters.loaded),
+        refused_adapters=dict(replica.adapters.refused),
     )
 
 

@@ -342,18 +342,18 @@ class InstantCore:
             event = Embedded(sequence.index, vector.tobytes())
             self._outbox.append((running.client, running.request.request_id, event))
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        if name in self._adapters:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        if name in self._adapters and not replace:
             raise AlreadyExists(f"adapter {name!r} is loaded", param="name")
         if not os.path.isdir(path):
             raise InvalidField("path", path, "a directory with a peft adapter")
         self._adapters[name] = AdapterInfo(name=name, rank=1, path=path)
         return self._adapters[name]
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         if name not in self._adapters:
             raise NotFound(f"no adapter {name!r}", param="name")
-        if any(running.request.adapter == name for running in self._running.values()):
+        if not at_once and any(running.request.adapter == name for running in self._running.values()):
             raise Conflict(f"adapter {name!r} is in use")
         del self._adapters[name]
 

@@ -49,13 +49,13 @@ class InstantEngine(Engine):
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         with self.lock:
-            return self.core.load_adapter(name, path)
+            return self.core.load_adapter(name, path, replace=replace)
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         with self.lock:
-            self.core.unload_adapter(name)
+            self.core.unload_adapter(name, at_once=at_once)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self.core.adapters()

@@ -61,14 +61,20 @@ class Finish(Struct, frozen=True, tag="finish", array_like=True):
 
 
 class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
+    """``replace``: in place of one of that name, if there is one."""
+
     call: int
     name: str
     path: str
+    replace: bool = False
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):
+    """``at_once``: also while requests use it, which end on its weights."""
+
     call: int
     name: str
+    at_once: bool = False
 
 
 class ListAdapters(Struct, frozen=True, tag="adapters", array_like=True):

@@ -80,6 +80,7 @@ def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -
         endpoint_store=EndpointStore(store, locate=located),
         follower=follower,
         runtime_dir=spec.runtime_dir,
+        find_models=find,
     )
     gevent.spawn(follower.run)
     app = create_app(server)

@@ -199,11 +199,11 @@ class RemoteEngine(Engine):
 
         return self.post(release)
 
-    def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), call))[0]
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), replace, call))[0]
 
-    def unload_adapter(self, name: str) -> None:
-        self._call(lambda state, call: state.unload_adapter(name, call))
+    def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
+        self._call(lambda state, call: state.unload_adapter(name, at_once, call))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._call(lambda state, call: state.list_adapters(call))

@@ -165,11 +165,11 @@ class ClientState:
             running.move("running")
             self._resubmit(running)
 
-    def load_adapter(self, name: str, path: str, waiter: Waiter) -> None:
-        self._call(m.LoadAdapter(self._next(), name, path), waiter)
+    def load_adapter(self, name: str, path: str, replace: bool, waiter: Waiter) -> None:
+        self._call(m.LoadAdapter(self._next(), name, path, replace), waiter)
 
-    def unload_adapter(self, name: str, waiter: Waiter) -> None:
-        self._call(m.UnloadAdapter(self._next(), name), waiter)
+    def unload_adapter(self, name: str, at_once: bool, waiter: Waiter) -> None:
+        self._call(m.UnloadAdapter(self._next(), name, at_once), waiter)
 
     def list_adapters(self, waiter: Waiter) -> None:
         self._call(m.ListAdapters(self._next()), waiter)

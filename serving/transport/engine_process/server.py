@@ -225,13 +225,13 @@ class EngineServer:
     def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
         try:
             match message:
-                case m.LoadAdapter(call, name, path):
+                case m.LoadAdapter(call, name, path, replace):
                     path = path if peer.is_local else self._allowed(path)
-                    adapter = self.core.load_adapter(name, path)
+                    adapter = self.core.load_adapter(name, path, replace=replace)
                     self._remember(name, path)
                     return m.Answer(call, (adapter,))
-                case m.UnloadAdapter(call, name):
-                    self.core.unload_adapter(name)
+                case m.UnloadAdapter(call, name, at_once):
+                    self.core.unload_adapter(name, at_once=at_once)
                     self._remember(name, None)
                     return m.Answer(call)
             return m.Answer(message.call, self.core.adapters())

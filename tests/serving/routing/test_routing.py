@@ -16,6 +16,7 @@ from mlflow_llm.serving.endpoints.config import Route
 from mlflow_llm.serving.engine.interface import AdapterInfo, Health
 from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.metering.authorization import Caller
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
@@ -64,6 +65,18 @@ def test_an_endpoint_is_split_and_an_entity_is_itself(endpoints: ServedEndpoints
     for unknown in ("c", "chat:c", "c:pirate", None):
         with pytest.raises(NotFound):
             endpoints.route(unknown)
+
+
+def test_an_adapter_is_found_by_its_own_name(endpoints: ServedEndpoints) -> None:
+    """Where one endpoint has it; of several the caller is told to choose."""
+    with pytest.raises(InvalidField, match="chat:pirate and loyal:pirate"):
+        endpoints.route("pirate")
+    alone = ServedEndpoints(endpoints.route("chat", "a")[0])
+    entity, adapter = alone.route("pirate")
+    assert (entity.endpoint, adapter) == ("chat", "pirate")
+    only = Caller(key_id="k", tenant="t", scopes=("invoke",), endpoints=("chat:other",))
+    with pytest.raises(NotFound):
+        alone.seen_by(only).route("pirate")
 
 
 def test_finding_an_endpoint_takes_no_part_in_its_traffic(endpoints: ServedEndpoints) -> None:

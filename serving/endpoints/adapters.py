@@ -1,0 +1,112 @@
+"""Adapters that are loaded into an endpoint while it is served: rows beside the endpoint's, which outlive the server.
+
+Workers write them, the controller process makes its engines have them (``supervision.adapter_sync``).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from ..errors import NotFound, RequestError
+from ..metering.audit import Actor, record
+from ..metering.store import Store
+from ..metering.tables import endpoint_adapters
+from .rows import find_row
+
+
+class DynamicAdapter(Struct, frozen=True, kw_only=True):
+    """``uri`` is what was asked for, ``path`` the directory in peft's layout. Each load is a ``revision`` of its
+    own."""
+
+    name: str
+    uri: str
+    path: str
+    revision: str
+
+
+class EndpointAdapters:
+    """Methods that take an ``endpoint`` raise ``NotFound`` for an unknown one. ``clock`` gives Unix seconds."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
+
+    def all(self) -> dict[str, tuple[DynamicAdapter, ...]]:
+        """By endpoint; cheap enough to be asked many times a second."""
+        query = sa.select(endpoint_adapters).order_by(endpoint_adapters.c.name, endpoint_adapters.c.adapter)
+        found: dict[str, tuple[DynamicAdapter, ...]] = {}
+        for row in self._store.read(lambda connection: connection.execute(query).all()):
+            found[row.name] = (*found.get(row.name, ()), _adapter(row))
+        return found
+
+    def put(
+        self, endpoint: str, name: str, uri: str, path: str, *, replace: bool, by: Actor | None = None
+    ) -> tuple[DynamicAdapter, DynamicAdapter | None]:
+        """The new adapter and the one that it replaces. Raises ``RequestError`` where there is one and ``replace`` is
+        not asked for, in vLLM's words."""
+        new = DynamicAdapter(name=name, uri=uri, path=path, revision=secrets.token_hex(16))
+
+        def work(connection: sa.Connection) -> DynamicAdapter | None:
+            find_row(connection, endpoint)
+            old = _find(connection, endpoint, name)
+            if old is not None and not replace:
+                raise RequestError(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                    "'load_inplace' to True.",
+                    param="lora_name",
+                )
+            self._write(connection, endpoint, new)
+            before = None if old is None else {"uri": old.uri}
+            record(connection, by, "endpoint.load_adapter", f"{endpoint}:{name}", before=before, after={"uri": uri})
+            return old
+
+        return new, self._store.write(work)
+
+    def take_back(self, endpoint: str, new: DynamicAdapter, old: DynamicAdapter | None) -> None:
+        """``new``, which no engine takes, was never there, unless another one is in its place by now."""
+
+        def work(connection: sa.Connection) -> None:
+            now = _find(connection, endpoint, new.name)
+            if now is None or now.revision != new.revision:
+                return
+            connection.execute(sa.delete(endpoint_adapters).where(_is(endpoint, new.name)))
+            if old is not None:
+                self._write(connection, endpoint, old)
+
+        self._store.write(work)
+
+    def remove(self, endpoint: str, name: str, *, by: Actor | None = None) -> None:
+        """Raises ``NotFound`` in vLLM's words."""
+
+        def work(connection: sa.Connection) -> None:
+            find_row(connection, endpoint)
+            old = _find(connection, endpoint, name)
+            if old is None:
+                raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+            connection.execute(sa.delete(endpoint_adapters).where(_is(endpoint, name)))
+            record(connection, by, "endpoint.unload_adapter", f"{endpoint}:{name}", before={"uri": old.uri})
+
+        self._store.write(work)
+
+    def _write(self, connection: sa.Connection, endpoint: str, adapter: DynamicAdapter) -> None:
+        connection.execute(sa.delete(endpoint_adapters).where(_is(endpoint, adapter.name)))
+        values = {"uri": adapter.uri, "path": adapter.path, "revision": adapter.revision}
+        now = int(self._clock() * 1000)
+        row = {"name": endpoint, "adapter": adapter.name, "created_ms": now, **values}
+        connection.execute(sa.insert(endpoint_adapters).values(**row))
+
+
+def _is(endpoint: str, name: str) -> sa.ColumnElement[bool]:
+    return sa.and_(endpoint_adapters.c.name == endpoint, endpoint_adapters.c.adapter == name)
+
+
+def _find(connection: sa.Connection, endpoint: str, name: str) -> DynamicAdapter | None:
+    row = connection.execute(sa.select(endpoint_adapters).where(_is(endpoint, name))).one_or_none()
+    return None if row is None else _adapter(row)
+
+
+def _adapter(row: sa.Row) -> DynamicAdapter:
+    return DynamicAdapter(name=row.adapter, uri=row.uri, path=row.path, revision=row.revision)

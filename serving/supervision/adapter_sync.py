@@ -1,0 +1,91 @@
+"""The adapters that an engine is to have beside those of its model, made so by the thread that keeps its replica."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct
+
+from ..engine.interface import Engine
+from ..errors import NotFound, ServingError, Unavailable
+
+RETRY = 1.0  # seconds after what an engine could not do for now
+logger = logging.getLogger(__name__)
+
+
+class WantedAdapter(Struct, frozen=True, kw_only=True):
+    """A directory in peft's layout. Another ``revision`` is another adapter, also in the same place."""
+
+    path: str
+    revision: str
+
+
+class WantedAdapters(Struct, frozen=True, kw_only=True):
+    """``adapters`` by name. ``withdrawn``: names that an engine may still have from before."""
+
+    adapters: Mapping[str, WantedAdapter] = {}
+    withdrawn: frozenset[str] = frozenset()
+
+
+NOTHING = WantedAdapters()
+
+
+class AdapterSync:
+    """Of one replica. ``loaded`` is the revision that its engine has of each name, ``refused`` the revision that it did
+    not take and why; both are replaced as a whole, for readers on other threads."""
+
+    def __init__(self, wanted: Callable[[], WantedAdapters]) -> None:
+        self._wanted = wanted
+        self._done: WantedAdapters | None = None
+        self._retry_at = 0.0
+        self.loaded: Mapping[str, str] = {}
+        self.refused: Mapping[str, tuple[str, str]] = {}
+
+    def begin(self) -> None:
+        """With another engine process: what it has is not known."""
+        self._done, self.loaded, self._retry_at = None, {}, 0.0
+
+    def sync(self, engine: Engine) -> bool:
+        """Whether anything has changed. What fails for now, a full adapter memory most of all, is tried again at the
+        next call."""
+        wanted = self._wanted()
+        if wanted is self._done or (self._done is None and wanted == NOTHING) or time.monotonic() < self._retry_at:
+            return False
+        before = (self.loaded, self.refused)
+        complete = True
+        try:
+            for name, adapter in wanted.adapters.items():
+                complete = self._load(engine, name, adapter) and complete
+            self._unload(engine, wanted)
+        except Unavailable as error:
+            logger.warning("adapters are loaded later: %s", error)
+            complete = False
+        self._done = wanted if complete else None
+        self._retry_at = 0.0 if complete else time.monotonic() + RETRY
+        return (self.loaded, self.refused) != before
+
+    def _load(self, engine: Engine, name: str, adapter: WantedAdapter) -> bool:
+        if self.loaded.get(name) == adapter.revision or self.refused.get(name, ("", ""))[0] == adapter.revision:
+            return True
+        try:
+            engine.load_adapter(name, adapter.path, replace=True)
+        except Unavailable:
+            return False
+        except ServingError as error:
+            logger.warning("adapter %s: %s", name, error)
+            self.refused = {**self.refused, name: (adapter.revision, error.message)}
+        else:
+            self.loaded = {**self.loaded, name: adapter.revision}
+        return True
+
+    def _unload(self, engine: Engine, wanted: WantedAdapters) -> None:
+        gone = wanted.withdrawn & ({info.name for info in engine.adapters()} if wanted.withdrawn else frozenset())
+        for name in gone:
+            try:
+                engine.unload_adapter(name, at_once=True)
+            except NotFound:
+                continue
+        if gone or self.loaded.keys() - wanted.adapters.keys():
+            self.loaded = {name: revision for name, revision in self.loaded.items() if name in wanted.adapters}

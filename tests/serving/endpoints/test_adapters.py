@@ -1,0 +1,71 @@
+"""Rows of adapters that are loaded while their endpoint is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.endpoints.config import ModelSource
+from mlflow_llm.serving.endpoints.store import EndpointStore
+from mlflow_llm.serving.errors import NotFound, RequestError
+from mlflow_llm.serving.metering import Actor, Store
+
+BY = Actor(name="ops", via="http")
+
+
+@pytest.fixture
+def endpoints(store_url: str) -> Iterator[EndpointStore]:
+    store = Store(store_url)
+    bundle = Bundle(content_hash="h", tasks=("chat",), model_dir="/m", tokenizer_dir="/t")
+    endpoints = EndpointStore(store, locate=lambda found: tuple(ModelSource(uri=e.uri, bundle=bundle) for e in found))
+    for name in ("chat", "other"):
+        config = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
+        endpoints.create({"name": name, "config": config})
+    yield endpoints
+    store.close()
+
+
+def test_an_adapter_is_loaded_replaced_and_removed(endpoints: EndpointStore) -> None:
+    """By endpoint and name; each load is a revision of its own, and a second one has to say that it replaces."""
+    adapters = endpoints.adapters
+    first, none = adapters.put("chat", "legal", "/a", "/a", replace=False, by=BY)
+    assert none is None
+    adapters.put("other", "legal", "/b", "/b", replace=True)
+    assert adapters.all()["chat"] == (first,)
+    with pytest.raises(RequestError) as error:
+        adapters.put("chat", "legal", "/c", "/c", replace=False)
+    assert error.value.message == (
+        "The lora adapter 'legal' has already been loaded. If you want to load the adapter in place, set "
+        "'load_inplace' to True."
+    )
+    second, old = adapters.put("chat", "legal", "/a", "/a", replace=True)
+    assert old == first
+    assert second.revision != first.revision
+    adapters.remove("chat", "legal", by=BY)
+    with pytest.raises(NotFound, match=r"The lora adapter 'legal' cannot be found\."):
+        adapters.remove("chat", "legal")
+    assert list(adapters.all()) == ["other"]
+    with pytest.raises(NotFound, match="nobody"):
+        adapters.put("nobody", "legal", "/a", "/a", replace=False)
+
+
+def test_what_no_engine_takes_was_never_there(endpoints: EndpointStore) -> None:
+    """Taken back, what it replaced is there again; a later load of the name stays."""
+    adapters = endpoints.adapters
+    first, _ = adapters.put("chat", "legal", "/a", "/a", replace=False)
+    second, old = adapters.put("chat", "legal", "/b", "/b", replace=True)
+    adapters.take_back("chat", second, old)
+    assert adapters.all() == {"chat": (first,)}
+    adapters.take_back("chat", second, None)
+    assert adapters.all() == {"chat": (first,)}
+    adapters.take_back("chat", first, None)
+    assert adapters.all() == {}
+
+
+def test_they_go_with_their_endpoint(endpoints: EndpointStore) -> None:
+    """A new endpoint of the same name has none."""
+    endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
+    endpoints.delete("chat")
+    assert endpoints.adapters.all() == {}
