@@ -9,6 +9,7 @@ from .anthropic import AnthropicDialect
 from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
 from .databricks import DatabricksDialect
 from .generate import GenerateDialect
+from .kserve import KServeDialect
 from .mindie import MindieDialect
 from .mlflow import MlflowDialect
 from .openai import OpenAIDialect
@@ -24,6 +25,7 @@ DIALECTS: dict[str, Dialect] = {
         ResponsesDialect(),
         AnthropicDialect(),
         RerankDialect(),
+        KServeDialect(),
         DatabricksDialect(),
         MindieDialect(),
         GenerateDialect(),

@@ -32,7 +32,8 @@ class InferenceRoute(Struct, frozen=True):
     """A path to which tasks are posted.
 
     ``<name>`` in ``path`` (werkzeug's notation) is the endpoint; without it the body names one. ``task`` None: it
-    follows from the body. ``content_types`` are those of bodies; with JSON's, ``+json`` types are taken too.
+    follows from the body. ``content_types`` are those of bodies; with JSON's, ``+json`` types are taken too, with "" a
+    body of no type.
     """
 
     path: str

@@ -67,7 +67,8 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
     """Raises ``UnsupportedMediaType`` for a body that is not said to be of a type in ``taken``; JSON is in UTF-8.
 
     No browser posts any of them to another site without asking that site first (CORS), so this is a guard against CSRF:
-    the types that it does post so, text/plain and those of forms, belong in no ``taken``."""
+    the types that it does post so, text/plain and those of forms, belong in no ``taken``. "" takes a body of which
+    nothing is said, as Triton's clients send them; a page can post that too, and there ``Origin`` alone guards."""
     if environ["REQUEST_METHOD"] not in WITH_BODY:
         return
     given = environ.get("CONTENT_TYPE", "")
@@ -82,7 +83,7 @@ def check_content_type(environ: Mapping[str, Any], taken: tuple[str, ...] = (JSO
         return
     problem = f"{given[:80]!r} is not taken" if given else "is missing"
     raise UnsupportedMediaType(
-        f"Content-Type: {problem}; send {' or '.join(taken)} (curl: -H 'Content-Type: {taken[0]}')"
+        f"Content-Type: {problem}; send {' or '.join(filter(None, taken))} (curl: -H 'Content-Type: {taken[0]}')"
     )
 
 

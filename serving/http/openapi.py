@@ -46,6 +46,7 @@ ERRORS: dict[type[ServingError], str] = {
     Unavailable: "Busy or shutting down; Retry-After says when to come back",
     DeadlineExceeded: "The request's own time limit passed",
 }
+BINARY = {"type": "string", "format": "binary"}
 SECURITY: dict[str, dict[str, str]] = {
     "key": {"type": "http", "scheme": "bearer"},
     "key_header": {"type": "apiKey", "in": "header", "name": KEY_HEADER},
@@ -144,7 +145,9 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         parameters.append({"name": TIMEOUT_HEADER, "in": "header", "schema": {"type": "number", "exclusiveMinimum": 0}})
         sticky = {"type": "string", "maxLength": STICKY_MAX}
         parameters.append({"name": STICKY_HEADER, "in": "header", "schema": sticky})
-        content = {kind: {"schema": _body(route.dialect, route.inference)} for kind in route.takes}
+        content = {kind: {"schema": _body(route.dialect, route.inference)} for kind in filter(None, route.takes)}
+        if JSON in content:  # whose schema is not that of what else is taken
+            content |= {kind: {"schema": BINARY} for kind in content if kind != JSON}
         operation["requestBody"] = {"required": True, "content": content}
     elif route.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": route.body.schema}}}

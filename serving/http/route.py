@@ -121,7 +121,7 @@ class Route:
 
     For the OpenAPI document: ``body`` reads a body that is no dialect's, ``query`` has the JSON schemas of parameters,
     ``produces`` the media types of answers, the usual one first, and ``also`` answers beside a 200 with such a body, by
-    status.
+    status. ``content_types`` are those of bodies that are no dialect's (``InferenceRoute``).
     """
 
     method: str
@@ -136,11 +136,12 @@ class Route:
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     produces: tuple[str, ...] = (JSON,)
     also: Mapping[int, str] = field(default_factory=dict)
+    content_types: tuple[str, ...] = (JSON,)
 
     @property
     def takes(self) -> tuple[str, ...]:
         """Media types of bodies."""
-        return (JSON,) if self.inference is None else self.inference.content_types
+        return self.content_types if self.inference is None else self.inference.content_types
 
 
 def with_body(handler: Handler) -> Handler:

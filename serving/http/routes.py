@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..dialects import DIALECTS, Dialect
-from . import accounts, count_tokens, engine_logs, lora_adapters, management, openvino, pages, tokenize, usage
+from . import accounts, count_tokens, engine_logs, kserve, lora_adapters, management, openvino, pages, tokenize, usage
 from .invoke import invoke
 from .openapi import documented
 from .route import Auth, Route
@@ -34,6 +34,7 @@ ROUTES = documented(
         *count_tokens.ROUTES,
         *pages.ROUTES,
         *openvino.ROUTES,
+        *kserve.ROUTES,
         *management.ROUTES,
         *lora_adapters.ROUTES,
         *engine_logs.ROUTES,
