@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import importlib.util
 import json
 import os
 import time
@@ -64,6 +65,11 @@ def settings_help() -> str:
     help="A listener for probes and metrics alone; /metrics is then there only.",
 )
 @click.option("--probe-host", help="Address of that listener (default: --host).")
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    help="KServe's inference service over gRPC, by a process of its own (mlflow-llm[grpc]).",
+)
 @click.option(
     "--max-connections",
     default=DEFAULTS.max_connections,
@@ -291,6 +297,7 @@ def _check_place(settings: ServerSettings) -> None:
     Raises ``PackagingError``, ``ClickException``.
     """
     _check_tokens(settings)
+    _check_grpc(settings)
     if settings.database is not None:
         ledger_dir(settings)
         with opened(settings.database, make=True):
@@ -305,6 +312,19 @@ def _check_place(settings: ServerSettings) -> None:
                 error.errno or 0, ""
             )
             raise click.ClickException(f"cannot listen on {bind(address)}: {error.strerror}{other}") from None
+
+
+def _check_grpc(settings: ServerSettings) -> None:
+    """Raises ``ClickException`` where gRPC could not be served."""
+    if settings.grpc_port is None:
+        return
+    if importlib.util.find_spec("grpc") is None or importlib.util.find_spec("google.protobuf") is None:
+        raise click.ClickException("--grpc-port needs grpcio: pip install 'mlflow-llm[grpc]'")
+    address = (settings.host, settings.grpc_port)
+    try:
+        try_address(address)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {bind(address)} (--grpc-port): {error.strerror}") from None
 
 
 def _check_tokens(settings: ServerSettings) -> None:
@@ -344,6 +364,7 @@ def say(step: dict[str, Any]) -> None:
         "token": f"first token of{where}{seconds}; kernels: {step.get('kernels')}",
         "ready": "engines ready",
         "probes": f"probes and metrics on {url}",
+        "grpc": f"KServe's inference service on {url}",
         "listening": f"listening on {url} (docs at /docs)",
     }.get(step["stage"], json.dumps(step))
     click.echo(text, err=True)

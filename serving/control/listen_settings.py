@@ -34,7 +34,8 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``socket`` is the path of a Unix socket to listen on instead of ``host`` and ``port``, for those whom
     ``socket_mode`` lets write to it. ``tls_cert``, ``tls_key`` (None: it is in the same PEM file) and
     ``tls_client_ca``, whose certificates clients must then have, are for gateway and probes (``tls``); probes ask for
-    certificates of ``probe_tls_client_ca`` alone.
+    certificates of ``probe_tls_client_ca`` alone. With ``grpc_port`` a process of its own serves KServe's inference
+    service over gRPC there, on ``host`` and with the gateway's certificates (``rpc``).
     """
 
     host: str = "127.0.0.1"
@@ -52,11 +53,13 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     tls_key: str | None = None
     tls_client_ca: str | None = None
     probe_tls_client_ca: str | None = None
+    grpc_port: Port | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_probes()
         self._check_socket()
+        self._check_grpc()
         for name in ("tls_key", "tls_client_ca", "probe_tls_client_ca"):
             if getattr(self, name) is not None and self.tls_cert is None:
                 raise InvalidField(name, getattr(self, name), "null without tls_cert")
@@ -68,6 +71,10 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidField("probe_host", self.probe_host, "null without probe_port")
         if self.probe_port and self.probe_port == self.port and (self.probe_host or self.host) == self.host:
             raise InvalidField("probe_port", self.probe_port, f"another port than the server's own, {self.port}")
+
+    def _check_grpc(self) -> None:
+        if self.grpc_port and self.grpc_port in (self.port if self.socket is None else None, self.probe_port):
+            raise InvalidField("grpc_port", self.grpc_port, "another port than the server's own and that for probes")
 
     def _check_socket(self) -> None:
         if self.socket is None:

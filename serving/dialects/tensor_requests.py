@@ -32,7 +32,8 @@ _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))
 
 
 class Echo(Struct, frozen=True, kw_only=True, array_like=True):
-    """What the reply needs of the call: ``outputs`` are names and whether they are binary, () all that there are."""
+    """What the reply needs of the call: ``outputs`` are names and whether they are binary, () all that there are.
+    ``streams``: several responses may follow each other; with ``empty_final`` an empty one is the last."""
 
     id: str = ""
     outputs: tuple[tuple[str, bool], ...] = ()
@@ -42,6 +43,8 @@ class Echo(Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: bool = False
     context_logits: bool = False
     generation_logits: bool = False
+    streams: bool = False
+    empty_final: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -53,14 +56,18 @@ def echo_of(echoed: bytes) -> Echo:
     return _decoder.decode(echoed) if echoed else Echo()
 
 
-def raw_request(call: InferCall, *, streams: bool = False) -> RawCompletion:
-    """``streams``: responses may follow each other, as they do over gRPC's stream. Raises ``InvalidField``."""
+def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = False) -> RawCompletion:
+    """``streams`` and ``empty_final``: see ``Echo``. Raises ``InvalidField``."""
     found = _values(call)
     stream = found.pop("streaming", False)
     if stream and not streams:
         raise InvalidField("streaming", True, f"false: infer answers once; {_STREAMS}")
     parameters = {name: value for name, value in call.parameters.items() if name not in FIELDS}
-    echo = _echo(call, parameters, found)
+    if stream and found.get("beam_width", 1) > 1:
+        raise InvalidField(
+            "streaming", True, "false with a beam_width above 1: which texts are best is known at the end"
+        )
+    echo = msgspec.structs.replace(_echo(call, parameters, found), streams=streams, empty_final=empty_final)
     prompt: str | tuple[int, ...] = found.pop("text") if "text" in found else found.pop("prompt")
     timeout = parameters.get("timeout")
     return RawCompletion(

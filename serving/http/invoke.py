@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -136,7 +137,8 @@ def _start(
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(entity, valid, admission))
     held.callback(pull.close)
     held.enter_context(server.in_flight.track(pull))
-    held.enter_context(interrupt_on_disconnect(request.sock, pull))
+    watch = request.watch or partial(interrupt_on_disconnect, request.sock)
+    held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
     return _counted(pull, admission, request.record)
 

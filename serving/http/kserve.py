@@ -16,7 +16,6 @@ from ..readers import Entry, boolean, record
 from ..routing.served_endpoints import ServedEndpoints, ServedEntity
 from .addressing import VERSION
 from .answer import Answer, json_answer
-from .pages import health
 from .route import Auth, Handler, Listener, Request, Route, with_body
 from .server import Server
 
@@ -28,9 +27,16 @@ def is_live(server: Server, request: Request) -> Answer:
 
 
 def is_ready(server: Server, request: Request) -> Answer:
-    """As ``/ready`` has it, which takes whoever asks for details."""
-    ready = not server.load_shedder.draining and health(server, request).status == 200
+    """As ``/ready`` has it, which shows details."""
+    ready = takes_requests(server)
     return json_answer({"ready": ready}, status=200 if ready else Unavailable.status)
+
+
+def takes_requests(server: Server) -> bool:
+    """Whether each served entity has an engine that makes progress."""
+    if server.load_shedder.draining:
+        return False
+    return all(entity.engine.health().status == "ready" for entity in server.endpoints.entities())
 
 
 def of_server(server: Server, request: Request) -> Answer:

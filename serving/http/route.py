@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -17,8 +18,11 @@ from ..metering.authorization import ANONYMOUS, Caller
 from ..observability.access_record import AccessRecord
 from ..readers import Reader
 from .answer import Answer
+from .in_flight import InterruptibleIterator
 from .memory_budget import Allocation
 from .server import Server
+
+Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -34,7 +38,8 @@ class Request:
 
     ``path`` has the values of the route's ``<variables>``, ``parameters()`` those of each parameter of the query.
     ``receive`` reads the body; ``is_large`` is what the head says of its size. ``address`` is what the request counts
-    under where no keys are required; ``sock`` is watched for a disconnect.
+    under where no keys are required; ``sock`` is watched for a disconnect, where ``watch`` does not do so itself: it is
+    entered with what is to be interrupted.
     """
 
     route: Route
@@ -47,6 +52,7 @@ class Request:
     is_large: bool = False
     address: str = ""
     sock: Any = None
+    watch: Watch | None = None
     body: bytes = b""  # of a route ``with_body``
     spoken: Spoken = field(default_factory=Spoken)
 

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import secrets
-import subprocess
-import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from gunicorn.app.base import BaseApplication
 
-from ... import child, logs
+from ... import logs
 from ...control.server_directory import server_directory
 from ...control.spec import ServeSpec
-from ...errors import EngineDied, PackagingError
 from ...observability.exporter_process import exporting
 from ...tasks.cache_salt import SECRET_BYTES
 from .accept_balancing import AcceptBalancer
+from .kept_process import KeptProcess, Progress
 from .listen_addresses import addresses, bind, umask
 from .torch_free import hide_torch
 
-Progress = Callable[[dict[str, Any]], None]
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
 METRICS = "metrics"
-RESTART_SECONDS = 2.0
 MAX_FILES = 65536
+DRAINED_SECONDS = 10.0  # in which a process ends whose requests have
 BOOT_SECONDS = 300  # a worker that imports and connects for longer than this is started anew
 
 
@@ -48,9 +44,13 @@ def serve(spec: ServeSpec, progress: Progress | None = None) -> None:
         settings = spec.settings
         tracing = exporting(directory, sample=settings.trace_sample, experiment=settings.trace_experiment)
         try:
-            with tracing, ControllerProcess(directory) as controller:
+            with tracing, _controller(directory) as controller:
                 controller.await_ready(progress or (lambda _: None))
-                Application(spec, directory, controller, progress).run()
+                application = Application(spec, directory, controller, progress)
+                with _rpc(spec, directory, application.cache_secret) as application.rpc:
+                    if application.rpc is not None:
+                        application.rpc.await_ready(progress or (lambda _: None))
+                    application.run()
         finally:
             os.environ.pop(PROMETHEUS_DIRECTORY, None)
 
@@ -64,71 +64,33 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class ControllerProcess:
-    """The controller process, as the arbiter keeps it. Leaving (or dying) closes its standard input, at which it ends;
-    killed, it is started again.
+def _controller(directory: Path) -> KeptProcess:
+    """The controller process. Its engines outlive it: the workers are their clients too."""
+    return KeptProcess("serving.control.main", directory, what="the controller process", last="ready")
 
-    Its engines outlive it: the workers are their clients too.
-    """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._started_at = 0.0
-        self._process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._started_at = time.monotonic()
-        command, env = child.python_command("serving.control.main", str(self._directory)), child.environment()
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
-
-    def await_ready(self, progress: Progress) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            step = json.loads(line)
-            if step["stage"] == "failed":
-                raise PackagingError(step["message"])
-            progress(step)
-            if step["stage"] == "ready":
-                return
-        raise EngineDied("the controller process ended before the engines were ready")
-
-    def ensure_running(self) -> None:
-        """Start it again where it has ended, at most every ``RESTART_SECONDS``."""
-        if self._process.poll() is None or time.monotonic() - self._started_at < RESTART_SECONDS:
-            return
-        # without its exit status, which gunicorn has collected with the workers'
-        logs.event("the controller process ended and is started again", level=40)
-        self._close_pipes()
-        self._process = self._start()
-
-    def forget(self) -> None:
-        """In a worker: our copies of the pipes must not hold the controller when the server is gone."""
-        self._close_pipes()
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def __enter__(self) -> ControllerProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._close_pipes()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+def _rpc(spec: ServeSpec, directory: Path, cache_secret: bytes) -> AbstractContextManager[KeptProcess | None]:
+    """The process that serves gRPC, where one is wanted."""
+    if spec.settings.grpc_port is None:
+        return contextlib.nullcontext()
+    return KeptProcess(
+        "serving.rpc.main",
+        directory,
+        what="the gRPC process",
+        last="grpc",
+        hello=cache_secret.hex().encode() + b"\n",
+        seconds=spec.settings.drain_timeout + DRAINED_SECONDS,
+    )
 
 
 class Application(BaseApplication):
     """gunicorn with our worker, arbiter and logger; configured from the spec alone, never from gunicorn's files."""
 
     def __init__(
-        self, spec: ServeSpec, directory: Path, controller: ControllerProcess, progress: Progress | None = None
+        self, spec: ServeSpec, directory: Path, controller: KeptProcess, progress: Progress | None = None
     ) -> None:
         self.spec, self.directory, self.controller = spec, directory, controller
+        self.rpc: KeptProcess | None = None
         self.progress = progress
         self.cache_secret = secrets.token_bytes(SECRET_BYTES)  # inherited by every worker, and on no disk
         self.balancer = AcceptBalancer(spec.settings.workers)
@@ -170,6 +132,8 @@ class Application(BaseApplication):
         from .worker_app import build
 
         self.controller.forget()
+        if self.rpc is not None:
+            self.rpc.forget()
         return build(self.spec, self.directory, self.cache_secret)
 
     def run(self) -> None:
@@ -194,6 +158,12 @@ class Application(BaseApplication):
             secure = self.spec.settings.tls_cert is not None
             self.progress({"stage": stage, "scheme": "https" if secure else "http", **address})
 
+    def keep_processes(self) -> None:
+        """Start again what has ended."""
+        self.controller.ensure_running()
+        if self.rpc is not None and (ended := self.rpc.ensure_running()) is not None:
+            self._merge_counters(ended)
+
     def _assign_slot(self, arbiter: Any, worker: Any) -> None:
         worker.slot = self.balancer.assign()
 
@@ -203,9 +173,12 @@ class Application(BaseApplication):
             hide_torch()
 
     def _forget_worker(self, arbiter: Any, worker: Any) -> None:
+        self.balancer.reclaim(worker.slot)
+        self._merge_counters(worker.pid)
+
+    def _merge_counters(self, pid: int) -> None:
         from ...observability.worker_counters import (
             merge_ended,  # prometheus_client, once imported, looks no more for the directory
         )
 
-        self.balancer.reclaim(worker.slot)
-        merge_ended(self.directory / METRICS, worker.pid)
+        merge_ended(self.directory / METRICS, pid)

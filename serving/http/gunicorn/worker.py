@@ -240,7 +240,7 @@ class ServerArbiter(Arbiter):
     terminated = False
 
     def manage_workers(self) -> None:
-        self.app.controller.ensure_running()
+        self.app.keep_processes()
         super().manage_workers()
 
     def spawn_worker(self) -> Any:
@@ -267,6 +267,8 @@ class ServerArbiter(Arbiter):
         if sig == signal.SIGTERM and self.terminated:
             sig = signal.SIGQUIT
         self.terminated = self.terminated or sig == signal.SIGTERM
+        if sig in ENDINGS and self.app.rpc is not None:
+            self.app.rpc.signal(signal.SIGTERM if sig == signal.SIGTERM else signal.SIGQUIT)
         super().signal(sig, frame)
 
 

@@ -1,0 +1,1 @@
+"""KServe's inference service over gRPC, in a process of its own."""

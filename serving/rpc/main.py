@@ -1,0 +1,148 @@
+"""The process that serves gRPC: ``python -m mlflow_llm.serving.rpc.main DIRECTORY``.
+
+It reads ``DIRECTORY/spec.json``, and the secret of prefix salts from the first line of its standard input; writes one
+JSON line to standard output, where it listens or why it does not; and drains and ends when its standard input is
+closed, which the server holds open for as long as it lives, or on SIGTERM. SIGQUIT cuts short what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gevent
+import grpc
+import msgspec
+from gevent.event import Event
+
+from .. import logs
+from ..control.main import SPEC, say
+from ..control.settings import ServerSettings
+from ..control.spec import ServeSpec
+from ..errors import PackagingError, ServingError, ShuttingDown
+from ..http.offload import give_way
+from ..http.server import Server
+from ..http.worker_server import worker_server
+from ..routing.load_shedding import DRAIN_RETRY_AFTER
+from .loop import Loop
+from .service import Service
+from .tls import credentials
+
+THREADS = 256  # calls at once; each has a thread, which waits
+TICK = 0.05
+LAST_SECONDS = 2.0  # for responses on their way
+CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
+
+
+class Process:
+    """What the signals and the end of standard input act on."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.ending = Event()
+        self.at_once = False
+
+    def drain(self) -> None:
+        """From the loop."""
+        self.ending.set()
+
+    def cut(self) -> None:
+        """From the loop."""
+        self.at_once = True
+        self.ending.set()
+
+    def watch_stdin(self) -> None:
+        """On a thread."""
+        while os.read(0, 4096):
+            pass
+        self.loop.soon(self.drain)
+
+
+def main(argv: list[str]) -> int:
+    """The exit status, 1 where the start failed."""
+    directory = Path(argv[0])
+    spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
+    secret = bytes.fromhex(sys.stdin.readline())
+    logs.configure(spec.settings.log_level)
+    process = Process()
+    gevent.signal_handler(signal.SIGTERM, process.drain)
+    gevent.signal_handler(signal.SIGINT, process.cut)
+    gevent.signal_handler(signal.SIGQUIT, process.cut)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    threading.Thread(target=process.watch_stdin, daemon=True).start()
+    try:
+        server = worker_server(spec, directory, secret)
+        service = Service(server, process.loop)
+        rpc = make_rpc_server(service, spec.settings)
+        port = listen(rpc, spec.settings)
+    except (ServingError, PackagingError, OSError) as error:
+        say("failed", message=f"gRPC: {error}")
+        return 1
+    give_way()
+    rpc.start()
+    say("grpc", host=spec.settings.host, port=port, scheme="grpc" if spec.settings.tls_cert is None else "grpcs")
+    process.ending.wait()
+    end(process, service, server, rpc)
+    return 0
+
+
+def make_rpc_server(service: Service, settings: ServerSettings) -> grpc.Server:
+    """It takes messages as large as bodies are over HTTP; a peer that answers no ping loses its connection."""
+    quiet = int(settings.io_timeout * 1000)
+    return grpc.server(
+        ThreadPoolExecutor(THREADS, thread_name_prefix="rpc"),
+        handlers=(service.handler(),),
+        maximum_concurrent_rpcs=THREADS,
+        options=(
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", 16384),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", quiet),
+            ("grpc.keepalive_timeout_ms", quiet),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ),
+    )
+
+
+def listen(rpc: grpc.Server, settings: ServerSettings) -> int:
+    """The port. Raises ``OSError`` where nothing can listen there."""
+    host = f"[{settings.host.strip('[]')}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.grpc_port}"
+    secure = credentials(settings)
+    try:
+        found = rpc.add_insecure_port(address) if secure is None else rpc.add_secure_port(address, secure)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from None
+    return int(found)
+
+
+def end(process: Process, service: Service, server: Server, rpc: grpc.Server) -> None:
+    """Let what runs finish within ``drain_timeout``; what is left then is interrupted, and all is settled."""
+    server.load_shedder.draining = True
+    logs.event("draining", running=service.answering)
+    until = time.monotonic() + server.settings.drain_timeout
+    while service.answering and time.monotonic() < until and not process.at_once:
+        gevent.sleep(TICK)
+    if service.answering:
+        logs.event("drain over", interrupted=server.in_flight.interrupt_all(CUT_SHORT))
+    stopped = rpc.stop(LAST_SECONDS)  # refuses calls, waits for those that end, cuts the others
+    until = time.monotonic() + 2 * LAST_SECONDS
+    while not stopped.is_set() and time.monotonic() < until:
+        gevent.sleep(TICK)
+    if server.ledger is not None:
+        server.ledger.settle_open()
+        server.ledger.close()
+    if server.follower is not None:
+        server.follower.close()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # threads of calls may wait for a loop that is over

@@ -1,0 +1,303 @@
+"""``GRPCInferenceService``: its calls, each run as the same request is over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import gevent
+import grpc
+from google.protobuf import json_format
+
+from .. import logs
+from ..dialects.kserve_metadata import server_metadata
+from ..errors import Aborted, InternalError, NotFound, RequestError, ServingError
+from ..http import kserve
+from ..http.addressing import VERSION
+from ..http.answer import Answer
+from ..http.authentication import authenticate, charge
+from ..http.in_flight import ClientGone
+from ..http.invoke import invoke
+from ..http.memory_budget import Allocation
+from ..http.route import Auth, Request, Route
+from ..http.server import Server
+from ..metering.authorization import Caller
+from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_from
+from ..routing.served_endpoints import ServedEntity
+from .call import Call
+from .codec import INFER, STREAM, RpcDialect, failure, frames, parsed
+from .loop import Loop
+from .messages import SERVICE, ModelInferRequest, message
+
+DIALECT = RpcDialect()
+AT_ONCE = 64  # requests of one stream
+AHEAD = 256  # responses that may wait for a stream's client
+PAUSE = 0.01  # seconds between looks at a client that does not follow
+
+Response = dict[str, Any]
+T = TypeVar("T")
+
+
+def _route(inference: Any) -> Route:
+    return Route(
+        method="POST",
+        path=inference.path,
+        handler=invoke,
+        summary=inference.summary,
+        dialect=DIALECT,
+        auth=Auth.INVOKE,
+        inference=inference,
+    )
+
+
+_INFER, _STREAM = _route(INFER), _route(STREAM)
+
+
+class _Over:
+    """In the place of a stream's response: a request is over, or, with ``count``, so many were all."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+
+
+class Service:
+    """The calls by name. Those in ``asked`` are looks at the server, with what a caller must show."""
+
+    def __init__(self, server: Server, loop: Loop) -> None:
+        self._server, self._loop = server, loop
+        self.answering = 0
+        self._asked: dict[str, tuple[Auth, Callable[[Any, Caller], Response]]] = {
+            "ServerLive": (Auth.OPEN, lambda asked, caller: {"live": True}),
+            "ServerReady": (Auth.OPEN, lambda asked, caller: {"ready": kserve.takes_requests(server)}),
+            "ServerMetadata": (Auth.OPEN, lambda asked, caller: server_metadata()),
+            "ModelReady": (Auth.ANY_KEY, self._model_ready),
+            "ModelMetadata": (Auth.ANY_KEY, self._model_metadata),
+            "ModelConfig": (Auth.ANY_KEY, self._model_config),
+            "RepositoryIndex": (Auth.ANY_KEY, self._index),
+        }
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given. Messages stay bytes until a call has read them."""
+        found: dict[str, grpc.RpcMethodHandler] = {
+            name: grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) for name in self._asked
+        }
+        found["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
+        found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        return grpc.method_handlers_generic_handler(SERVICE, found)
+
+    # looks at the server
+
+    def _answer(self, name: str, data: bytes, context: grpc.ServicerContext) -> bytes:
+        call, record = self._begun(context, f"/{SERVICE}/{name}")
+        auth, answer = self._asked[name]
+        try:
+            asked = parsed(data, message(f"{name}Request"))
+            found = self._loop.call(partial(self._handled, call, record, auth, lambda caller: answer(asked, caller)))
+        except ServingError as error:
+            call.abort(error, record.request_id)
+        if not auth.is_open:
+            record.finish(200)
+        response: bytes = json_format.ParseDict(found, message(f"{name}Response")()).SerializeToString()
+        return response
+
+    def _find(self, asked: Any, caller: Caller) -> ServedEntity:
+        if not asked.name:
+            raise NotFound("name: a model's name", param="name")
+        return kserve.find(self._server.endpoints.seen_by(caller), caller, asked.name, asked.version or None)
+
+    def _model_ready(self, asked: Any, caller: Caller) -> Response:
+        entity = self._find(asked, caller)
+        return {"ready": not self._server.load_shedder.draining and kserve.answers(entity)}
+
+    def _model_metadata(self, asked: Any, caller: Caller) -> Response:
+        entity = self._find(asked, caller)
+        return kserve.metadata_of(self._server.endpoints.seen_by(caller), entity)
+
+    def _model_config(self, asked: Any, caller: Caller) -> Response:
+        return {"config": kserve.config_of(self._find(asked, caller))}
+
+    def _index(self, asked: Any, caller: Caller) -> Response:
+        if asked.repository_name:
+            raise NotFound(
+                f"repository_name: no repository {asked.repository_name[:80]!r}; there is one, without a name"
+            )
+        return {"models": list(kserve.entries(self._server.endpoints.seen_by(caller), only_ready=asked.ready))}
+
+    # inference
+
+    def _infer(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        call, record = self._begun(context, INFER.path)
+        try:
+            answer = self._loop.call(partial(self._whole, call, record, data))
+        except ServingError as error:
+            call.abort(error, record.request_id)
+        assert isinstance(answer.body, bytes)
+        record.finish(answer.status)
+        call.send_trailers(answer.headers | {REQUEST_ID: record.request_id})
+        return answer.body
+
+    def _whole(self, call: Call, record: AccessRecord, data: bytes) -> Answer:
+        self.answering += 1
+        try:
+            return self._run(_INFER, call, record, data)
+        finally:
+            self.answering -= 1
+
+    def _stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The responses to all requests of a stream, those of each in order. A request that fails has its error as a
+        response, with its id; the caller itself is refused with the call."""
+        call, record = self._begun(context, STREAM.path)
+        try:
+            self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
+        except ServingError as error:
+            call.abort(error, record.request_id)
+        responses: queue.SimpleQueue[bytes | _Over] = queue.SimpleQueue()
+        room = threading.Semaphore(AT_ONCE)
+        threading.Thread(target=self._read, args=(requests, call, responses, room), daemon=True).start()
+        done, count = 0, None
+        while done != count:
+            one = responses.get()
+            if isinstance(one, bytes):
+                yield one
+            elif one.count is None:
+                done += 1
+                room.release()
+            else:
+                count = one.count
+
+    def _read(
+        self,
+        requests: Iterator[bytes],
+        call: Call,
+        responses: queue.SimpleQueue[bytes | _Over],
+        room: threading.Semaphore,
+    ) -> None:
+        """Start the requests of a stream as they come. On a thread of its own."""
+        count = 0
+        try:
+            for data in requests:
+                while not room.acquire(timeout=1.0):
+                    if call.is_over:
+                        return
+                count += 1
+                self._loop.spawn(partial(self._serve, call, data, responses))
+        except Exception:  # how gRPC says that the call has ended
+            call.is_over = True
+        finally:
+            responses.put(_Over(count))
+
+    def _serve(self, call: Call, data: bytes, responses: queue.SimpleQueue[bytes | _Over]) -> None:
+        """Answer one request of a stream. In the loop."""
+        self.answering += 1
+        record = self._record(call, STREAM.path)
+        try:
+            answer = self._run(_STREAM, call, record, data)
+            if isinstance(answer.body, bytes):
+                record.finish(answer.status)
+                responses.put(answer.body)
+            else:
+                self._follow(call, answer.body, responses)
+        except ServingError as error:
+            responses.put(failure(error, _id_of(data)).SerializeToString())
+        except ClientGone:
+            pass
+        except Exception:
+            logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
+            responses.put(failure(InternalError("internal error"), _id_of(data)).SerializeToString())
+        finally:
+            self.answering -= 1
+            responses.put(_Over())
+
+    def _follow(self, call: Call, body: Any, responses: queue.SimpleQueue[bytes | _Over]) -> None:
+        """The responses of a body, no further ahead of the client than ``AHEAD``. One that takes none for
+        ``io_timeout`` loses its call."""
+        try:
+            for data in body:
+                for one in frames(data):
+                    responses.put(one)
+                since, size = time.monotonic(), responses.qsize()
+                while responses.qsize() > AHEAD and not call.is_over:
+                    gevent.sleep(PAUSE)
+                    if responses.qsize() < size:
+                        since, size = time.monotonic(), responses.qsize()
+                    if time.monotonic() - since > self._server.settings.io_timeout:
+                        call.context.cancel()
+                        raise ClientGone
+                if call.is_over:
+                    raise ClientGone
+        finally:
+            body.close()
+
+    # what each call goes through
+
+    def _begun(self, context: grpc.ServicerContext, path: str) -> tuple[Call, AccessRecord]:
+        call = Call(context, self._loop)
+        return call, self._record(call, path)
+
+    def _record(self, call: Call, path: str) -> AccessRecord:
+        headers, tracer = call.headers, self._server.tracer
+        return AccessRecord(
+            request_id=request_id_from(headers.get(REQUEST_ID)),
+            method="RPC",
+            path=path,
+            trace=tracer.context(headers.get("traceparent"), headers.get("tracestate")),
+            tracer=tracer,
+        )
+
+    def _run(self, route: Route, call: Call, record: AccessRecord, data: bytes) -> Answer:
+        """In the loop. Raises ``ServingError``."""
+
+        def run(caller: Caller) -> Answer:
+            asked = parsed(data, ModelInferRequest)
+            if not asked.model_name:
+                raise NotFound("model_name: the name of a model", param="model_name")
+            version = {VERSION: asked.model_version} if asked.model_version else {}
+            request = Request(
+                route=route,
+                record=record,
+                caller=caller,
+                headers=call.headers,
+                path={"name": asked.model_name} | version,
+                receive=partial(_counted, data),
+                is_large=len(data) >= self._server.settings.offload_bytes,
+                address=call.address,
+                watch=call.watch,
+            )
+            return invoke(self._server, request)
+
+        return self._handled(call, record, Auth.INVOKE, run)
+
+    def _handled(self, call: Call, record: AccessRecord, auth: Auth, run: Callable[[Caller], T]) -> T:
+        """``run`` for the call's caller; what is refused is counted and written down. Raises ``ServingError``."""
+        try:
+            return run(authenticate(self._server, auth, call.headers, call.address, record))
+        except ServingError as error:
+            if not auth.is_open:
+                charge(self._server, error, record, call.address)
+            record.finish(error.status, error.logged)
+            raise
+        except ClientGone:
+            record.finish(Aborted.status, "the client went away")
+            raise Aborted("the client went away") from None
+        except Exception:
+            logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
+            record.finish(InternalError.status, "internal error")
+            raise InternalError(f"internal error; the log has it under {record.request_id}") from None
+
+
+def _counted(data: bytes, allocation: Allocation) -> bytes:
+    """A message, which has come whole, in the memory budget."""
+    allocation.grow(len(data))
+    return data
+
+
+def _id_of(data: bytes) -> str:
+    try:
+        return str(parsed(data, ModelInferRequest).id)
+    except RequestError:
+        return ""

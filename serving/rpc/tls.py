@@ -1,0 +1,59 @@
+"""gRPC's credentials of a server: the same files as over HTTP, read again when they are renewed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import grpc
+
+from .. import logs
+from ..control.listen_settings import ListenSettings
+
+
+def credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:
+    """None without a certificate. Raises ``OSError``."""
+    if settings.tls_cert is None:
+        return None
+    files = _Files(settings)
+    first = files.read()
+    return grpc.dynamic_ssl_server_credentials(
+        first, files.changed, require_client_authentication=settings.tls_client_ca is not None
+    )
+
+
+class _Files:
+    def __init__(self, settings: ListenSettings) -> None:
+        assert settings.tls_cert is not None
+        self._cert, self._key = settings.tls_cert, settings.tls_key or settings.tls_cert
+        self._client_ca = settings.tls_client_ca
+        self._seen = self._stamps()
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        pair = Path(self._key).read_bytes(), Path(self._cert).read_bytes()
+        root = None if self._client_ca is None else Path(self._client_ca).read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=root)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """For the next connection; None: as they were. Files that cannot be read, as between two of a renewal, leave
+        them so."""
+        found = self._stamps()
+        if found == self._seen:
+            return None
+        self._seen = found
+        try:
+            return self.read()
+        except OSError as error:
+            logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
+            return None
+
+    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
+        return tuple(_stamp(path) for path in (self._cert, self._key, self._client_ca))
+
+
+def _stamp(path: str | None) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path or "")
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

@@ -1,0 +1,161 @@
+"""Inference calls as protobuf's messages: tensors in bytes and in typed fields, and what is said of a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlflow_llm.serving.dialects import Head
+from mlflow_llm.serving.errors import InvalidField, Overloaded, RequestError
+from mlflow_llm.serving.reply import Delta, Done, LogitRows, Usage
+from mlflow_llm.serving.request import RawCompletion, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.rpc.call import Metadata, address_of
+from mlflow_llm.serving.rpc.codec import INFER, STREAM, RpcDialect, frames
+from mlflow_llm.serving.rpc.messages import ModelInferRequest, ModelStreamInferResponse
+
+DIALECT = RpcDialect()
+PROMPT = {"name": "input_ids", "datatype": "INT32", "shape": [1, 3], "contents": {"int_contents": [5, 6, 7]}}
+LENGTH = {"name": "request_output_len", "datatype": "INT32", "shape": [1, 1], "contents": {"int_contents": [4]}}
+
+
+def decoded(*tensors: dict[str, Any], route: Any = INFER, **more: Any) -> RawCompletion:
+    given = {entry["name"]: entry for entry in (PROMPT, LENGTH, *tensors)}
+    message = ModelInferRequest(model_name="a", inputs=list(given.values()), **more)
+    raw = DIALECT.decode(Head(route, {}), message.SerializeToString())
+    assert isinstance(raw, RawCompletion)
+    return raw
+
+
+def test_typed_and_raw_contents() -> None:
+    """The same request from typed fields, from bytes, and from both in one."""
+    ids, length = np.array([5, 6, 7], "<i4").tobytes(), np.array([4], "<i4").tobytes()
+    bare = [{key: entry[key] for key in ("name", "datatype", "shape")} for entry in (PROMPT, LENGTH)]
+    expected = decoded()
+    assert (expected.prompts, expected.sampling.max_tokens) == (((5, 6, 7),), 4)
+    assert decoded(*bare, raw_input_contents=[ids, length]) == expected
+    assert decoded(bare[1], raw_input_contents=[length]) == expected
+    assert decoded(bare[0], raw_input_contents=[ids]) == expected
+
+
+@pytest.mark.parametrize(
+    ("tensor", "more", "said"),
+    [
+        ({"datatype": "INT32", "shape": [1]}, {}, "inputs[2].contents: None"),
+        (
+            {"datatype": "FP32", "shape": [1]},
+            {"raw_input_contents": [b"1"]},
+            "inputs[2] in raw_input_contents: '1 bytes",
+        ),
+        ({"datatype": "FP32", "shape": [1]}, {"raw_input_contents": [b"1234"] * 2}, "raw_input_contents: '1 more'"),
+        (
+            {"datatype": "FP16", "shape": [1], "contents": {"fp32_contents": [1]}},
+            {},
+            "FP16 comes in raw_input_contents",
+        ),
+        ({"datatype": "FP32", "shape": [1], "contents": {"int_contents": [1]}}, {}, "expected fp32_contents"),
+        (
+            {"datatype": "FP32", "shape": [2], "contents": {"fp32_contents": [1]}},
+            {},
+            "inputs[2].contents.fp32_contents",
+        ),
+        ({"datatype": "FP32", "shape": [-1], "contents": {"fp32_contents": [1]}}, {}, "inputs[2].shape: [-1]"),
+        ({"datatype": "none", "shape": [1]}, {}, "inputs[2].datatype: 'none'"),
+        (
+            {"datatype": "FP32", "shape": [1], "parameters": {"shared_memory_region": {"string_param": "a"}}},
+            {},
+            "shared",
+        ),
+    ],
+)
+def test_tensors_that_lie_are_refused(tensor: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    """Values that are missing, too many, of another type or of another size than they say."""
+    with pytest.raises(InvalidField) as refused:
+        decoded({"name": "temperature"} | tensor, **more)
+    assert said in refused.value.message
+
+
+def test_what_is_no_message() -> None:
+    """Bytes that protobuf cannot read are refused as such."""
+    with pytest.raises(RequestError, match="no ModelInferRequest"):
+        DIALECT.decode(Head(INFER, {}), b"\xff\xff\xff")
+
+
+STREAMING = {"name": "streaming", "datatype": "BOOL", "shape": [1], "contents": {"bool_contents": [True]}}
+
+
+def test_only_streams_are_streamed() -> None:
+    """And no search is: which of its texts are best is known at the end."""
+    assert decoded(STREAMING, route=STREAM).stream
+    with pytest.raises(InvalidField, match="ModelStreamInfer"):
+        decoded(STREAMING)
+    width = {"name": "beam_width", "datatype": "INT32", "shape": [1], "contents": {"int_contents": [2]}}
+    with pytest.raises(InvalidField, match="false with a beam_width above 1"):
+        decoded(STREAMING, width, route=STREAM)
+    with pytest.raises(InvalidField, match="triton_enable_empty_final_response: 1"):
+        decoded(route=STREAM, parameters={"triton_enable_empty_final_response": {"int64_param": 1}})
+
+
+def test_a_token_s_response_has_all_that_was_asked_for() -> None:
+    """Its log probability and that of all so far, its row of logits, those of the prompt with the first, its text; the
+    last response is empty, and says that it is the last."""
+    asked = [
+        {"name": name, "datatype": "BOOL", "shape": [1], "contents": {"bool_contents": [True]}}
+        for name in ("streaming", "return_log_probs", "return_context_logits", "return_generation_logits")
+    ]
+    raw = decoded(*asked, route=STREAM, id="a", parameters={"triton_enable_empty_final_response": {"bool_param": True}})
+    request = ValidRequest(
+        request_id="r",
+        task="completions",
+        model="m",
+        model_version="3",
+        sequences=(Sequence(prompt_token_ids=(5, 6, 7)),),
+        sampling=Sampling(max_tokens=4),
+    )
+    stream = DIALECT.stream(request, raw.echoed)
+    rows = np.arange(8, dtype="<f4")
+    said = b"".join(
+        stream.encode(piece)
+        for piece in (
+            LogitRows(index=0, of="context", num_rows=3, data=np.zeros(12, "<f4").tobytes()),
+            LogitRows(index=0, of="generation", num_rows=2, data=rows.tobytes()),
+            Delta(index=0, text="xy", num_tokens=2, token_ids=(1, 2), token_logprobs=(-0.5, -0.25)),
+            Done(usage=Usage(prompt_tokens=3)),
+        )
+    )
+    responses = [ModelStreamInferResponse.FromString(one).infer_response for one in frames(said)]
+    found = [
+        {o.name: (list(o.shape), data) for o, data in zip(one.outputs, one.raw_output_contents, strict=True)}
+        for one in responses
+    ]
+    assert [one.parameters["triton_final_response"].bool_param for one in responses] == [False, False, True]
+    assert {(one.id, one.model_name, one.model_version) for one in responses} == {("a", "m", "3")}
+    assert [np.frombuffer(one["output_ids"][1], "<i4").tolist() for one in found[:2]] == [[1], [2]]
+    assert [np.frombuffer(one["cum_log_probs"][1], "<f4").tolist() for one in found[:2]] == [[-0.5], [-0.75]]
+    assert [np.frombuffer(one["output_log_probs"][1], "<f4").tolist() for one in found[:2]] == [[-0.5], [-0.25]]
+    assert [one["generation_logits"] for one in found[:2]] == [
+        ([1, 1, 1, 4], rows[:4].tobytes()),
+        ([1, 1, 1, 4], rows[4:].tobytes()),
+    ]
+    assert found[0]["context_logits"][0] == [1, 3, 4]
+    assert "context_logits" not in found[1]
+    assert found[2] == {}
+    (failed,) = frames(stream.error(Overloaded("full")))
+    message = ModelStreamInferResponse.FromString(failed)
+    assert (message.error_message, message.infer_response.id) == ("full", "a")
+
+
+def test_metadata_and_deadlines() -> None:
+    """Names in any case; the shorter of a call's deadline and its own time limit holds; an address without its port."""
+    assert Metadata({"authorization": "x"}, None).get("Authorization") == "x"
+    limits = [
+        ({}, 2.5, "2.500000"),
+        ({"x-request-timeout": "1"}, 2.5, "1"),
+        ({"x-request-timeout": "9"}, 2.5, "2.500000"),
+    ]
+    for given, left, expected in limits:
+        assert Metadata(given, left).get("X-Request-Timeout") == expected
+    assert Metadata({}, 1e12).get("X-Request-Timeout") is None
+    peers = {"ipv4:10.0.0.7:51": "10.0.0.7", "ipv6:[::1]:51": "::1", "ipv6:%5B::1%5D:51": "::1", "unix:": ""}
+    assert {peer: address_of(peer) for peer in peers} == peers
