@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import ssl
 import urllib.request
 import warnings
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,29 @@ def test_a_deadline_and_a_limit(served: Served, client: Any) -> None:
     with pytest.raises(InferenceServerException, match=r"otpm|output tokens") as refused:
         client.infer("assistant", inputs(rpc, 50), headers=small)
     assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "kserve.md"
+
+
+def test_the_examples_of_the_document(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python and its curl run as they are printed, but for addresses and keys; each is billed what came of it."""
+    before = served.ids()
+    for module in (http, rpc):
+        make = module.InferenceServerClient
+        for name in {"infer", "start_stream"} & set(vars(make)):
+            monkeypatch.setattr(make, name, partialmethod(getattr(make, name), headers=served.headers))
+    text = DOCUMENT.read_text()
+    gateway = f"127.0.0.1:{served.server.port}"
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code.replace("localhost:8000", gateway).replace("localhost:8001", served.address), {})
+    (body,) = re.findall(r"infer -H .*? -d '(.*?)'", text, re.DOTALL)
+    kinds = {"Content-Type": "application/json"} | served.headers
+    asked = urllib.request.Request(f"http://{gateway}/v2/models/assistant/infer", body.encode(), kinds)
+    with urllib.request.urlopen(asked, timeout=240) as answer:
+        (output,) = json.load(answer)["outputs"]
+    assert (output["name"], output["shape"]) == ("text_output", [1])
+    assert {row.completion_tokens for row in served.settled(before, 3)} == {8}
 
 
 def test_the_server_and_its_models(served: Served, client: Any) -> None:
