@@ -112,20 +112,26 @@ def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     return found | ({"required": list(required)} if required else {})
 
 
+def _names(described: Mapping[str, str]) -> dict[str, Any]:
+    return {"enum": list(described), "x-descriptions": dict(described)}
+
+
+_MADE = {name: field.description for name, field in OUTPUTS.items()}
 _PARAMETERS = {"type": "object", "description": "of the tensor: binary_data_size (inputs), binary_data (outputs)"}
 SCHEMA: Mapping[str, Any] = _object(
     {
         "id": {"type": "string", "description": "the answer repeats it"},
         "parameters": {
             "type": "object",
-            "description": f"{', '.join(PARAMETERS)}, and each tensor of one value, by its name",
+            "description": "each tensor of one value may stand here too, by its name",
+            "properties": {name: {"description": words} for name, words in PARAMETERS.items()},
         },
         "inputs": {
             "type": "array",
             "minItems": 1,
             "items": _object(
                 {
-                    "name": {"enum": list(FIELDS)},
+                    "name": _names({name: field.description for name, field in FIELDS.items()}),
                     "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
                     "datatype": {"enum": list(DATATYPES)},
                     "parameters": _PARAMETERS,
@@ -138,7 +144,7 @@ SCHEMA: Mapping[str, Any] = _object(
         },
         "outputs": {
             "type": "array",
-            "items": _object({"name": {"enum": list(OUTPUTS)}, "parameters": _PARAMETERS}, "name"),
+            "items": _object({"name": _names(_MADE), "parameters": _PARAMETERS}, "name"),
         },
     },
     "inputs",

@@ -27,7 +27,13 @@ _NO_SEQUENCES = "0: each request stands by itself"
 _STREAMS = "POST …/generate_stream, or gRPC's ModelStreamInfer, sends tokens as they come"
 _BOTH = "lora_weights and lora_config together, or neither of an adapter that is cached"
 # what a text is asked for with, beside the tensors
-PARAMETERS = (BINARY_OUTPUT, "timeout", "adapter", "user", "cache_salt")
+PARAMETERS: Mapping[str, str] = {
+    BINARY_OUTPUT: "outputs that do not say otherwise come as bytes",
+    "timeout": "microseconds this request may take",
+    "adapter": "a LoRA adapter of the model",
+    "user": "an id of the end user, kept in the request's line of the log",
+    "cache_salt": "prompt prefixes are shared with requests of the same salt only, and of the same tenant",
+}
 _NAMES = {field.target: field.name for field in reversed(tuple(FIELDS.values()))}
 
 
