@@ -24,10 +24,12 @@ from ..model_uri import parse
 from ..settings import EngineSettings, PrefixSharing, check_name, check_server_engine
 from ..transport.auth import check_address, read_key
 from .dialect_options import dialect_options, dialects_of
+from .sizes import Size
 from .spec_files import read_serve_spec
 from .store import opened
 
 DEFAULTS = ServerSettings()
+SIZE = Size()
 CLIENT_SETTINGS = ("stall_timeout", "start_timeout", "trust_remote_code")  # that matter where the engine is not
 
 
@@ -184,6 +186,13 @@ def settings_help() -> str:
     show_default=True,
     type=click.FloatRange(0, min_open=True),
     help="Seconds without a request after which an engine that may end (scale_to_zero_enabled) does.",
+)
+@click.option(
+    "--engine-memory-budget",
+    type=SIZE,
+    metavar="BYTES",
+    help="What all engines may take together, e.g. 12GiB: idle ones are unloaded when another is wanted (default: no "
+    "bound).",
 )
 @click.option("-C", "--config", "config", multiple=True, metavar="KEY=VALUE", help="An engine setting; repeatable.")
 @click.option(

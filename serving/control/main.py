@@ -30,6 +30,7 @@ from ..metering.store_checks import NoStore
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
 from .autoscaler import Autoscaler
+from .engine_memory import EngineMemory
 from .model_sources import config_of, with_files
 from .plan import PlanDirectory
 from .reconciler import TICK, Reconciler
@@ -68,7 +69,10 @@ def main(argv: list[str]) -> int:
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
     found = functools.partial(with_files, find=resolver_pool)
     autoscaler = Autoscaler.of(spec.settings, store)
-    reconciler = Reconciler(endpoints, supervisor, plan_directory, autoscaler, find=found, say=say, over=over)
+    memory = EngineMemory(spec.settings.engine_memory_budget)
+    reconciler = Reconciler(
+        endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, say=say, over=over
+    )
     try:
         reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")

@@ -6,6 +6,7 @@
     workers/<id>         held (flock) by a worker as long as it lives
     workers/<id>.json    its ``WorkerState``: the generation it has adopted, the engines it may still have requests on
     logs/<hash>          what an engine wrote whose load failed, by endpoint and served entity
+    engines.json         what the controller process has seen of each engine (``EngineRecord``)
     wanted/<key>         touched by a worker that has a request and no replica to run it
 
 The endpoints' store is the truth; the plan is what the controller process has made of it on this machine.
@@ -26,7 +27,7 @@ from msgspec import Struct, field
 
 from ..dialect_settings import DialectSettings
 from ..endpoints.config import EntityConfig, Route
-from ..engine.interface import EngineInfo
+from ..engine.interface import EngineInfo, EngineRecord
 from ..file_locks import create_locked, is_held, try_acquire
 from ..files import replace_file
 from ..settings import PrefixSharing
@@ -84,6 +85,13 @@ class WorkerState(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
 
 
+class EngineRecords(Struct, frozen=True, kw_only=True):
+    """By engine key; ``budget`` is the server's ``engine_memory_budget``."""
+
+    budget: int | None = None
+    engines: dict[str, EngineRecord] = {}
+
+
 class PlanDirectory:
     """The plan's files in the server's ``directory``. Controller process and workers have an object each."""
 
@@ -92,6 +100,7 @@ class PlanDirectory:
         self._workers = Path(directory, "workers")
         self._wanted = Path(directory, "wanted")
         self._logs = Path(directory, "logs")
+        self._engines = Path(directory, "engines.json")
 
     def publish(self, plan: Plan) -> None:
         """Replace the plan as a whole. Raises ``OSError``."""
@@ -163,6 +172,17 @@ class PlanDirectory:
 
     def _log_of(self, endpoint_id: str, entity: str) -> Path:
         return self._logs / hashlib.sha256(f"{endpoint_id}\n{entity}".encode()).hexdigest()
+
+    def save_engines(self, records: EngineRecords) -> None:
+        """Replace what is known of the engines. Raises ``OSError``."""
+        replace_file(self._engines, msgspec.json.encode(records))
+
+    def engines(self) -> EngineRecords:
+        """What is known of the engines; nothing before the first look."""
+        try:
+            return msgspec.json.decode(self._engines.read_bytes(), type=EngineRecords)
+        except FileNotFoundError:
+            return EngineRecords()
 
     def request_replica(self, key: str) -> None:
         """A worker has a request for the engine ``key`` and no replica. Raises ``OSError`` after the server's end."""

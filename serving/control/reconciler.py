@@ -23,7 +23,8 @@ from ..supervision.supervisor import EngineStatus, Supervisor
 from .adapters import EngineAdapters
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
-from .plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
+from .engine_memory import EngineMemory
+from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
 from .rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Reconciler:
         autoscaler: Autoscaler,
         *,
         find: Callable[[EntityConfig], EntityConfig],
+        memory: EngineMemory | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -58,6 +60,8 @@ class Reconciler:
             autoscaler,
         )
         self._find, self._say = find, say
+        self._memory = memory or EngineMemory()
+        self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: it holds until we know better
         self._adapters = EngineAdapters(self._plan)
@@ -168,6 +172,7 @@ class Reconciler:
             find=self._find,
             finders=self._finders,
             preparers=self._preparers,
+            memory=self._memory,
             known={e.config.name: e.facts for e in before.entities} if before is not None else None,
         )
 
@@ -218,6 +223,9 @@ class Reconciler:
             return
         self._scaled_at = time.monotonic()
         wanted: dict[str, int] = {}
+        entities = [entity for deployed in self._deployed.values() for entity in deployed.entities]
+        entities += [entity for rollout in self._rollouts.values() for entity in rollout.entities]
+        self._memory.pin(entity.key for entity in entities if entity.config.min_provisioned_throughput)
         for deployed in self._deployed.values():
             for entity in deployed.entities:
                 status = self._supervisor.status(entity.key)
@@ -225,11 +233,25 @@ class Reconciler:
                 found = self._plan_directory.replica_requested_at(entity.key)
                 number = self._autoscaler.step(entity, facts, status, found, time.monotonic())
                 wanted[entity.key] = max(number, wanted.get(entity.key, 0))
-        warming = {key for rollout in self._rollouts.values() for key in rollout.needs()}
-        for key, number in wanted.items():
-            number = max(number, 1) if key in warming else number
-            if self._supervisor.status(key).wanted != number:
+        warming = {key for rollout in self._rollouts.values() for key in rollout.needs_now()}
+        if self._memory.budget is None:
+            warming &= wanted.keys()  # a rollout has started the others
+        wanted |= {key: max(1, wanted.get(key, 0), self._supervisor.status(key).wanted) for key in warming}
+        self._set_replicas(wanted)
+
+    def _set_replicas(self, wanted: dict[str, int]) -> None:
+        """Have so many replicas of each engine, as far as the machine's memory goes."""
+        now = time.monotonic()
+        status = {key: self._supervisor.status(key) for key in wanted}
+        for key in wanted:
+            self._memory.look(key, status[key], self._plan_directory.replica_requested_at(key), now)
+        for key, number in self._memory.fit(wanted, status, now).items():
+            if status[key].wanted != number:
                 self._supervisor.set_replicas(key, number)
+        records = EngineRecords(budget=self._memory.budget, engines=self._memory.records())
+        if records != self._engines:
+            self._plan_directory.save_engines(records)
+            self._engines = records
 
     # what is published and reported
 
@@ -314,6 +336,7 @@ class Reconciler:
         for key in self._supervisor.entities():
             if key not in needed:
                 self._supervisor.remove(key)
+        self._memory.keep_only(needed)
 
 
 def _addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, ...]:

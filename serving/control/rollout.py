@@ -21,6 +21,7 @@ from ..supervision.supervisor import EngineSpec, Supervisor
 from ..transport.process_spec import ENGINE_CORE
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint, DeployedEntity
+from .engine_memory import EngineMemory
 
 Stage = Literal["finding", "warming", "preparing", "ready", "failed"]
 AGAIN_SECONDS = 10.0
@@ -42,6 +43,7 @@ class Rollout:
         find: Find,
         finders: Executor,
         preparers: Executor,
+        memory: EngineMemory | None = None,
         known: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.endpoint, self.version, self.config = endpoint, version, config
@@ -52,12 +54,20 @@ class Rollout:
         self.facts = dict(known or {})
         self.generation: int | None = None  # of the plan that has it
         self._supervisor, self._autoscaler, self._preparers = supervisor, autoscaler, preparers
+        self._memory = memory or EngineMemory()
+        self._warmed: set[str] = set()
         self._failed_at = 0.0
         self._work: Future[Any] = finders.submit(self._found, find)
 
     def needs(self) -> set[str]:
         """The engines that it needs."""
         return {entity.key for entity in self.entities}
+
+    def needs_now(self) -> set[str]:
+        """Those that have to run for it to go on: all but those that have given a token, where that is enough."""
+        if self.stage == "preparing":
+            return {entity.key for entity in self.entities if entity.config.provisioned}
+        return self.needs() - self._warmed
 
     @property
     def is_stuck(self) -> bool:
@@ -109,9 +119,12 @@ class Rollout:
 
     def _warm(self, found: list[tuple[DeployedEntity, EngineSpec]]) -> None:
         kept = self._supervisor.entities()
+        for entity, _ in found:
+            self._memory.admit(entity.key, entity.config, entity.endpoint)
         for entity, model in found:
             running = self._supervisor.status(entity.key).wanted if entity.key in kept else 0
-            self._supervisor.add(entity.key, model, replicas=max(1, running, len(model.addresses)))
+            least = 1 if self._memory.budget is None else 0  # else there is room first (``Reconciler``)
+            self._supervisor.add(entity.key, model, replicas=max(least, running, len(model.addresses)))
         self.entities = tuple(entity for entity, _ in found)
         self.stage = "warming"
 
@@ -122,7 +135,14 @@ class Rollout:
                 self.failed_logs[entity.config.name] = status.failed[0].failed_log
                 self._fail(f"{entity.config.name}: {status.failed[0].message}")
                 return
-            if not status.ready:
+            if status.ready:
+                if entity.key not in self._warmed:
+                    if not self._memory.is_known(entity.key):
+                        return
+                    self._memory.check(entity.key)
+                self._warmed.add(entity.key)
+                self._memory.warmed(entity.key)
+            elif entity.key not in self._warmed or entity.config.provisioned:
                 return
         self.stage, self.message = "preparing", ""
         self._work = self._preparers.submit(self._prepared)

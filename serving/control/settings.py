@@ -41,6 +41,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     requests get after SIGTERM. ``max_resolvers`` is how many processes look models up at once, in all workers
     together (200 MB each), and ``resolve_timeout`` (seconds) how long one may take, downloads included.
     ``scale_to_zero_after`` (seconds without a request) ends the engine of an entity with ``scale_to_zero_enabled``.
+    ``engine_memory_budget`` (bytes) is what the engines of this machine may take together: idle ones are unloaded when
+    another is wanted (``engine_memory``), None for no bound.
     ``engine_timeout`` (seconds) is how long requests wait for an engine of another host that is away.
     ``database`` is the URL of the store that holds
     keys and ledger; with ``require_keys`` a request without a key is refused. ``state_dir`` keeps what the ledger has
@@ -70,6 +72,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     max_resolvers: Annotated[int, Meta(ge=1, le=64)] = 2
     resolve_timeout: Seconds = 900.0
     scale_to_zero_after: Seconds = 300.0
+    engine_memory_budget: Bytes | None = None
     engine_timeout: Seconds = 60.0
     database: str | None = None
     require_keys: bool = False

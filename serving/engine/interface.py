@@ -137,6 +137,18 @@ class Health(Struct, frozen=True, kw_only=True):
     num_tenants_waiting: int = 0
 
 
+class EngineRecord(Struct, frozen=True, kw_only=True):
+    """What the process that keeps an engine has seen of it: bytes of ``memory`` of a replica (by its files until it is
+    ``measured``), the ``start_seconds`` that its last start took, why it is ``unloaded`` ("" where it is not), and how
+    often it was."""
+
+    memory: int = 0
+    measured: bool = False
+    start_seconds: float | None = None
+    unloaded: str = ""
+    unloads: int = 0
+
+
 class EventStream(Protocol):
     """The events of one request; iterate from one thread. ``close`` (also on leaving early) aborts what still runs.
 
@@ -192,6 +204,10 @@ class Engine(Protocol):
     def num_replicas(self) -> int:
         """Engine processes that serve it now; 0 while none is wanted or there."""
         return 1
+
+    def record(self) -> EngineRecord:
+        """What is known of it where another process keeps it."""
+        return EngineRecord()
 
     def process_health(self) -> Mapping[str, Health]:
         """The last ``Health`` of each engine process that there was, by its generation."""

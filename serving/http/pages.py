@@ -117,12 +117,20 @@ def _progress_of_all(entities: dict[str, ServedEntity]) -> dict[str, Any]:
 
 
 def _facts(entity: ServedEntity) -> dict[str, Any]:
-    return _kernels(entity.engine.info) | _standbys(entity)
+    return _kernels(entity.engine.info) | _standbys(entity) | _memory(entity)
 
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
     reason = {"kernels_reason": info.kernels_reason} if info.kernels_reason else {}
     return {"kernels": info.kernels, **reason}
+
+
+def _memory(entity: ServedEntity) -> dict[str, Any]:
+    """What its engine takes, and where it is unloaded why, and how long it takes to come back."""
+    record = entity.engine.record()
+    if not record.unloaded:
+        return {"memory": record.memory} if record.measured else {}
+    return {"unloaded": record.unloaded, "memory": record.memory, "start_seconds": record.start_seconds}
 
 
 def _standbys(entity: ServedEntity) -> dict[str, Any]:

@@ -136,10 +136,32 @@ class EngineCollector(Collector):
             replicas.add_metric(labels, float(entity.engine.num_replicas))
         yield ready
         yield replicas
+        yield from self._memory(entities)
         runs = GaugeMetricFamily("mlflow_llm_engine_info", "What the engine runs on", labels=(*self.LABELS, *self.INFO))
         for entity, (labels, _) in zip(entities, found, strict=True):
             runs.add_metric((*labels, *(getattr(entity.engine.info, name) for name in self.INFO)), 1.0)
         yield runs
+
+    RECORDS = (
+        ("engine_memory_bytes", "What a replica takes, by its files until it is measured", "memory"),
+        ("engine_start_seconds", "What the last start took, up to the first token", "start_seconds"),
+    )
+
+    def _memory(self, entities: list[Entity]) -> Iterator[Metric]:
+        records = [((entity.endpoint, entity.entity), entity.engine.record()) for entity in entities]
+        for name, text, field in self.RECORDS:
+            gauge = GaugeMetricFamily(f"mlflow_llm_{name}", text, labels=self.LABELS)
+            for labels, record in records:
+                gauge.add_metric(labels, float(getattr(record, field) or 0))
+            yield gauge
+        text = "1 where the engine is unloaded; the reason says why"
+        unloaded = GaugeMetricFamily("mlflow_llm_engine_unloaded", text, labels=(*self.LABELS, "reason"))
+        unloads = CounterMetricFamily("mlflow_llm_engine_unloads", "Times it was unloaded", labels=self.LABELS)
+        for labels, record in records:
+            unloaded.add_metric((*labels, record.unloaded), float(bool(record.unloaded)))
+            unloads.add_metric(labels, float(record.unloads))
+        yield unloaded
+        yield unloads
 
 
 class LedgerCollector(Collector):

@@ -15,7 +15,7 @@ from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, 
 from ..dialect_settings import DialectSettings
 from ..dialects.defaults import defaults_of
 from ..endpoints.config import ModelSource
-from ..engine.interface import AdapterInfo, Engine
+from ..engine.interface import AdapterInfo, Engine, EngineRecord
 from ..model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
 from ..tasks.endpoint import EndpointView, Profile
@@ -132,6 +132,7 @@ class PlanFollower:
                 open=functools.partial(self._attach, source, counters),
                 request_replica=functools.partial(self._plan_directory.request_replica, key),
                 away_timeout=self._engine_timeout if source.addresses else None,
+                record=functools.partial(self._engine_record, key),
             )
         engine.update_info(entity.info)
         self._engines[key] = engine
@@ -139,6 +140,9 @@ class PlanFollower:
         if key not in self._adapters:  # not before there is an engine to ask
             self._adapters[key] = AdapterPoller(engine, source.bundle.adapters)
         return complete
+
+    def _engine_record(self, key: str) -> EngineRecord:
+        return self._plan_directory.engines().engines.get(key, EngineRecord())
 
     def _attach(self, source: ModelSource, counts: str, address: str) -> Engine:
         engine: Engine = self._open(

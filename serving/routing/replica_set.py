@@ -11,7 +11,7 @@ from typing import Any, Literal
 from gevent.event import Event as Signal
 
 from .. import logs
-from ..engine.interface import AdapterInfo, Engine, EngineInfo, EventStream, Health
+from ..engine.interface import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health
 from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..events import Event, Failed
 from ..request import ValidRequest
@@ -63,7 +63,7 @@ class ReplicaSet(Engine):
 
     ``open(address)`` attaches to a replica and may block; ``request_replica()`` asks for one where there is none.
     Requests wait ``away_timeout`` seconds for replicas that should be there, without end for None, and for those that
-    are requested. ``info`` is that of one replica.
+    are requested, unless by ``record()`` a start takes longer than they have. ``info`` is that of one replica.
     """
 
     def __init__(
@@ -74,11 +74,14 @@ class ReplicaSet(Engine):
         open: Callable[[str], Engine],
         request_replica: Callable[[], object],
         away_timeout: float | None = None,
+        record: Callable[[], EngineRecord] = EngineRecord,
     ) -> None:
         self._info = info
         self._adapters = adapters
         self._open, self._request_replica, self._away_timeout = open, request_replica, away_timeout
+        self._record = record
         self._expected = False
+        self._woken_at: float | None = None  # when a request first found it unloaded
         self._active: dict[str, _Replica] = {}
         self._leaving: list[tuple[str, _Replica]] = []
         self._past: dict[str, Health] = {}  # the last counters of those that are closed
@@ -112,6 +115,7 @@ class ReplicaSet(Engine):
         self._leaving += [(a, replica) for a, replica in self._active.items() if a not in addresses]
         self._active, self._expected = opened, bool(addresses)
         if opened:
+            self._woken_at = None
             self._arrived.set()
         else:
             self._arrived.clear()
@@ -152,19 +156,29 @@ class ReplicaSet(Engine):
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
 
     def await_replica(self, deadline: float | None) -> Failed | None:
-        """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came."""
+        """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came, or will in time."""
         since = time.monotonic()
+        if self._woken_at is None:
+            self._woken_at = since
+        expected = self._record().start_seconds
         while not self._active:
             if self._closed:
                 return Failed(ShuttingDown.kind, "the engine was closed")
             if self._expected and self._away_timeout is not None and time.monotonic() - since > self._away_timeout:
                 return Failed(Unavailable.kind, "the engine is not running", None, RETRY_AFTER)
+            left = None if expected is None else max(ASK_AGAIN, self._woken_at + expected - time.monotonic())
             if deadline is not None and time.monotonic() >= deadline:
-                return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, ASK_AGAIN)
+                return Failed(DeadlineExceeded.kind, "no replica was ready in time", None, left or ASK_AGAIN)
             self._request_replica()
-            left = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.monotonic()))
-            self._arrived.wait(left)
+            if left is not None and deadline is not None and not self._expected and time.monotonic() + left > deadline:
+                text = f"the model is not loaded; that takes about {left:.0f} s, longer than this request may take"
+                return Failed(Unavailable.kind, text, None, left)
+            turn = ASK_AGAIN if deadline is None else min(ASK_AGAIN, max(0.01, deadline - time.monotonic()))
+            self._arrived.wait(turn)
         return None
+
+    def record(self) -> EngineRecord:
+        return self._record()
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Into every replica there is now."""

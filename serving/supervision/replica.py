@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import psutil
+
 from ..backoff import Backoff
 from ..engine.interface import Engine
 from ..errors import EngineDied, ShuttingDown
@@ -45,6 +47,7 @@ class Replica:
         self.was_ready = False
         self._finder: Finder | None = None
         self.engine: RemoteEngine | None = None
+        self.start_seconds: float | None = None  # of the last start, until the engine passed the probe
         self._model = model
         self._probe, self._changed, self._in_use, self._ended = probe, changed, in_use, ended
         self.adapters = adapters
@@ -62,6 +65,11 @@ class Replica:
         self.address = model.address(index, state_dir)
         self._thread = threading.Thread(target=self._run, name=f"mlflow-llm-replica-{index}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its engine is a process of this host."""
+        return not self._model.addresses
 
     @property
     def restarts(self) -> int:
@@ -126,6 +134,7 @@ class Replica:
     def _keep(self) -> None:
         """Returns when it is over; raises what keeps the engine from running, but for what its client tries again."""
         self._trouble = ""
+        began = time.monotonic()
         engine = RemoteEngine(
             self._make,
             stall_timeout=self._model.settings.stall_timeout,
@@ -151,6 +160,8 @@ class Replica:
                     self._probe(engine)
                     self.adapters.begin()
                     self.adapters.sync(engine)
+                    if self.is_here and not probed and started_since(engine.info.pid, began):
+                        self.start_seconds = time.monotonic() - began
                     probed, self.message = generation, ""
                 else:
                     if self.adapters.sync(engine):
@@ -182,3 +193,11 @@ class Replica:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._over():
             time.sleep(TURN)
+
+
+def started_since(pid: int, began: float) -> bool:
+    """Whether a process was started after ``began`` (``time.monotonic``), and not found running."""
+    try:
+        return bool(psutil.Process(pid).create_time() >= time.time() - (time.monotonic() - began) - 1.0)
+    except psutil.Error:
+        return False

@@ -36,7 +36,8 @@ ALIKE = ("dtype", "quantization", "max_model_len")
 class ReplicaStatus(Struct, frozen=True, kw_only=True):
     """``address`` is what ``attach`` takes, ``message`` the last failure, ``failed_log`` what its engine wrote;
     ``restarts`` are starts after the first; ``was_ready``: it has been ready, whatever it is now. ``adapters``: the
-    revision that it has of each that was wanted, ``refused_adapters``: that it did not take, and why."""
+    revision that it has of each that was wanted, ``refused_adapters``: that it did not take, and why. ``pid``: of its
+    engine's process, where that is here."""
 
     index: int
     address: str
@@ -48,15 +49,18 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     failed_log: str = ""
     adapters: dict[str, str] = {}
     refused_adapters: dict[str, tuple[str, str]] = {}
+    pid: int = 0
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """``wanted`` replicas; those there are, draining ones among them. ``info`` once a replica has been ready."""
+    """``wanted`` replicas; those there are, draining ones among them. ``info`` once a replica has been ready,
+    ``start_seconds``: what the last start took."""
 
     entity: str
     wanted: int
     replicas: tuple[ReplicaStatus, ...]
     info: EngineInfo | None = None
+    start_seconds: float | None = None
 
     def _in(self, state: ReplicaState) -> tuple[ReplicaStatus, ...]:
         return tuple(replica for replica in self.replicas if replica.state == state)
@@ -71,7 +75,7 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class _Entity:
-    __slots__ = ("adapters", "info", "model", "removed", "replicas", "wanted")
+    __slots__ = ("adapters", "info", "model", "removed", "replicas", "start_seconds", "wanted")
 
     def __init__(self, model: EngineSpec) -> None:
         self.model = model
@@ -80,6 +84,7 @@ class _Entity:
         self.replicas: dict[int, Replica] = {}
         self.info: EngineInfo | None = None
         self.adapters = NOTHING
+        self.start_seconds: float | None = None
 
 
 class Supervisor:
@@ -161,10 +166,13 @@ class Supervisor:
         """Raises ``NotFound``."""
         with self._lock:
             found = self._find(entity)
+            started = [r.start_seconds for r in found.replicas.values() if r.start_seconds is not None]
+            found.start_seconds = max(started, default=found.start_seconds)
             return EngineStatus(
                 entity=entity,
                 wanted=found.wanted,
                 info=found.info,
+                start_seconds=found.start_seconds,
                 replicas=tuple(_status(index, replica) for index, replica in sorted(found.replicas.items())),
             )
 
@@ -255,6 +263,7 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         restarts=replica.restarts,
         message=replica.message,
         failed_log=replica.failed_log,
+        pid=engine.info.pid if engine is not None and replica.is_here and replica.state == "ready" else 0,
         was_ready=replica.was_ready,
         adapters=dict(replica.adapters.loaded),
         refused_adapters=dict(replica.adapters.refused),

@@ -54,7 +54,8 @@ class InstantSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=
 class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``step_delay`` and ``load_delay`` are seconds. A prompt that holds ``poison_token_id`` raises in the step, one
     that holds ``stall_token_id`` stops all progress: the two faults a real model can have. With ``prefix_cache`` a
-    prompt that was read before under the same adapter and ``cache_salt`` counts as cached, but for its last token."""
+    prompt that was read before under the same adapter and ``cache_salt`` counts as cached, but for its last token.
+    ``ballast`` bytes are held for as long as it runs."""
 
     vocab_size: int = 1000
     max_model_len: int = 8192
@@ -64,6 +65,7 @@ class InstantModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     poison_token_id: int | None = None
     stall_token_id: int | None = None
     prefix_cache: bool = False
+    ballast: int = 0
 
 
 MASK = (1 << 64) - 1
@@ -149,6 +151,7 @@ class InstantCore:
         own = msgspec.structs.asdict(settings.of_backend(self.backend, InstantSettings))
         self.model = msgspec.structs.replace(self.model, **{k: v for k, v in own.items() if v is not None})
         time.sleep(self.model.load_delay)
+        self._ballast = b"\xff" * self.model.ballast
         self.settings = settings
         self._running: dict[str, _Running] = {}
         self._outbox: list[EngineOutput] = []

@@ -16,7 +16,7 @@ from server_calls import BODY, ask, engine_pid, until, well
 from serving_process import running
 
 from mlflow_llm.serving.engine.interface import Engine as EngineProtocol
-from mlflow_llm.serving.engine.interface import Health
+from mlflow_llm.serving.engine.interface import EngineRecord, Health
 from mlflow_llm.serving.observability import metrics
 from mlflow_llm.serving.observability.engine_counters import FILE, KEPT, CounterDirectory, EngineCounters
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
@@ -149,7 +149,12 @@ def test_an_engine_without_generations_is_counted_as_one() -> None:
     """One that has no generations is one engine by itself; two as replicas are two."""
 
     def engine() -> Any:
-        made = SimpleNamespace(info=INFO, health=lambda: Health(status="ready", generated_tokens=3), close=lambda: None)
+        made = SimpleNamespace(
+            info=INFO,
+            health=lambda: Health(status="ready", generated_tokens=3),
+            close=lambda: None,
+            record=EngineRecord,
+        )
         made.num_replicas, made.process_health = 1, lambda: EngineProtocol.process_health(made)
         return made
 

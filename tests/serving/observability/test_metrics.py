@@ -112,7 +112,7 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
 
     from prometheus_client import CollectorRegistry
 
-    from mlflow_llm.serving.engine.interface import Health
+    from mlflow_llm.serving.engine.interface import EngineRecord, Health
     from mlflow_llm.serving.observability.engine_counters import EngineCounters
     from mlflow_llm.serving.observability.metrics import EngineCollector
 
@@ -121,7 +121,9 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
     fields += ("draft_tokens", "accepted_tokens", "num_tenants_waiting")
     heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
     runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
-    runs = SimpleNamespace(health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on))
+    runs = SimpleNamespace(
+        health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on), record=EngineRecord
+    )
     runs.process_health = lambda: {"g": heartbeat}
     entity = SimpleNamespace(endpoint="a", entity="model", engine=runs)
     registry = CollectorRegistry()

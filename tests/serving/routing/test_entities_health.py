@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.engine.interface import EngineInfo, EngineRecord, Health
 from mlflow_llm.serving.http import pages
 from mlflow_llm.serving.metering.authorization import ANONYMOUS
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
@@ -20,7 +20,9 @@ NATIVE = EngineInfo(
 
 
 def engine(status: str, **figures: float) -> SimpleNamespace:
-    return SimpleNamespace(health=lambda: Health(status=status, **figures), close=lambda: None, info=NATIVE)
+    return SimpleNamespace(
+        health=lambda: Health(status=status, **figures), close=lambda: None, info=NATIVE, record=EngineRecord
+    )
 
 
 def health_of(**endpoints: dict[str, object]) -> tuple[int, dict]:

@@ -13,8 +13,8 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import Route
-from mlflow_llm.serving.engine.interface import AdapterInfo, Health
-from mlflow_llm.serving.errors import InvalidField, NotFound, Unavailable
+from mlflow_llm.serving.engine.interface import AdapterInfo, EngineRecord, Health
+from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.metering.authorization import Caller
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
@@ -248,3 +248,23 @@ def test_a_request_counts_for_its_engine(engine: InstantEngine) -> None:
     shedder.leave(engine)
     shedder.leave(engine)
     assert shedder.running(engine) == 0
+
+
+def test_a_request_that_cannot_be_in_time_is_told_when_to_come_back(engine: InstantEngine) -> None:
+    """Where the last start of an unloaded engine took longer than a request has, it is refused at once, the engine is
+    asked for all the same, and Retry-After is what is left of the start; one that has the time waits."""
+    asked: list[float] = []
+    record = EngineRecord(start_seconds=100.0, unloaded="no request came for it")
+    replicas = ReplicaSet(
+        engine.info, (), open=lambda address: engine, request_replica=lambda: asked.append(1.0), record=lambda: record
+    )
+    failed = replicas.await_replica(time.monotonic() + 50.0)
+    assert failed is not None
+    assert failed.kind == Unavailable.kind
+    assert "not loaded" in failed.message
+    assert 50.0 < failed.retry_after <= 100.0
+    assert asked == [1.0]
+    late = replicas.await_replica(time.monotonic() - 1.0)
+    assert late is not None
+    assert late.kind == DeadlineExceeded.kind
+    assert 50.0 < late.retry_after <= 100.0

@@ -1,0 +1,215 @@
+"""Which engines are loaded within a memory budget: idle ones go, the one used longest ago first, and come back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control.engine_memory import GIB, GRACE, EngineMemory, estimated_size, proportional_set_size
+from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatus
+
+INFO = EngineInfo(content_hash="x", tasks=("chat",), vocab_size=1, max_model_len=1, max_num_seqs=1, max_kv_tokens=1)
+
+
+class Machine:
+    """Engines that start and end as they are told, on a clock of the test's. ``sizes`` in GiB are what they take."""
+
+    def __init__(self, tmp_path: Path, budget: float | None, sizes: dict[str, float]) -> None:
+        self.now = 1000.0
+        self.sizes = dict(sizes)
+        self.running = dict.fromkeys(sizes, 0)
+        self.leaving: set[str] = set()
+        self.busy: set[str] = set()
+        self.requested: dict[str, float] = {}
+        self.steps = dict.fromkeys(sizes, 0)
+        self.place = tmp_path
+        self.admitted: list[str] = []
+        self.memory = EngineMemory(None if budget is None else int(budget * GIB), measure=self._measured)
+
+    def _measured(self, pid: int) -> int:
+        return int(list(self.sizes.values())[pid - 1] * GIB)
+
+    def entity(self, key: str, **fields: int) -> EntityConfig:
+        directory = self.place / key
+        directory.mkdir(exist_ok=True)
+        with open(directory / "model.safetensors", "wb") as file:
+            file.truncate(int(self.sizes[key] * GIB))  # sparse
+        bundle = Bundle(content_hash=key, tasks=("chat",), model_dir=str(directory), tokenizer_dir="")
+        source = ModelSource(uri=key, bundle=bundle)
+        return EntityConfig(name=key, entity_name=key, entity_version="", source=source, **fields)
+
+    def admit(self, *keys: str, **fields: int) -> None:
+        for key in keys:
+            self.memory.admit(key, self.entity(key, **fields), "e")
+            self.admitted.append(key)
+
+    def status(self, key: str) -> EngineStatus:
+        number = max(self.running[key], int(key in self.leaving))
+        health = Health(status="ready", num_running=int(key in self.busy), steps=self.steps[key])
+        replica = ReplicaStatus(index=0, address=key, state="ready", health=health, pid=list(self.sizes).index(key) + 1)
+        return EngineStatus(
+            entity=key, wanted=self.running[key], replicas=(replica,) * number, info=INFO, start_seconds=7.0
+        )
+
+    def tick(self, wanted: dict[str, int] | None = None, *, seconds: float = GRACE) -> set[str]:
+        """What is loaded after a while."""
+        self.now += seconds
+        wanted = dict.fromkeys(self.admitted, 1) | (wanted or {})
+        status = {key: self.status(key) for key in wanted}
+        for key in wanted:
+            self.memory.look(key, status[key], self.requested.get(key), self.now)
+        self.leaving.clear()
+        for key, number in self.memory.fit(wanted, status, self.now).items():
+            if self.running[key] and not number:
+                self.leaving.add(key)
+            self.running[key] = number
+        return {key for key, number in self.running.items() if number}
+
+    def request(self, key: str) -> set[str]:
+        """A request waits for an engine; what is loaded when it was served."""
+        for _ in range(4):
+            self.requested[key] = self.now
+            self.tick(seconds=0.5)
+        self.steps[key] += 1
+        return self.tick(seconds=0.5)
+
+    def start(self, *keys: str) -> None:
+        """Load them one after the other, as rollouts do."""
+        for key in keys:
+            self.admit(key)
+            for _ in range(3):
+                self.tick()
+            self.memory.warmed(key)
+            self.steps[key] += 1
+
+
+def test_idle_engines_go_the_least_recently_used_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where two of three fit, the one that was used longest ago gives way to the one that is asked for, and the log
+    says which, why, and what bringing it back takes."""
+    machine = Machine(tmp_path, 2.5, {"a": 1, "b": 1, "c": 1})
+    machine.admit("a", "b", "c")
+    for key in "abc":
+        machine.memory.warmed(key)
+    assert machine.tick({"c": 0}) == {"a", "b"}
+    machine.steps["a"] += 1
+    machine.tick({"c": 0}, seconds=0.1)
+    machine.tick({"c": 0})
+    with caplog.at_level(logging.WARNING):
+        assert machine.request("c") == {"a", "c"}
+    assert "unloaded e/b (1.00 GiB): its 1.00 GiB were needed for e/c; a request brings it back in about 7.0 s" in str(
+        caplog.messages
+    )
+    machine.tick(seconds=2 * GRACE)
+    assert machine.request("b") == {"b", "c"}
+    record = machine.memory.records()["a"]
+    assert (record.unloaded, record.unloads) == ("its 1.00 GiB were needed for e/b", 1)
+    assert machine.memory.records()["b"].unloaded == ""
+
+
+def test_one_that_is_unloaded_stays_so_until_it_is_asked_for(tmp_path: Path) -> None:
+    """Nothing but a request brings an engine back, however much room there is."""
+    machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    machine.start("a", "b")
+    assert machine.tick() == {"b"}
+    machine.sizes["b"] = 0.1
+    for _ in range(5):
+        assert machine.tick() == {"b"}
+    assert machine.request("a") == {"a", "b"}
+
+
+def test_the_new_one_starts_when_the_old_one_is_gone(tmp_path: Path) -> None:
+    """An engine that is unloaded finishes what it has; its memory counts until it is gone."""
+    machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    machine.start("a", "b")
+    for _ in range(3):
+        machine.tick()
+    machine.requested["a"] = machine.now + 1.0
+    assert machine.tick(seconds=1.0) == set()  # b ends
+    assert machine.tick(seconds=0.1) == set()  # and is still there
+    assert machine.tick(seconds=0.1) == {"a"}
+
+
+def test_busy_engines_and_those_just_asked_for_stay(tmp_path: Path) -> None:
+    """What works is not unloaded, nor what was brought back for a request that is on its way: the other one waits."""
+    machine = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    machine.start("a", "b")
+    machine.busy.add("b")
+    assert machine.request("a") == {"b"}
+    machine.busy.clear()
+    assert machine.request("a") == {"b"}  # within the grace
+    machine.tick(seconds=GRACE)
+    assert machine.request("a") == {"a"}
+
+
+def test_a_provisioned_minimum_is_never_unloaded(tmp_path: Path) -> None:
+    """An engine that keeps one stays, idle as it may be; others share what it leaves."""
+    machine = Machine(tmp_path, 2.5, {"paid": 1, "a": 1, "b": 1})
+    machine.admit("paid", min_provisioned_throughput=5, max_provisioned_throughput=5)
+    machine.admit("a", "b")
+    for key in ("paid", "a", "b"):
+        machine.memory.warmed(key)
+    machine.tick({"b": 0})
+    machine.steps["a"] += 1
+    machine.tick({"b": 0}, seconds=100)
+    machine.tick({"b": 0}, seconds=100)
+    assert machine.request("b") == {"paid", "b"}
+
+
+def test_what_never_fits_is_refused_by_name(tmp_path: Path) -> None:
+    """Larger than the budget by its files, or once it is measured; or pinned beside what is pinned already."""
+    machine = Machine(tmp_path, 2, {"huge": 3, "a": 1.5, "b": 1.5})
+    with pytest.raises(
+        PackagingError, match=r"entity e/huge has files of 3.00 GiB, more than engine_memory_budget has"
+    ):
+        machine.admit("huge")
+    machine.admit("a", min_provisioned_throughput=1, max_provisioned_throughput=1)
+    with pytest.raises(PackagingError, match=r"e/b .* never unloaded .* leave 0.50 GiB of engine_memory_budget"):
+        machine.admit("b", min_provisioned_throughput=1, max_provisioned_throughput=1)
+    machine.sizes["a"] = 2.5
+    machine.memory.look("a", EngineStatus(entity="a", wanted=1, replicas=machine.status("a").replicas), None, 0.0)
+    machine.running["a"] = 1
+    machine.memory.look("a", machine.status("a"), None, machine.now)
+    with pytest.raises(PackagingError, match=r"e/a takes 2.50 GiB"):
+        machine.memory.check("a")
+
+
+def test_growth_beyond_the_budget_unloads_what_is_idle(tmp_path: Path) -> None:
+    """An engine that came to take more than was thought costs the idle one that was used longest ago its place."""
+    machine = Machine(tmp_path, 2.5, {"a": 1, "b": 1})
+    machine.start("a", "b")
+    assert machine.tick() == {"a", "b"}
+    machine.sizes["b"] = 2
+    machine.busy.add("b")
+    machine.tick(seconds=10)
+    assert machine.tick(seconds=10) == {"b"}
+
+
+def test_without_a_budget_nothing_is_unloaded(tmp_path: Path) -> None:
+    """What is wanted runs; what scales to zero says so."""
+    machine = Machine(tmp_path, None, {"a": 100, "b": 100})
+    machine.admit("a", "b")
+    assert machine.tick() == {"a", "b"}
+    assert machine.tick({"a": 0}) == {"b"}
+    assert machine.memory.records()["a"].unloaded == "no request came for it"
+    assert machine.request("a") == {"a", "b"}
+
+
+def test_sizes_are_of_files_then_of_processes(tmp_path: Path) -> None:
+    """Weights and the KV cache that settings ask for; of a process, what it really has."""
+    machine = Machine(tmp_path, None, {"a": 1})
+    source = machine.entity("a").model
+    assert estimated_size(source) == GIB
+    more = ModelSource(uri="a", bundle=source.bundle, engine=EngineSettings(kv_cache_memory=GIB))
+    assert estimated_size(more) == 2 * GIB
+    before = proportional_set_size(os.getpid())
+    ballast = b"\xff" * (64 << 20)
+    assert proportional_set_size(os.getpid()) > before + len(ballast) // 2
+    assert proportional_set_size(2**22 + 1) == 0

@@ -1,0 +1,90 @@
+"""Two models in the memory of one, on real servers: they take turns in it, and no request is lost."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from instant_model import write_instant_model
+from server_calls import BODY, ask, until
+from server_processes import ENGINE
+from serving_process import INSTANT_CORE, Running, running
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.control.spec import EndpointSpec
+
+BALLAST = 192 << 20
+ONE, BOTH = 384 << 20, 1024 << 20
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Bundle]:
+    roots = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    made = [write_instant_model(root, ballast=BALLAST) for root in roots]
+    return [msgspec.structs.replace(bundle, adapters={}) for bundle in made]
+
+
+@pytest.fixture(scope="module")
+def servers(bundles: list[Bundle]) -> Iterator[tuple[Running, Running]]:
+    """One whose budget has room for one engine, and one of its own whose has room for both."""
+    second = EndpointSpec(name="second", entity="model-2", bundle=bundles[1], core=INSTANT_CORE, engine=ENGINE)
+    with (
+        running(bundles[0], engine=ENGINE, more=(second,), workers=2, engine_memory_budget=ONE) as small,
+        running(bundles[0], engine=ENGINE, more=(second,), engine_memory_budget=BOTH) as large,
+    ):
+        yield small, large
+
+
+def get(server: Running, path: str) -> str:
+    with urllib.request.urlopen(f"{server.url}{path}", timeout=240) as answer:
+        return str(answer.read().decode())
+
+
+def unloaded(server: Running) -> dict[str, str]:
+    """The endpoints whose engines are unloaded, and why."""
+    found = json.loads(get(server, "/health"))["endpoints"]
+    return {name: entry["unloaded"] for name, entry in found.items() if "unloaded" in entry}
+
+
+def said(server: Running, model: str) -> str:
+    status, text = ask(server, BODY | {"model": model})
+    assert status == 200, text
+    return str(json.loads(text)["choices"][0]["message"]["content"])
+
+
+def test_two_models_take_turns_in_the_memory_of_one(servers: tuple[Running, Running]) -> None:
+    """Both endpoints are ready, one of the engines is there; a request to the other waits for it, unloads the one that
+    is idle, and gets the text of a server that has both. Page, metrics and log say what was unloaded and why."""
+    small, large = servers
+    assert unloaded(large) == {}
+    assert len(unloaded(small)) == 1
+    for _ in range(2):
+        for model in ("assistant", "second"):
+            assert said(small, model) == said(large, model)
+            other = {"assistant": "second", "second": "assistant"}[model]
+            entity = {"assistant": "assistant/model-1", "second": "second/model-2"}[model]
+            until(lambda other=other: list(unloaded(small)) == [other])
+            assert unloaded(small)[other].endswith(f" GiB were needed for {entity}")
+    figures = get(small, "/metrics")
+    assert 'mlflow_llm_engine_unloaded{endpoint="second",entity="model-2",reason=""} 0.0' in figures
+    assert 'mlflow_llm_engine_unloaded{endpoint="assistant",entity="model-1",reason="its ' in figures
+    assert "a request brings it back in about " in small.log()
+    assert unloaded(large) == {}
+    assert "unloaded" not in large.log()
+
+
+def test_a_model_larger_than_the_budget_ends_the_start(bundles: list[Bundle], tmp_path: Path) -> None:
+    """It is refused by name and size, and the server does not start."""
+    weights = tmp_path / "model" / "model.safetensors"
+    bundle = write_instant_model(tmp_path)
+    with weights.open("wb") as file:
+        file.truncate(BOTH + 1)
+    with (
+        pytest.raises(AssertionError, match=r"assistant/model-1 has files of 1\.00 GiB, more than engine_memory"),
+        running(bundle, engine=ENGINE, engine_memory_budget=BOTH),
+    ):
+        pass
