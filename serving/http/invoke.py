@@ -13,6 +13,7 @@ from urllib.parse import quote
 from .. import logs
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..errors import Aborted, InternalError, InvalidField, ServingError
+from ..logits_size import logits_size
 from ..modes import Target
 from ..observability.access_record import AccessRecord
 from ..reply import Done, Piece, Reply
@@ -50,7 +51,8 @@ def invoke(server: Server, request: Request) -> Answer:
         with ExitStack() as held:
             entity, valid, echoed = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
             if not valid.stream:
-                allocation.grow(fixed_size(valid, entity.engine.info.embedding_dim))
+                info = entity.engine.info
+                allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
             pieces = _start(server, entity, valid, request, held)
             if valid.stream:
                 return _streamed(request, valid, echoed, pieces, held.pop_all())

@@ -105,6 +105,21 @@ def test_requests_batched_together_equal_each_text_alone(core: EngineCore, serve
             assert np.allclose(reported[name][index], served.expected(text), atol=1e-5)
 
 
+def test_batch_invariant(served: Served) -> None:
+    """With the setting a text has the same bits alone and among others: it is computed by itself."""
+    core = EngineCore(served.bundle, EngineSettings(batch_invariant=True))
+    alone = []
+    for i, text in enumerate(TEXTS):
+        core.add(ask(str(i), text))
+        alone.append(take(core)[str(i)][0])
+    core.add(ask("all", *TEXTS))
+    core.add(ask("more", *TEXTS[::-1]))
+    together = take(core)
+    for i in range(len(TEXTS)):
+        assert together["all"][i].tobytes() == alone[i].tobytes() == together["more"][len(TEXTS) - 1 - i].tobytes()
+    core.close()
+
+
 def test_a_short_request_does_not_wait_behind_a_bulk(core: EngineCore) -> None:
     """Requests take turns: one text that comes after a bulk of many batches is in the next batch."""
     core.add(ask("bulk", *[(3, 4, 5, 6, 7, 8)] * 20))

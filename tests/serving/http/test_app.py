@@ -11,6 +11,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from mlflow_llm.serving.errors import InternalError, Overloaded
+from mlflow_llm.serving.http import invoke
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.observability import access_record
@@ -242,6 +243,24 @@ def test_too_large_a_body(make: Callable[..., Server]) -> None:
         answer = client.post(path, data=b"x" * 2000, content_type="application/json")
         assert answer.status_code == 413
         assert key in answer.json
+
+
+def test_logits_count_as_memory(make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request asks for of logits is in the worker's memory budget while its reply is made."""
+    server = make()
+    added: list[int] = []
+    add = server.memory.add
+    monkeypatch.setattr(server.memory, "add", lambda caller, size: (added.append(size), add(caller, size)))
+    monkeypatch.setattr(invoke, "logits_size", lambda request, vocab_size: (2**20, vocab_size))
+    assert (
+        create_app(server)
+        .test_client()
+        .post("/v1/completions", json={"model": "assistant", "prompt": "hi", "max_tokens": 2})
+        .status_code
+        == 200
+    )
+    assert max(added) > 2**20
+    assert server.memory.used == 0
 
 
 @pytest.mark.parametrize(
