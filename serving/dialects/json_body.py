@@ -27,7 +27,28 @@ def read_object(body: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         raise RequestError(f"body: expected a JSON object ({reason})", param="body") from None
     if not isinstance(found, dict):
         raise InvalidField("body", found, "a JSON object")
+    if body.count(b":") > len(found):  # else there is no key beside those that were found
+        _check_keys(body)
     return read(found)
+
+
+def _check_keys(body: bytes) -> None:
+    """Raises ``InvalidField`` for a key that an object has twice: parsers differ in which of the two they take, and so
+    would whoever looked at the request before us. The body is known to be JSON."""
+    try:
+        json.loads(body, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deeper than this parser goes
+        raise RequestError(f"body: {str(error)[:120]}", param="body") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen: set[str] = set()
+    for name, value in pairs:
+        if name in seen:
+            raise InvalidField(name[:64], value, "one value: the key is there twice")
+        seen.add(name)
 
 
 def _reread(body: bytes, read: Callable[[dict[str, Any]], object]) -> None:
