@@ -13,7 +13,10 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from mlflow_llm.serving.control.spec import ServeSpec
 
 WARNINGS_OF_CLIENTS = [  # about their own code
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -25,22 +28,18 @@ WARNINGS_OF_CLIENTS = [  # about their own code
 
 
 @contextlib.contextmanager
-def served(root: Path, *arguments: str, **environment: str) -> Iterator[str]:
-    """Its URL, from ready to drained; ``root`` takes the log."""
+def served(root: Path, *arguments: str, spec: ServeSpec | None = None, **environment: str) -> Iterator[str]:
+    """Its URL, from ready to drained; ``root`` takes the log. ``spec`` says what the arguments say otherwise."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow_llm.serving.cli",
-        "serve",
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-        *arguments,
-    ]
+    if spec is None:
+        arguments = ("--port", str(port), "--workers", "1", *arguments)
+    else:
+        spec = msgspec.structs.replace(spec, settings=msgspec.structs.replace(spec.settings, port=port, workers=1))
+        (root / "spec.json").write_bytes(msgspec.json.encode(spec))
+        arguments = ("--spec", str(root / "spec.json"))
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "serve", *arguments]
     given = os.environ | environment
     with open(root / "log", "wb") as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=given)
