@@ -17,6 +17,7 @@ from .openvino import OpenVINODialect
 from .rerank import RerankDialect
 from .responses import ResponsesDialect
 from .tables import FIELDS, REFUSED_FIELDS
+from .triton_generate import TritonGenerateDialect
 
 DIALECTS: dict[str, Dialect] = {
     d.name: d
@@ -29,6 +30,7 @@ DIALECTS: dict[str, Dialect] = {
         DatabricksDialect(),
         MindieDialect(),
         GenerateDialect(),
+        TritonGenerateDialect(),
         MlflowDialect(),
         OpenVINODialect(),
     )

@@ -1,4 +1,5 @@
-"""Which dialect a route speaks where endpoints' settings decide: MindIE's in place of OpenAI's (``openAiSupport``)."""
+"""Which dialect a route speaks that two share: OpenAI's or MindIE's by its endpoints' settings (``openAiSupport``),
+MindIE's form of ``generate`` or Triton's own by the body."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from msgspec import Struct
 
 from ..dialects import DIALECTS, Dialect
 from ..dialects.mindie import SHARED_PATH
+from ..dialects.triton_generate import is_meant
 from ..routing.served_endpoints import ServedEndpoints
 from .route import Request, Route
 
-MINDIE = DIALECTS["mindie"]
+MINDIE, GENERATE, TRITON = DIALECTS["mindie"], DIALECTS["generate"], DIALECTS["triton-generate"]
 
 
 class _Named(Struct):
@@ -19,9 +21,18 @@ class _Named(Struct):
     model: str | None = None
 
 
+def is_open(route: Route) -> bool:
+    """Whether the body, or the endpoint that it names, has a say (``choose``)."""
+    return route.dialect is GENERATE or _is_shared(route)
+
+
 def choose(endpoints: ServedEndpoints, request: Request, body: bytes) -> None:
-    """Have ``request`` answered in the dialect of the endpoint that its body names, where that is not the route's."""
-    if not _is_shared(request.route) or not any(spoken := _speaks_mindie(endpoints)):
+    """Have ``request`` answered in the dialect that its body is meant in, where that is not the route's."""
+    if request.route.dialect is GENERATE:
+        if is_meant(body):
+            request.spoken.dialect = TRITON
+        return
+    if not any(spoken := _speaks_mindie(endpoints)):
         return
     entity = endpoints.meant_by(_model(body))
     if all(spoken) or (entity is not None and entity.view.profile.dialects.speaks_mindie):

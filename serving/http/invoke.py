@@ -26,7 +26,7 @@ from ..tasks.request_weights import adapter_of
 from . import rate_limit_headers
 from .addressing import address, check_limits, meant
 from .answer import Answer
-from .dialect_choice import choose
+from .dialect_choice import choose, is_open
 from .in_flight import (
     ClientGone,
     InterruptibleIterator,
@@ -69,7 +69,8 @@ def _accept(
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
         body = request.receive(allocation)
-        choose(server.endpoints, request, body)
+        if is_open(request.route):
+            server.offload(len(body), choose, server.endpoints, request, body)
         raw = server.offload(len(body), _decode, request, body)
         entity, raw = address(server.endpoints.seen_by(request.caller), request, raw)
         record.endpoint, record.stream = entity.endpoint, raw.stream
