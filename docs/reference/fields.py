@@ -30,7 +30,8 @@ NAMES = {
     "mlflow": "MLflow",
     "openvino": "OpenVINO",
     "mindie": "MindIE",
-    "generate": "Triton generate",
+    "generate": "MindIE generate",
+    "triton-generate": "Triton generate",
     "kserve": "KServe",
 }
 TITLES: Mapping[Task, str] = {

@@ -60,6 +60,25 @@ def is_meant(body: bytes) -> bool:
     return any(name in FIELDS or name in (*CALL_PARAMETERS, EXCLUDE) for name in names)
 
 
+def _schema() -> dict[str, Any]:
+    value = {"type": ["string", "number", "boolean", "array", "null"]}
+    tensors = {name: value | {"description": field.description} for name, field in FIELDS.items()}
+    parameters = dict.fromkeys(CALL_PARAMETERS, value) | {
+        EXCLUDE: {"type": ["boolean", "null"], "description": "false: the prompt before the text; default true"}
+    }
+    named = {"id": {"type": ["string", "null"], "description": "the answer repeats it"}}
+    return {
+        "type": "object",
+        "properties": {
+            **named,
+            **tensors,
+            **parameters,
+            "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}], "description": "any of the others"},
+        },
+        "additionalProperties": False,
+    }
+
+
 class TritonGenerateDialect:
     """A pure codec without routes of its own; one object serves every request."""
 
@@ -67,7 +86,7 @@ class TritonGenerateDialect:
     routes = ()
     prefixes: tuple[str, ...] = ()
     request_id_header: str | None = None
-    request_schemas: Mapping[Task, Mapping[str, Any]] = {}
+    request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": _schema()}
     error_schema: Mapping[str, Any] = {
         "type": "object",
         "required": ["error"],
