@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +11,19 @@ import numpy as np
 import pytest
 import torch
 from engine_runs import Outcome, run, take
+from grammar_runs import bundle_of
 from tiny_models import VOCAB, prompt_of, request_of
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine import inflight
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.request import Beams, ValidRequest
+from mlflow_llm.serving.engine.in_process import InProcessEngine
+from mlflow_llm.serving.request import Beams, RawCompletion, RawSampling, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
+from mlflow_llm.serving.tasks import generate
+from mlflow_llm.serving.tasks.endpoint import EndpointView
+from mlflow_llm.serving.tasks.prepare import prepare
+from mlflow_llm.serving.tasks.text import TextModel
 
 TOKEN_BYTES = 2 * 2 * 8 * 2 * 4  # layers, K and V heads, head width, K and V, float32
 BOTH = {"context_logits": True, "generation_logits": True}
@@ -219,3 +226,25 @@ def test_an_aborted_request(core: EngineCore) -> None:
     take(core, outcomes)
     assert outcomes["a"].finished[0].reason == "abort"
     assert len(outcomes["a"].logits("context")) == 32
+
+
+def test_a_reply_has_them(tmp_path: Path) -> None:
+    """From what a dialect decodes to the choices that it encodes: rows of the tokens that each choice has, and each
+    token's own log probability, whose sum is the choice's."""
+    bundle = bundle_of("byte_level", tmp_path)
+    engine = InProcessEngine(bundle, EngineSettings(kv_cache_memory=1 << 24, batch_invariant=True))
+    view = EndpointView(name="tiny", info=engine.info, text=TextModel(bundle))
+    sampling = RawSampling(max_tokens=5, n=2, temperature=1.0, seed=1, logprobs=True, ignore_eos=True, **BOTH)
+    request = prepare(RawCompletion(prompts=("hello world",), sampling=sampling), view)
+    reply = generate.gather(generate.run(engine, request, view.text))
+    engine.close()
+    size, length = engine.info.vocab_size, request.num_prompt_tokens
+    first, second = reply.choices
+    assert len(first.context_logits) == 4 * size * length
+    assert second.context_logits == b""
+    for choice in reply.choices:
+        rows = np.frombuffer(choice.generation_logits, dtype="<f4").reshape(5, size)
+        own = torch.log_softmax(torch.from_numpy(rows.copy()), -1)[torch.arange(5), torch.tensor(choice.token_ids)]
+        assert list(choice.token_logprobs) == pytest.approx(own.tolist(), abs=1e-5)
+        assert choice.cum_logprob == pytest.approx(float(own.sum()), abs=1e-4)
+        assert np.array_equal(rows[0], np.frombuffer(first.context_logits, dtype="<f4").reshape(length, size)[-1])
