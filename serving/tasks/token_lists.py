@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import InvalidField
@@ -26,31 +28,35 @@ def bad_words(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ..
         raise InvalidField("bad_words", f"{len(given)} words", f"at most {MAX_BAD_WORDS}")
     if (size := sum(len(word) for word in given if isinstance(word, str))) > MAX_BAD_CHARS:
         raise InvalidField("bad_words", f"{size} characters", f"at most {MAX_BAD_CHARS} in total")
+    texts = [word for word in given if isinstance(word, str)]
+    spelt = iter(spellings(texts, endpoint.text) if texts else ())
     runs: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(given):
-        spelt = spellings(word, endpoint.text) if isinstance(word, str) else (word,)
-        for run in spelt:
+        found = next(spelt) if isinstance(word, str) else (word,)
+        if not found:
+            raise InvalidField(f"bad_words[{i}]", word, "a text with something beside spaces")
+        for run in found:
             _check_run(run, f"bad_words[{i}]", word, endpoint.info.vocab_size)
             runs[run] = None
-        if not spelt:
-            raise InvalidField(f"bad_words[{i}]", word, "a text with something beside spaces")
     if (total := sum(map(len, runs))) > MAX_BAD_TOKENS:
         raise InvalidField("bad_words", f"{total} tokens", f"at most {MAX_BAD_TOKENS} in total")
     return tuple(runs)
 
 
-def spellings(word: str, text: TextModel) -> tuple[tuple[int, ...], ...]:
-    """The tokens of a word at the beginning of a text, behind a space (both as vLLM has them, which keeps the second
-    only where it is as long), and within a line, which is another one for tokenizers that put a space before a text."""
-    bare = word.lstrip()
-    if not bare:
-        return ()
-    newline = text.encode("\n", add_special_tokens=False)
-    within = text.encode("\n" + bare, add_special_tokens=False)
-    found = [text.encode(bare, add_special_tokens=False), text.encode(" " + bare, add_special_tokens=False)]
-    if newline and within[: len(newline)] == newline:
-        found.append(within[len(newline) :])
-    return tuple(dict.fromkeys(run for run in found if run))
+def spellings(words: Sequence[str], text: TextModel) -> list[tuple[tuple[int, ...], ...]]:
+    """The tokens of each word at the beginning of a text, behind a space (both as vLLM has them, which keeps the second
+    only where it is as long), and within a line, which is another one for tokenizers that put a space before a text.
+    () of a word of spaces alone."""
+    bare = [word.lstrip() for word in words]
+    ways = [before + word for word in bare for before in ("", " ", "\n")]
+    newline, *encoded = text.encode_plain(["\n", *ways], MAX_BAD_CHARS)
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for i, word in enumerate(bare):
+        first, spaced, lined = encoded[3 * i : 3 * i + 3]
+        begins = bool(newline) and lined[: len(newline)] == newline
+        runs = (first, spaced, lined[len(newline) :] if begins else ())
+        found.append(tuple(dict.fromkeys(run for run in runs if run)) if word else ())
+    return found
 
 
 def stop_sequences(asked: RawSampling, endpoint: EndpointView) -> tuple[tuple[int, ...], ...]:

@@ -296,6 +296,25 @@ def test_texts_of_a_form(spoken: tuple[Bundle, Any, Texts], groups: int) -> None
     core.close()
 
 
+def test_searches_within_grammars_give_way_and_come_back(spoken: tuple[Bundle, Any, Texts]) -> None:
+    """Beams that lose their memory go on where they were in their forms: the texts are those of each search alone."""
+    bundle, _, words = spoken
+    beams = Beams(width=4, early_stopping="never")
+    more: dict[str, Any] = {"n": 2, "max_tokens": 50, "grammar": regex("([ab] ?){90}"), "beams": beams}
+    prompts, stops = [words.ids(text) for text in ("fox", "brown", "the dog")], [(), ("b b a",), (" a b", "bbb")]
+    requests = [request_of(f"r{i}", prompts[i], stop=stops[i], **more) for i in range(3)]
+    wide, tight = make_core(bundle), make_core(bundle, kv_cache_memory=300 * TOKEN_BYTES)
+    outcomes = run(tight, *requests)
+    assert tight._scheduler.num_preemptions > 0
+    for request in requests:
+        found, alone = outcomes[request.request_id], run(wide, request)[request.request_id]
+        assert found.failed is None, found.failed
+        assert texts(found) == texts(alone)
+        assert found.finished.keys() == alone.finished.keys()
+        assert [one.reason for one in found.finished.values()] == [one.reason for one in alone.finished.values()]
+    wide.close(), tight.close()
+
+
 def test_keys_come_once(spoken: tuple[Bundle, Any, Texts]) -> None:
     """Each beam knows the keys of its own text: a form that leaves them open has each once."""
     bundle, _, words = spoken

@@ -21,13 +21,12 @@ def _bias(*values):
 
 def test_a_bad_word_is_meant_however_it_is_written(any_text):
     """At the beginning, behind a space and within a line: the tokens of each, once; spaces before it say nothing."""
-    found = spellings("dog", any_text)
+    found, *others = spellings(["dog", "  dog", "  "], any_text)
     assert {any_text.encode("dog", False), any_text.encode(" dog", False)} <= set(found)
-    assert spellings("  dog", any_text) == found
+    assert others == [found, ()]
     line = any_text.encode("\ndog", False)
     assert any(line[-len(run) :] == run for run in found)
     assert len(set(found)) == len(found)
-    assert spellings("  ", any_text) == ()
 
 
 def test_fields_that_say_nothing_change_nothing(endpoint):
@@ -56,7 +55,7 @@ def test_lists_of_tokens(endpoint, text):
         embedding_bias=bias,
         penalize_prompt=True,
     )
-    assert found.bad_words == (*spellings("dog", text), (5, 6))
+    assert found.bad_words == (*spellings(["dog"], text)[0], (5, 6))
     assert (found.stop_sequences, found.stop_token_ids) == (((7, 8),), (*text.eos_token_ids, 9, 10))
     assert (found.no_repeat_ngram_size, found.embedding_bias, found.penalize_prompt) == (3, bias, True)
 
