@@ -52,8 +52,7 @@ def test_a_judge_by_openais_route(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 def test_a_judge_by_a_workspaces_route(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """databricks:/… where the server is the workspace. MLflow 3.17 hands its ``endpoints:/…`` in ``make_judge`` to
-    litellm, which knows no such provider; for its own scorers it is the deployments client's."""
+    """databricks:/… where the server is the workspace."""
     from mlflow.genai.judges import make_judge
 
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -83,3 +82,31 @@ def test_a_scorer_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch
     feedback = scorer(inputs={"q": "Say thank you."}, outputs="Thank you very much.")
     assert feedback.error is None
     assert feedback.value in ("yes", "no")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_judge_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """endpoints:/… in ``make_judge``, by the provider that litellm lacks; an endpoint that is not there is named."""
+    import litellm
+    from mlflow.exceptions import MlflowException
+    from mlflow.genai.judges import make_judge
+
+    from mlflow_llm.plugin import judges
+
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    monkeypatch.setattr("mlflow.deployments.utils._deployments_target", None)
+    monkeypatch.setenv("MLFLOW_DEPLOYMENTS_TARGET", workspace)
+    monkeypatch.setattr(litellm, "custom_provider_map", [])
+    judges.use_endpoints()
+    judges.use_endpoints()
+    assert len(litellm.custom_provider_map) == 1
+    parameters = {"max_tokens": 300, "temperature": 0.0, "frequency_penalty": 2.0}  # for it repeats itself
+    asked = {"feedback_value_type": bool, "inference_params": parameters}
+    polite = "Is the text polite? {{ outputs }}"
+    feedback = make_judge(name="polite", instructions=polite, model="endpoints:/assistant", **asked)(
+        outputs="Thank you."
+    )
+    assert feedback.error is None
+    assert feedback.value in (True, False)
+    with pytest.raises(MlflowException, match="nobody"):
+        make_judge(name="polite", instructions=polite, model="endpoints:/nobody", **asked)(outputs="Thanks.")
