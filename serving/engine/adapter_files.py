@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,28 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight$")
+MORE = {  # tensors beside A and B, with the shape [out]; each is there where the configuration says so
+    "magnitude": re.compile(r"^(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?$"),
+    "lora_bias": re.compile(r"^(?P<module>.+)\.lora_B(\.default)?\.bias$"),
+    "bias": re.compile(r"^(?P<module>.+)\.base_layer\.bias$"),
+}
 NAME_ALONE = re.compile(r"\^?[\w.-]+\$?")  # as a regular expression it cannot backtrack
 MAX_HERE = 100_000  # names compared with modules in this process
 PATTERNS = Limits(seconds=5.0, memory=256 << 20, output=16 << 20)
 MAX_NUMBER = 1e9
 # Config keys that change the forward pass; each with the values that mean "not used".
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
     "use_bdlora": (None, False),
     "use_qalora": (None, False),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "layer_replication": (None, []),
-    "lora_bias": (None, False),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
     "monteclora_config": (None,),
     "kasa_config": (None,),
-    "bias": (None, "none"),
+    "bias": (None, "lora_only", "none"),
 }
 
 
@@ -52,13 +55,15 @@ BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterModule:
-    """One adapted linear: the shapes of its factors and the factor ``scaling`` on ``B @ A``."""
+    """One adapted linear: the shapes of its factors and the factor ``scaling`` on ``B @ A``. ``more``: the keys of
+    tensors [out] beside them, by what they are (``MORE``)."""
 
     a_key: str
     b_key: str
     a_shape: tuple[int, int]
     b_shape: tuple[int, int]
     scaling: float
+    more: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -159,8 +164,13 @@ def _pair_factors(
     name: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, AdapterModule]:
     keys: dict[str, dict[str, str]] = {}
+    more: dict[str, dict[str, str]] = {}
+    wanted = _more_wanted(config)
     for key in shapes:
         match = FACTOR.match(key.removeprefix(PREFIX))
+        if match is None and (found := _more(key, wanted)) is not None:
+            more.setdefault(found[0], {})[found[1]] = key
+            continue
         if match is None:
             raise PackagingError(
                 f"adapter {name!r}: tensor {shown(key)} is not supported; expected lora_A and lora_B of linears"
@@ -170,10 +180,51 @@ def _pair_factors(
         raise PackagingError(f"adapter {name!r}: {WEIGHTS} holds no LoRA weights")
     ranks = _by_pattern(name, config, "rank_pattern", list(keys), _number(name, config, "r", 8))
     alphas = _by_pattern(name, config, "alpha_pattern", list(keys), _number(name, config, "lora_alpha", 8))
-    return {
+    modules = {
         module: _module(name, module, sides, shapes, ranks[module], alphas[module], bool(config.get("use_rslora")))
         for module, sides in keys.items()
     }
+    return _with_more(name, modules, more, shapes, wanted) if wanted else modules
+
+
+def _more_wanted(config: Mapping[str, Any]) -> set[str]:
+    """Those of ``MORE`` that the configuration asks for."""
+    asked = {
+        "magnitude": config.get("use_dora"),
+        "lora_bias": config.get("lora_bias"),
+        "bias": config.get("bias") == "lora_only",
+    }
+    return {kind for kind, given in asked.items() if given}
+
+
+def _more(key: str, wanted: set[str]) -> tuple[str, str] | None:
+    """(module, kind) of a tensor beside A and B."""
+    for kind in wanted:
+        match = MORE[kind].match(key.removeprefix(PREFIX))
+        if match is not None:
+            return match["module"], kind
+    return None
+
+
+def _with_more(
+    name: str,
+    modules: dict[str, AdapterModule],
+    more: Mapping[str, Mapping[str, str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    wanted: set[str],
+) -> dict[str, AdapterModule]:
+    """``modules`` with what they have beside A and B."""
+    if strangers := more.keys() - modules.keys():
+        raise PackagingError(f"adapter {name!r}: module {min(strangers)!r} has a tensor, but no lora_A and lora_B")
+    for module, entry in modules.items():
+        keys = more.get(module, {})
+        for kind in wanted - {"bias"} - keys.keys():  # a linear need not have a bias
+            raise PackagingError(f"adapter {name!r}: module {module!r} lacks its {kind}")
+        for key in keys.values():
+            if shapes[key] != (entry.b_shape[0],):
+                wanted_shape = (entry.b_shape[0],)
+                raise PackagingError(f"adapter {name!r}: {shown(key)} has the shape {shapes[key]}, not {wanted_shape}")
+    return {module: replace(entry, more=more.get(module, {})) for module, entry in modules.items()}
 
 
 def _module(

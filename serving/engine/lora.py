@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import InvalidField, NotFound, PackagingError, reason
 from ..request import LoraTask
-from .adapter_files import AdapterFiles, check_fits, read_adapter
+from .adapter_files import AdapterFiles, AdapterModule, check_fits, read_adapter
 from .forward_context import ContextHolder
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
@@ -36,7 +36,12 @@ class Adapter:
     @property
     def num_bytes(self) -> int:
         """As they are and as steps read them, which is as much again, and what Python keeps of them."""
-        tensors = sum(t.numel() * t.element_size() for f in self.factors.values() for t in (f.a, f.b))
+        tensors = sum(
+            t.numel() * t.element_size()
+            for f in self.factors.values()
+            for t in (f.a, f.b, f.gain, f.shift)
+            if t is not None
+        )
         return 2 * tensors + OVERHEAD * (1 + len(self.factors))
 
 
@@ -47,6 +52,7 @@ class LoraPool:
         linears = {m.name: m for m in model.modules() if isinstance(m, EngineLinear)}
         output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         self._head = output.name if isinstance(output, EngineLinear) else None
+        self._linears = linears
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
         self._tasks = TaskReader({name: shape for name, shape in self._shapes.items() if name != self._head})
         self._groups = list({id(linear.group): linear.group for linear in linears.values()}.values())
@@ -129,10 +135,30 @@ class LoraPool:
                 for module, entry in files.modules.items():
                     a = tensors.get_tensor(entry.a_key).to(self._dtype)
                     b = tensors.get_tensor(entry.b_key).to(self._dtype)
-                    factors[module] = Factors(a, b, entry.scaling)
+                    more = {key: tensors.get_tensor(name).float() for key, name in entry.more.items()}
+                    gain, shift = self._gain_and_shift(module, entry, a, b, more) if more else (None, None)
+                    factors[module] = Factors(a, b, entry.scaling, gain, shift)
         except (SafetensorError, OSError, ValueError) as error:
             raise PackagingError(f"{files.weights.name} cannot be read: {reason(error)}") from None
         return factors
+
+    def _gain_and_shift(
+        self, module: str, entry: AdapterModule, a: torch.Tensor, b: torch.Tensor, more: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``Factors`` has of them, for DoRA's magnitudes m, m / |W + scaling B A| by row (Liu et al. 2024)."""
+        linear = self._linears[module]
+        bias = linear.bias
+        own = torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
+        gain = torch.ones_like(own)
+        if "magnitude" in more:
+            adapted = linear.weight.to(self._device, torch.float32) + entry.scaling * (b.float() @ a.float())
+            gain = more["magnitude"] / torch.linalg.vector_norm(adapted, dim=1)
+        shift = more.get("bias", own) - gain * own
+        if "lora_bias" in more:
+            shift = shift + entry.scaling * more["lora_bias"]
+        if not (torch.isfinite(gain).all() and torch.isfinite(shift).all()):
+            raise PackagingError(f"module {module!r}: its magnitudes or biases are not finite")
+        return gain.to(self._dtype).contiguous(), shift.to(self._dtype).contiguous()
 
     def _joined_alone(self, name: str) -> Groups:
         if name not in self._alone:
@@ -156,6 +182,7 @@ class LoraPool:
         columns: list[tuple[int, int, float]] = []
         all_a: list[torch.Tensor] = []
         members: list[tuple[int, int, int, int, torch.Tensor]] = []
+        scaled: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
         last = 0
         for module, (start, end) in zip(group.key, group.bounds, strict=True):
             found = [(slot, self._adapters[name].factors.get(module)) for slot, name in enumerate(active)]
@@ -164,9 +191,12 @@ class LoraPool:
                 continue
             first, last = last, last + sum(factors.rank for _, factors in present)
             columns += [(slot, factors.rank, factors.scaling) for slot, factors in present]
+            for slot, factors in present:
+                if factors.gain is not None and factors.shift is not None:
+                    scaled.append((slot, start, end, factors.gain, factors.shift))
             all_a += [factors.a for _, factors in present]
             b = torch.cat([factors.b for _, factors in present], 1).t().contiguous()
             members.append((start, end, first, last, b))
         if not members:
             return None
-        return GroupFactors(torch.cat(all_a).t().contiguous(), tuple(members), tuple(columns))
+        return GroupFactors(torch.cat(all_a).t().contiguous(), tuple(members), tuple(columns), tuple(scaled))

@@ -37,11 +37,16 @@ SEGMENT_GAIN = 2  # the masked way must cost this many times more: at less the t
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """One adapter on one linear: ``a`` [r, K], ``b`` [N, r]."""
+    """One adapter on one linear: ``a`` [r, K], ``b`` [N, r].
+
+    ``gain`` and ``shift`` [N] are what DoRA's magnitudes, and biases of its own, come to: the linear's output and what
+    A and B add to it, times ``gain``, plus ``shift``."""
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -51,11 +56,13 @@ class Factors:
 @dataclass(frozen=True, slots=True)
 class GroupFactors:
     """Concatenated for one GEMM: ``a`` [K, R]; for each adapted member (first and last output column, first and last
-    rank column, ``b`` [ranks, outputs]); ``columns`` says whose the R columns are."""
+    rank column, ``b`` [ranks, outputs]); ``columns`` says whose the R columns are. ``scaled``: (slot of the adapter,
+    first and last output column, ``gain``, ``shift``) of those that have them."""
 
     a: torch.Tensor
     members: tuple[tuple[int, int, int, int, torch.Tensor], ...]
     columns: Columns
+    scaled: tuple[tuple[int, int, int, torch.Tensor, torch.Tensor], ...] = ()
 
 
 class MaskedPlan:
@@ -81,6 +88,9 @@ class MaskedPlan:
         h = torch.mm(x, group.a).mul_(self._mask(group.columns, x.dtype))
         for start, end, first, last, b in group.members:
             y[:, start:end].addmm_(h[:, first:last], b)
+        for slot, start, end, gain, shift in group.scaled:
+            rows = (self._slots[:, 0] == slot).nonzero()[:, 0]
+            y[rows, start:end] = y[rows, start:end] * gain + shift
 
     def _mask(self, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
         mask = self._masks.get(columns)
@@ -117,6 +127,8 @@ class SegmentPlan:
             h = torch.mm(x[first:last], group.a).mul_(self._scale(group.columns, x))
             for start, end, low, high, b in group.members:
                 y[first:last, start:end].addmm_(h[:, low:high], b)
+            for _, start, end, gain, shift in group.scaled:
+                y[first:last, start:end].mul_(gain).add_(shift)
 
     def _scale(self, columns: Columns, like: torch.Tensor) -> torch.Tensor:
         scale = self._scales.get(columns)

@@ -146,14 +146,12 @@ def test_adapter_of_unknown_modules(tmp_path, llama_dir, adapter_dir):
 
 
 ODD_VALUES = {
-    "use_dora": True,
     "use_bdlora": True,
     "use_qalora": True,
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [3],
     "target_parameters": ["experts.weight"],
     "layer_replication": [[0, 1]],
-    "lora_bias": True,
     "alora_invocation_tokens": [3],
     "arrow_config": {},
     "monteclora_config": {},
@@ -177,15 +175,12 @@ def test_adapter_kinds_that_are_refused(tmp_path, llama_dir, adapter_dir, key):
         llm.save_model(tmp_path / "m", llama_dir, adapters={"mine": source})
 
 
-@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")  # of lora_bias on linears that have none
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"use_dora": True}, "use_dora=True is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-        ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
+        ({"bias": "all"}, "bias='all' is not supported"),
         ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' is the output head"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
     ],
@@ -196,6 +191,14 @@ def test_peft_models_that_are_refused(tmp_path, tokenizer, options, reason):
     with pytest.raises(MlflowException, match=f"'mine'.*{reason}"):
         llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")  # of lora_bias on linears that have none
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"bias": "lora_only"}], ids=str)
+def test_peft_models_that_are_packaged(tmp_path, tokenizer, options):
+    """What an adapter has beside A and B is packaged with it."""
+    llm.save_model(tmp_path / "m", add_lora(tiny_llama(), "mine", **options), tokenizer=tokenizer)
+    assert "mine" in llm.load_bundle(tmp_path / "m").adapters
 
 
 def test_things_that_are_no_adapter(tmp_path, llama_dir):

@@ -17,7 +17,7 @@ MEMBERS = (
 
 
 class Pool(Protocol):
-    """What ``lora.LoraPool`` offers: ``a`` [r, K], ``b`` [N, r] and ``scaling`` by module name."""
+    """What ``lora.LoraPool`` offers: ``lora_plan.Factors`` by module name."""
 
     def factors_of(self, name: str) -> Mapping[str, Any]: ...
     def __contains__(self, name: str) -> bool: ...
@@ -54,4 +54,7 @@ class AdapterTables:
                 a, bt = found.a.contiguous(), found.b.t().contiguous()
                 kept += [a, bt]
                 entry.a, entry.bt, entry.rank, entry.scale = a.data_ptr(), bt.data_ptr(), found.rank, found.scaling
+                if found.gain is not None:
+                    kept += [found.gain, found.shift]
+                    entry.gain, entry.shift = found.gain.data_ptr(), found.shift.data_ptr()
         return table, kept

@@ -20,11 +20,13 @@ constexpr int MAX_GROUP = 16;  // query heads of a KV head
 enum Member { Q, K, V, O, GATE, UP, DOWN, MEMBERS };
 
 // One adapter on one linear: h = A x, y += scale * B^T h. a is [rank, K], bt [rank, N]; rank 0: not adapted.
+// Where there is a gain [N] (DoRA, biases of its own): then y = gain * y + shift, of the linear's output alone.
 struct Factors {
     const float* a;
     const float* bt;
     int32_t rank;
     float scale;
+    const float *gain, *shift;
 };
 
 struct Layer {
@@ -80,6 +82,7 @@ class Decoder {
     std::vector<Partial> partials;
     std::vector<TiledPartial> tiled_partials;
     std::vector<float> hidden, normed, qkv, attended, wide, gated;
+    std::vector<float> before;  // hidden states that o and down are added to, of rows whose adapter has a gain there
     Prepared rows_for;
 
     void plan(const Step& step);
@@ -88,7 +91,13 @@ class Decoder {
     void attend(const Layer& layer, const Step& step, const Item& item);
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
     void join(int t);
-    void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N) const;
+    const Factors* factors(const Step& step, int t, int layer, int member) const {
+        const int adapter = step.runs[rows[t].run].adapter;
+        return adapter < 0 ? nullptr : &step.adapters[adapter][layer * MEMBERS + member];
+    }
+    void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N,
+               const float* added_to = nullptr) const;
+    void keep(const Step& step, int t, int layer, int member);
     int group() const { return shape.heads / shape.kv_heads; }
     // Rows of a prompt that one item takes, and softmaxes that a segment of a row has for a KV head.
     int rows_together() const { return shape.bf16_kv ? std::max(1, TILED_COLUMNS / group()) : QUERY_ROWS; }

@@ -41,7 +41,7 @@ inline void Decoder::plan(const Step& step) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
     };
     const int attention = shape.heads * shape.head_dim;
-    room(hidden, shape.hidden), room(normed, shape.hidden), room(attended, attention);
+    room(hidden, shape.hidden), room(before, shape.hidden), room(normed, shape.hidden), room(attended, attention);
     room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
     room(wide, 2 * shape.intermediate), room(gated, shape.intermediate);
     rows_for.room(step.T, std::max({shape.hidden, attention, shape.intermediate}));
@@ -60,7 +60,7 @@ inline void Decoder::step(const Step& step) {
             const int t = step.kept[i];
             float* x = &hidden[size_t(t) * shape.hidden];
             adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
-                  shape.hidden);
+                  shape.hidden, &before[size_t(t) * shape.hidden]);
             rms_norm(x, norm, shape.hidden, shape.eps, &normed[size_t(i) * shape.hidden]);
             rows_for.fill(*head, normed.data(), i);
         });
@@ -72,7 +72,7 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
     const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
     team.each(T, [&](int t) {
         float* x = &hidden[size_t(t) * H];
-        if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H);
+        if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H, &before[size_t(t) * H]);
         rms_norm(x, layer.norm1, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.qkv, normed.data(), t);
     });
@@ -81,18 +81,20 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
     team.each(int(items.size()), [&](int i) { attend(layer, step, items[i]); });
     team.each(T, [&](int t) {
         if (split[t] >= 0) join(t);
+        keep(step, t, index, O);
         rows_for.fill(*layer.o, attended.data(), t);
     });
     multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD);
     team.each(T, [&](int t) {
         float* x = &hidden[size_t(t) * H];
-        adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H);
+        adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H, &before[size_t(t) * H]);
         rms_norm(x, layer.norm2, shape.hidden, shape.eps, &normed[size_t(t) * H]);
         rows_for.fill(*layer.gate_up, normed.data(), t);
     });
     multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
     team.each(T, [&](int t) {
         float* gate = &wide[size_t(t) * 2 * I];
+        keep(step, t, index, DOWN);
         adapt(step, t, index, GATE, &normed[size_t(t) * H], H, gate, I);
         adapt(step, t, index, UP, &normed[size_t(t) * H], H, gate + I, I);
         float* out = &gated[size_t(t) * I];
@@ -124,14 +126,30 @@ inline void add_ranks(const Factors& f, int first, const float* x, int K, float*
     }
 }
 
-inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y,
-                           int N) const {
-    const int adapter = step.runs[rows[t].run].adapter;
-    if (adapter < 0) return;
-    const Factors& f = step.adapters[adapter][layer * MEMBERS + member];
+inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N,
+                           const float* added_to) const {
+    const Factors* f = factors(step, t, layer, member);
+    if (!f) return;
+    const float* base = f->gain ? added_to : nullptr;
+    if (base)
+        for (int n = 0; n < N; n += LANES)
+            _mm512_storeu_ps(y + n, _mm512_sub_ps(_mm512_loadu_ps(y + n), _mm512_loadu_ps(base + n)));
     int r = 0;
-    for (; r + 4 <= f.rank; r += 4) add_ranks<4>(f, r, x, K, y, N);
-    for (; r < f.rank; r++) add_ranks<1>(f, r, x, K, y, N);
+    for (; r + 4 <= f->rank; r += 4) add_ranks<4>(*f, r, x, K, y, N);
+    for (; r < f->rank; r++) add_ranks<1>(*f, r, x, K, y, N);
+    if (!f->gain) return;
+    for (int n = 0; n < N; n += LANES) {
+        const __m512 value = _mm512_fmadd_ps(_mm512_loadu_ps(f->gain + n), _mm512_loadu_ps(y + n),
+                                             _mm512_loadu_ps(f->shift + n));
+        _mm512_storeu_ps(y + n, base ? _mm512_add_ps(value, _mm512_loadu_ps(base + n)) : value);
+    }
+}
+
+// Before o or down is added to a row whose adapter needs their output by itself.
+inline void Decoder::keep(const Step& step, int t, int layer, int member) {
+    const Factors* f = factors(step, t, layer, member);
+    if (f && f->gain)
+        std::memcpy(&before[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden], shape.hidden * sizeof(float));
 }
 
 inline void rotate(float* x, const float* cos, const float* sin, int half) {

@@ -172,7 +172,7 @@ def test_a_name_loaded_again_has_its_new_weights(adapters):
 
 REFUSALS = {
     "peft_type": ("LOHA", "LOHA"),
-    "use_dora": (True, "use_dora"),
+    "use_dora": (True, "magnitude"),
     "modules_to_save": (["lm_head"], "modules_to_save"),
     "trainable_token_indices": ([1], "trainable_token_indices"),
     "bias": ("all", "bias"),
