@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from ..bundle import Bundle
-from ..dialect_settings import DialectSettings, batched
+from ..dialect_settings import BATCH, DialectSettings, batched
+from ..errors import InvalidField
 from ..settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
 
@@ -61,6 +62,10 @@ class ServeSpec(Struct, frozen=True, kw_only=True):
         own = [one.dialects.over(self.dialects) for one in self.endpoints]
         for dialects in (self.dialects, *own):
             dialects.check()
+        for one, dialects in zip(self.endpoints, own, strict=True):
+            if one.addresses and dialects.maxPrefillTokens is not None:
+                allowed = f"none for {one.name}: its engines run on other hosts, which have their own -C {BATCH}"
+                raise InvalidField("maxPrefillTokens", dialects.maxPrefillTokens, allowed)
         endpoints = tuple(
             msgspec.structs.replace(one, dialects=dialects, engine=_with_batch(one.engine, dialects))
             for one, dialects in zip(self.endpoints, own, strict=True)

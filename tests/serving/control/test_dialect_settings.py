@@ -124,6 +124,15 @@ def test_a_servers_are_for_endpoints_that_say_nothing() -> None:
     assert EndpointSpec(name="c", entity="/m", bundle=bundle).engine == EngineSettings()
 
 
+def test_engines_of_other_hosts_have_their_own_batch() -> None:
+    """A setting that they would not have is refused, of the server as of the endpoint."""
+    bundle = Bundle(content_hash="x", tasks=("chat",), model_dir="/m", tokenizer_dir="/m")
+    elsewhere = EndpointSpec(name="a", entity="/m", bundle=bundle, addresses=("tcp://h:1",), key_file="/k")
+    assert ServeSpec(endpoints=(elsewhere,), dialects=DialectSettings(maxIterTimes=5)).resolved().endpoints
+    with pytest.raises(InvalidField, match="maxPrefillTokens: 5"):
+        ServeSpec(endpoints=(elsewhere,), dialects=DialectSettings(maxPrefillTokens=5)).resolved()
+
+
 def test_a_spec_file(tmp_path: Path) -> None:
     """Its settings are checked by their place."""
     path = tmp_path / "spec.json"
