@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from .errors import PackagingError
 from .request import Activation, Task
 from .tool_calls.formats import ToolFormat
 
@@ -38,11 +39,21 @@ class CrossEncoderSpec(Struct, frozen=True, kw_only=True):
     max_length: int | None = None
 
 
+class DraftBundle(Struct, frozen=True, kw_only=True):
+    """The small model of ``EngineSettings.draft_model``; ``uri`` is what it is called there."""
+
+    uri: str
+    content_hash: str
+    model_dir: str
+    tokenizer_dir: str
+
+
 class Bundle(Struct, frozen=True, kw_only=True):
     """Absolute paths of one model's parts. ``content_hash`` is SHA-256 over the manifest's file hashes: same hash,
     same weights, wherever they lie, which is how processes find an engine that already has them.
     ``default_adapter`` answers requests that name none; None is the base. ``tool_formats``: how calls are written after
-    each chat template, by its name; what is not there is detected."""
+    each chat template, by its name; what is not there is detected. ``draft`` is the model whose drafts an engine takes,
+    where a setting names one."""
 
     content_hash: str
     tasks: tuple[Task, ...]
@@ -54,3 +65,13 @@ class Bundle(Struct, frozen=True, kw_only=True):
     embedding: EmbeddingSpec | None = None
     cross_encoder: CrossEncoderSpec | None = None
     default_adapter: str | None = None
+    draft: DraftBundle | None = None
+
+
+def draft_of(uri: str, found: Bundle) -> DraftBundle:
+    """The model at ``uri`` as a draft model. Raises ``PackagingError`` for one that writes no text."""
+    if "completions" not in found.tasks:
+        raise PackagingError(f"draft_model: {uri} does {', '.join(found.tasks)}; expected a model that writes text")
+    return DraftBundle(
+        uri=uri, content_hash=found.content_hash, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir
+    )

@@ -78,11 +78,30 @@ class Logits(Struct, frozen=True, tag="l", array_like=True):
     data: bytes
 
 
+class DraftCounts(Struct, frozen=True, array_like=True):
+    """Drafts of a sequence: tokens ``proposed``, and ``accepted`` because they were drawn; of both those that are from
+    what the caller expects (``Sampling.draft``)."""
+
+    proposed: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.predicted + other.predicted,
+            self.predicted_accepted + other.predicted_accepted,
+        )
+
+
 class Finished(Struct, frozen=True, tag="f", array_like=True):
     """Sequence ``index`` has ended.
 
     ``num_cached_tokens`` prompt tokens were taken from the prefix cache; ``num_generated_tokens`` counts every
-    token sampled, delivered or not; ``queue_time`` is seconds from submission to the first step.
+    token sampled, delivered or not; ``queue_time`` is seconds from submission to the first step. ``drafts`` is None
+    where nothing was drafted.
     """
 
     index: int
@@ -90,6 +109,7 @@ class Finished(Struct, frozen=True, tag="f", array_like=True):
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     queue_time: float = 0.0
+    drafts: DraftCounts | None = None
 
 
 class Embedded(Struct, frozen=True, tag="e", array_like=True):

@@ -18,13 +18,19 @@ ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 class Usage(Struct, frozen=True, kw_only=True):
     """Exact token counts: prompt as fed to the model, completion as sampled up to the token that ended the text.
 
-    ``reasoning_tokens`` are those of the completion that are reasoning.
+    ``reasoning_tokens`` are those of the completion that are reasoning. ``draft_tokens`` were computed ahead beside it,
+    and ``accepted_draft_tokens`` of them are in it; of both, those from a text that the caller predicted are
+    ``accepted_prediction_tokens`` and ``rejected_prediction_tokens``, None where it predicted none. Nobody pays them.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:

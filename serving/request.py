@@ -307,6 +307,15 @@ class Beams(Struct, frozen=True, kw_only=True):
     field: str = "beam_width"
 
 
+class DraftTokens(Struct, frozen=True, kw_only=True):
+    """What the caller expects the text to be: ``token_ids`` are computed along with what is known, and those that are
+    drawn there are taken. ``logits`` (float32, little endian, [tokens, V]): the drafts were drawn from the softmax of
+    these, and while the text is what was drafted its tokens are drawn by rejection sampling (``engine.rejection``)."""
+
+    token_ids: tuple[int, ...]
+    logits: bytes | None = None
+
+
 class Sampling(Struct, frozen=True, kw_only=True):
     """Resolved sampling parameters of a request; every field has its final value.
 
@@ -347,6 +356,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     penalize_prompt: bool = False
     context_logits: bool = False
     generation_logits: bool = False
+    draft: DraftTokens | None = None
 
 
 class Sequence(Struct, frozen=True, kw_only=True):

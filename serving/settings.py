@@ -41,18 +41,19 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
     float32. ``threads`` None is the physical cores this process may use, by affinity and within the CPU quota of its
     control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our
-    own kernels run and few sequences do; the text is the same. ``max_logits_bytes``: of the logits that one request may
-    ask for (context and generation together), which the engine and its caller's process hold in memory; 0 gives none.
-    ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
-    torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md). ``max_adapters``
-    bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of those loaded, and of the ones that came
-    with requests: what no request uses is evicted, the longest unused first, and a named one read from disk again when
-    it is asked for. ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``: seconds
-    its start may take. ``packed_cache``: bytes that weights in the form that our kernels read may take in this user's
-    cache directory, so that later starts map them; 0 keeps and uses none. ``standby``: 1 keeps a second process loaded,
-    which takes over when the engine dies. ``backend``: settings that one backend alone has, by its name
-    (``of_backend``); our own engine has none beside these. ``in_process`` runs the engine on a thread of this process
-    (debugging and small tests: about half the speed, see docs/performance.md).
+    own kernels run and few sequences do; the text is the same. ``draft_model``: a directory or a model URI of a smaller
+    model of the same vocabulary, which is asked what may come where nothing else suggests it. ``max_logits_bytes``: of
+    the logits that one request may ask for (context and generation together), which the engine and its caller's process
+    hold in memory; 0 gives none. ``batch_invariant``: results are bitwise the same alone and in any batch, also where
+    they are not by themselves (by torch's kernels): each sequence is computed alone, and no prefix is reused
+    (docs/determinism.md). ``max_adapters`` bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of
+    those loaded, and of the ones that came with requests: what no request uses is evicted, the longest unused first,
+    and a named one read from disk again when it is asked for. ``idle_timeout``: seconds an engine process outlives its
+    last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the form that
+    our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses none.
+    ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
+    backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
+    engine on a thread of this process (debugging and small tests: about half the speed, see docs/performance.md).
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -69,6 +70,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
     batch_invariant: bool = False
+    draft_model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     max_adapters: CountOrZero = 64
     adapter_memory: Bytes = 1 << 30
     max_logits_bytes: BytesOrZero = 64 << 20
@@ -93,6 +95,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.draft_model is not None and self.speculation == "none":
+            raise InvalidField("draft_model", self.draft_model, "null with speculation none")
         if self.standby and self.in_process:
             raise InvalidField("standby", self.standby, "0 with in_process: the engine dies with its process")
 

@@ -28,7 +28,7 @@ class Answer:
         choices: one for each prompt and each of ``n``, in order: text, reasoning, tool calls, finish reason, log
             probabilities.
         usage: tokens of the prompt (``prompt_tokens``, ``cached_tokens``) and of all choices (``completion_tokens``,
-            of which ``reasoning_tokens``).
+            of which ``reasoning_tokens``; of drafts ``draft_tokens`` and ``accepted_draft_tokens``).
     """
 
     choices: tuple[Choice, ...]

@@ -12,6 +12,7 @@ from mlflow.exceptions import MlflowException
 
 from . import signature_enforcement
 from .bundle_reader import configured
+from .draft import with_draft
 from .errors import raises_mlflow
 from .fetch import local_root
 from .language_model import LanguageModel
@@ -70,7 +71,7 @@ def _session(model_uri: str, dst_path: str | None, settings: dict[str, Any]) -> 
     root = local_root(model_uri, dst_path)
     bundle, config = configured(root, settings)
     uri = "" if os.path.isdir(model_uri) else str(model_uri)
-    return Session(bundle, config.settings, config.request_defaults, uri=uri)
+    return Session(with_draft(bundle, config.settings), config.settings, config.request_defaults, uri=uri)
 
 
 @raises_mlflow
@@ -79,7 +80,7 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     signature_enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
-    return PyfuncModel(bundle, config.settings, config.request_defaults)
+    return PyfuncModel(with_draft(bundle, config.settings), config.settings, config.request_defaults)
 
 
 def close(model: LanguageModel | PyfuncModel | PyFuncModel) -> None:

@@ -23,6 +23,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "bfloat16"]
     prefix_caching: bool
     speculation: Literal["auto", "none"]
+    draft_model: str | None
     max_adapters: int
     adapter_memory: int
     threads: int | None

@@ -80,11 +80,12 @@ class ModelBackend:
 
     def __init__(self, uri: str, settings: dict[str, Any], stop: threading.Event) -> None:
         from mlflow_llm.flavors.llm.bundle_reader import configured
+        from mlflow_llm.flavors.llm.draft import with_draft
         from mlflow_llm.flavors.llm.model_cache import logged_root
         from mlflow_llm.flavors.llm.session import Session
 
         bundle, config = configured(logged_root(uri), settings)
-        self._session = Session(bundle, config.settings, config.request_defaults)
+        self._session = Session(with_draft(bundle, config.settings), config.settings, config.request_defaults)
         self._stop = stop
         self.concurrency = config.settings.max_num_seqs
         self._session.connect()

@@ -480,22 +480,25 @@ def endpoint_specs(
 ) -> tuple[EndpointSpec, ...]:
     """Resolve ``{name: URI}``; saved engine settings and request defaults hold unless overridden. Of the names in
     ``elsewhere`` the engines are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
-    from ..control.mlflow_resolver import resolve
+    from ..control.mlflow_resolver import resolve, with_drafts
 
     if not models:
         return ()
     ordered = sorted(models, key=lambda name: name in elsewhere)
     here = tuple(models[name] for name in ordered if name not in elsewhere)
     resolved = dict(zip(ordered, resolve(here, tuple(models[name] for name in ordered[len(here) :])), strict=True))
+    engines = {name: resolved[name].settings(overrides) for name in models}
+    local = [name for name in models if name not in elsewhere]
+    with_draft = with_drafts([resolved[name].bundle for name in local], [engines[name] for name in local], resolve)
+    bundles = dict(zip(local, with_draft, strict=True))
     specs = []
     for name, uri in models.items():
-        found = resolved[name]
-        settings = found.settings(overrides)
+        found, settings = resolved[name], engines[name]
         specs.append(
             EndpointSpec(
                 name=name,
                 entity=uri,
-                bundle=found.bundle,
+                bundle=bundles.get(name, found.bundle),
                 engine=settings,
                 defaults=request_defaults(found.defaults, defaults or {}),
                 profile=profile,

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from .. import child
-from ..bundle import Bundle
+from ..bundle import Bundle, draft_of
 from ..dialects.defaults import request_defaults
 from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
 from ..settings import EngineSettings
@@ -78,6 +79,21 @@ def resolve(
     if "error" in answer:
         raise PackagingError(answer["error"])
     return msgspec.convert(answer["models"], tuple[ResolvedModel, ...])
+
+
+def with_drafts(
+    bundles: Sequence[Bundle], engines: Sequence[EngineSettings], find: Callable[..., tuple[ResolvedModel, ...]]
+) -> tuple[Bundle, ...]:
+    """Each of ``bundles`` with the draft model that its engine's settings name, where they name one; ``find`` is
+    ``resolve``. Raises as it does."""
+    uris = tuple(dict.fromkeys(engine.draft_model for engine in engines if engine.draft_model is not None))
+    if not uris:
+        return tuple(bundles)
+    found = {uri: draft_of(uri, model.bundle) for uri, model in zip(uris, find(uris), strict=True)}
+    return tuple(
+        bundle if engine.draft_model is None else msgspec.structs.replace(bundle, draft=found[engine.draft_model])
+        for bundle, engine in zip(bundles, engines, strict=True)
+    )
 
 
 def _run(command: list[str], timeout: float | None) -> tuple[bytes, int]:

@@ -12,7 +12,7 @@ from ..dialects.defaults import check_defaults, request_defaults
 from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from ..errors import InvalidField, PackagingError
 from ..model_uri import parse
-from .mlflow_resolver import ResolvedModel, resolve
+from .mlflow_resolver import ResolvedModel, resolve, with_drafts
 from .spec import EndpointSpec
 
 
@@ -39,6 +39,7 @@ def locate(
     try:
         found = (find or resolve)(tuple(entity.uri for entity in entities))
         settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
+        bundles = with_drafts([model.bundle for model in found], settings, find or resolve)
     except PackagingError as error:
         raise InvalidField(
             "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
@@ -46,11 +47,11 @@ def locate(
     return tuple(
         ModelSource(
             uri=model.uri,
-            bundle=model.bundle,
+            bundle=bundle,
             engine=engine,
             defaults=request_defaults(model.defaults, entity.defaults),
         )
-        for model, engine, entity in zip(found, settings, entities, strict=True)
+        for model, bundle, engine, entity in zip(found, bundles, settings, entities, strict=True)
     )
 
 
@@ -60,14 +61,18 @@ def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel,
     Raises ``PackagingError``, ``NotFound``.
     """
     source = entity.model
-    if os.path.isdir(source.bundle.model_dir) and os.path.isdir(source.bundle.tokenizer_dir):
+    folders = [source.bundle.model_dir, source.bundle.tokenizer_dir]
+    if source.bundle.draft is not None:
+        folders += [source.bundle.draft.model_dir, source.bundle.draft.tokenizer_dir]
+    if all(map(os.path.isdir, folders)):
         return entity
     uris = (source.uri,)
     look = find or resolve
     (found,) = look((), texts=uris) if source.addresses else look(uris)
     if found.bundle.content_hash != source.bundle.content_hash:
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
-    return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=found.bundle))
+    bundle = found.bundle if source.addresses else with_drafts([found.bundle], [source.engine], look)[0]
+    return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=bundle))
 
 
 def config_of(spec: EndpointSpec) -> EndpointConfig:

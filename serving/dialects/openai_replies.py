@@ -21,7 +21,8 @@ _encoder = msgspec.json.Encoder()
 class Style(NamedTuple):
     """Where the dialects that speak OpenAI's objects differ.
 
-    ``usage_details``: usage has prompt_tokens_details, and completion_tokens_details where there was reasoning.
+    ``usage_details``: usage has prompt_tokens_details, and completion_tokens_details where there was reasoning, a
+    prediction or a draft.
     ``usage_in_last``: a stream's last chunk with choices carries
     usage unasked. ``index_by_prompt``: a completion's index is its prompt's (the Databricks document) instead of flat,
     on endpoints whose profile asks for it. ``embedding_id``: embeddings carry an id.
@@ -46,9 +47,27 @@ def usage(request: ValidRequest, counts: Usage, style: Style) -> dict[str, Any]:
     found["total_tokens"] = counts.total_tokens
     if style.usage_details and request.task != "embeddings":
         found["prompt_tokens_details"] = {"cached_tokens": counts.cached_tokens}
-        if counts.reasoning_tokens:
-            found["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning_tokens}
+        if details := completion_details(counts):
+            found["completion_tokens_details"] = details
     return found
+
+
+def completion_details(counts: Usage) -> dict[str, int]:
+    """``completion_tokens_details``: OpenAI's fields and ``draft_details``, each where there is something to say."""
+    found: dict[str, int] = {}
+    if counts.reasoning_tokens:
+        found["reasoning_tokens"] = counts.reasoning_tokens
+    if counts.accepted_prediction_tokens is not None:
+        found["accepted_prediction_tokens"] = counts.accepted_prediction_tokens
+        found["rejected_prediction_tokens"] = counts.rejected_prediction_tokens or 0
+    return found | draft_details(counts)
+
+
+def draft_details(counts: Usage) -> dict[str, int]:
+    """Drafts of all sources, predictions included, which are no part of OpenAI's objects."""
+    if not counts.draft_tokens:
+        return {}
+    return {"draft_tokens": counts.draft_tokens, "accepted_draft_tokens": counts.accepted_draft_tokens}
 
 
 def head(request: ValidRequest, streamed: bool = False) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..reply import Choice, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
-from .openai_replies import model_name
+from .openai_replies import draft_details, model_name
 from .responses_tools import shown_text
 
 # What a response says of a request that did not say it; the types require many of them.
@@ -79,7 +79,7 @@ def response_usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens} | draft_details(usage),
         "total_tokens": usage.total_tokens,
     }
 

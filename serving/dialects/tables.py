@@ -32,6 +32,7 @@ from .beam_fields import BEAMS
 from .constraint_fields import BACKEND, GUIDED, WHITESPACE, response_format, structured_outputs
 from .fields import Field, Table
 from .messages import read_messages
+from .prediction_fields import PREDICTION
 from .scoring_fields import ScoreTable, query, texts
 from .text_readers import TOKEN, bad_words, logit_bias, stop_strings, template_variables, texts_or_tokens
 from .tool_fields import DATABRICKS as DATABRICKS_TOOLS
@@ -311,14 +312,17 @@ NOT_BUILT: Mapping[str, Reader[Any]] = {
     "functions": _nothing(_NEWER),
     "function_call": one_of("none", "auto", [], {}, why=_NEWER),
     "audio": _nothing("the model writes text only"),
-    "prediction": _nothing("predicted outputs are not supported"),
     "reasoning_effort": _nothing("the model has no such setting"),
     "verbosity": _nothing("the model has no such setting"),
     "web_search_options": _nothing("web search is not supported"),
     "guided_whitespace_pattern": _nothing(WHITESPACE),
     "watermark": one_of(False, why="watermarks are not supported"),
 }
-_COMPLETIONS_NOT_BUILT = {**NOT_BUILT, "tools": _nothing(NO_TOOLS)}
+_COMPLETIONS_NOT_BUILT = {
+    **NOT_BUILT,
+    "tools": _nothing(NO_TOOLS),
+    "prediction": _nothing("replies are predicted in chats"),
+}
 
 _GENERATE = (COMMON, STREAM, SAMPLING, EXTENSIONS, BEAMS, CONSTRAINTS, WITHOUT_MEANING)
 _COMPLETE = (*_GENERATE, COMPLETIONS, _COMPLETIONS_WITHOUT_MEANING)
@@ -326,7 +330,7 @@ _COMPLETE = (*_GENERATE, COMPLETIONS, _COMPLETIONS_WITHOUT_MEANING)
 OPENAI: Mapping[Task, Table] = {
     "chat": Table(
         required="messages",
-        fields=_by_name(*_GENERATE, CHAT, TOOLS, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS),
+        fields=_by_name(*_GENERATE, CHAT, TOOLS, CHAT_TEMPLATE, MAX_COMPLETION_TOKENS, PREDICTION),
         refused=NOT_BUILT,
     ),
     "completions": Table(required="prompt", fields=_by_name(*_COMPLETE), refused=_COMPLETIONS_NOT_BUILT),
@@ -359,6 +363,7 @@ DATABRICKS: Mapping[Task, Table] = {
             DATABRICKS_TOOL_FIELDS,
             CHAT_TEMPLATE,
             MAX_COMPLETION_TOKENS,
+            PREDICTION,
             ERROR_BEHAVIOR,
             *_DATABRICKS_ANY,
         ),

@@ -15,6 +15,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..request import POOLED
 from ..settings import EngineSettings
+from .draft_loader import load_draft_model
 from .interface import Capabilities, EngineInfo
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
@@ -48,11 +49,14 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     for task in POOLED.intersection(bundle.tasks):
         if len(bundle.tasks) > 1:
             raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected {task} alone or none")
+        if settings.draft_model is not None:
+            raise PackagingError(f"draft_model: {settings.draft_model} is of no use; expected null: no text is made")
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
     alone = settings.batch_invariant and loaded.decoder is None
+    speculation = _speculation(bundle, loaded, settings, memory)
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
     width = embedding_width(loaded.model)
     lora = LoraPool(loaded.model, loaded.holder)
@@ -78,13 +82,11 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
             structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True, prompt_tables=width > 0
         ),
     )
-    # bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts
-    speculates = settings.speculation == "auto" and loaded.decoder is not None
     scheduler = Scheduler(
         cache,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        speculation=Speculation() if speculates else None,
+        speculation=speculation,
         batch_invariant=alone,
     )
     return EngineParts(
@@ -99,6 +101,19 @@ def embedding_width(model: Any) -> int:
     if weight is None or getattr(config, "hidden_size_per_layer_input", None):
         return 0
     return int(weight.shape[1])
+
+
+def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int) -> Speculation | None:
+    """Bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts."""
+    if settings.speculation != "auto" or loaded.decoder is None:
+        if settings.draft_model is not None:
+            logger.warning("draft_model: %s is not used: %s", settings.draft_model, loaded.kernels_reason)
+        return None
+    if settings.draft_model is None:
+        return Speculation()
+    if bundle.draft is None:
+        raise PackagingError(f"draft_model: {settings.draft_model} was not found beside this model")
+    return Speculation(load_draft_model(bundle, bundle.draft, loaded, settings, memory))
 
 
 def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:

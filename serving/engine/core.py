@@ -319,7 +319,8 @@ class EngineCore:
                     searches[id(beams)] = run.sequence.group
             elif here and run.sequence not in over:
                 shares.append((run, len(places), len(places) + len(here)))
-                rows += range(at - len(here), at)
+                start = at - 1 - run.num_drafted
+                rows += range(start, start + len(here))
                 places += here
             if run.sequence.reads_prompt and run.sequence.status == "running":
                 self._read_prompt(run, logits[first:at])

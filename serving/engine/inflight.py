@@ -145,6 +145,7 @@ class InflightRequests:
             num_cached_tokens=sequence.num_cached,
             num_generated_tokens=sequence.num_generated,
             queue_time=started - sequence.arrived_at,
+            drafts=None if sequence.drafted is None else sequence.drafted.counts,
         )
         inflight = self.of(sequence)
         self.emit(inflight, finished)

@@ -41,78 +41,28 @@ DEAD_END = "a grammar with a way to a whole text, which this model's tokens can 
 LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECASE)  # in llguidance's messages
 
 
-class Matching:
-    """The matcher of one sequence. ``allowed`` is the mask of its next token, where ``is_known``: ``Masks`` computes it
-    while the model computes that token's logits.
+class MaskedPlace:
+    """What may come at one place of a text that is held to a grammar: ``allowed`` is its mask. ``ends`` are the token
+    ids that end the text where the grammar may end, ``keys`` those that the objects before it have."""
 
-    ``ends`` are the token ids that end the text where the grammar may end. ``is_dead``: of a beam that has no way to go
-    on, while others have.
-    """
+    __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "keys")
 
-    __slots__ = ("_grammar", "_tokenizer", "allowed", "ends", "fast_forward", "is_dead", "is_known", "keys", "matcher")
-
-    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, sampling: Sampling, grammar: Grammar) -> None:
-        self.matcher = matcher
-        self._tokenizer, self._grammar = tokenizer, grammar
-        self.ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
-        # forced tokens have no logits: none to give out, no log probabilities, nor anything that could forbid them, and
-        # a search has to know what they cost
-        shown = sampling.logprobs is not None or sampling.generation_logits
-        drawn = shown or sampling.beams is not None or may_forbid(sampling)
-        self.fast_forward = grammar.fast_forward and not drawn
+    def __init__(
+        self, tokenizer: GrammarTokenizer, grammar: Grammar, ends: tuple[int, ...], keys: DistinctKeys | None
+    ) -> None:
+        self._tokenizer, self._grammar, self.ends, self.keys = tokenizer, grammar, ends, keys
         self.allowed: Mask = np.zeros(self.num_words, dtype=np.uint32)
-        self.is_known = self.is_dead = False
-        self.keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None
-
-    def fork(self) -> Matching:
-        """A copy, which goes its own way."""
-        other = copy(self)
-        other.matcher = self.matcher.deep_copy()
-        other.allowed = self.allowed.copy()
-        if self.keys is not None:
-            other.keys = self.keys.copy()
-        return other
 
     @property
     def num_words(self) -> int:
         """Of a mask."""
         return self._tokenizer.vocab_size // WORD + 1
 
-    def consume(self, token_ids: Iterable[int]) -> None:
-        """Raises ``ServingError`` for tokens that do not go on within the grammar."""
-        tokens = list(token_ids)
-        if tokens:
-            self.is_known = False
-            if not self.matcher.consume_tokens(tokens):
-                raise self._error()
-            if self.keys is not None:
-                self.keys.feed(tokens)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the matcher itself has failed, as opposed to a text that has no way to go on."""
-        return self.matcher.is_error()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the text can only end here."""
-        return self.matcher.is_stopped() and not self.matcher.is_error()
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next, in the way that the tokenizer would have them; [] where there is a choice."""
-        return self.matcher.compute_ff_tokens() if self.fast_forward else []
-
-    def take(self, mask: Mask) -> None:
-        """The matcher's mask of this place."""
-        self.allowed, self.is_known = mask, True
-
     def check(self) -> bool:
         """Put the request's own ends in the place of the grammar's; False where the text can only end.
 
-        Raises ``ServingError`` where neither a token nor the end is allowed, or a limit is reached.
+        Raises ``ServingError`` where neither a token nor the end is allowed.
         """
-        if self.matcher.is_error():
-            raise self._error()
         allowed = self.allowed
         if self.keys is not None:
             self.keys.forbid_repeats(allowed)
@@ -137,6 +87,92 @@ class Matching:
         allowed[list(stop_ids)] = False
         return stop_ids if allowed.any() else self.ends
 
+    def _refused(self, allowed: str) -> InvalidField:
+        return InvalidField(self._grammar.field, GIVEN, allowed)
+
+
+class Matching(MaskedPlace):
+    """The matcher of one sequence, and the place that it is at, whose mask is known where ``is_known``: ``Masks``
+    computes it while the model computes that token's logits. ``is_dead``: of a beam that has no way to go on, while
+    others have."""
+
+    __slots__ = ("ahead", "fast_forward", "is_dead", "is_known", "matcher")
+
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, sampling: Sampling, grammar: Grammar) -> None:
+        keys = DistinctKeys(tokenizer.table, tokenizer.key_tokens) if grammar.distinct_keys else None
+        ends = tuple(i for i in sampling.stop_token_ids if i in tokenizer.special_ids)
+        super().__init__(tokenizer, grammar, ends, keys)
+        self.matcher = matcher
+        # forced tokens have no logits: none to give out, no log probabilities, nor anything that could forbid them, and
+        # a search has to know what they cost
+        shown = sampling.logprobs is not None or sampling.generation_logits
+        drawn = shown or sampling.beams is not None or may_forbid(sampling)
+        self.fast_forward = grammar.fast_forward and not drawn
+        self.is_known = self.is_dead = False
+        self.ahead: DraftedMatching | None = None  # behind the drafts of this step
+
+    def fork(self) -> Matching:
+        """A copy, which goes its own way."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        other.allowed = self.allowed.copy()
+        if self.keys is not None:
+            other.keys = self.keys.copy()
+        return other
+
+    def consume(self, token_ids: Iterable[int]) -> None:
+        """Raises ``ServingError`` for tokens that do not go on within the grammar."""
+        tokens = list(token_ids)
+        if tokens:
+            self.is_known, self.ahead = False, None
+            if not self.matcher.consume_tokens(tokens):
+                raise self._error()
+            if self.keys is not None:
+                self.keys.feed(tokens)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the matcher itself has failed, as opposed to a text that has no way to go on."""
+        return self.matcher.is_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text can only end here."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, in the way that the tokenizer would have them; [] where there is a choice."""
+        return self.matcher.compute_ff_tokens() if self.fast_forward else []
+
+    def take(self, mask: Mask) -> None:
+        """The matcher's mask of this place."""
+        self.allowed, self.is_known = mask, True
+
+    def check(self) -> bool:
+        """See ``MaskedPlace.check``; raises also where a limit is reached."""
+        if self.matcher.is_error():
+            raise self._error()
+        return super().check()
+
+    def draft(self, drafts: Sequence[int]) -> int:
+        """How many of ``drafts`` may come, up to where the grammar decides or ends the text by itself. ``ahead`` is
+        where they lead; the matching stays where it is."""
+        walker = self.matcher.deep_copy()
+        may_come = drawn = 0
+        for token_id in drafts:
+            if walker.try_consume_tokens([token_id]) != 1:
+                break
+            may_come += 1
+            if walker.is_stopped() or (self.fast_forward and walker.compute_ff_tokens()):
+                break
+            drawn += 1
+        self.ahead = DraftedMatching(self, drafts[:drawn]) if may_come else None
+        return may_come
+
+    def new_place(self, keys: DistinctKeys | None) -> MaskedPlace:
+        """A place further on in the same text."""
+        return MaskedPlace(self._tokenizer, self._grammar, self.ends, keys)
+
     def _error(self) -> ServingError:
         """The caller's, where the grammar leads nowhere or takes too much; else the matcher's, or ours."""
         refusal = refusal_of(self.matcher)
@@ -146,8 +182,44 @@ class Matching:
             return self._refused(DEAD_END)
         return InternalError(f"the text cannot go on within its grammar: {short(self.matcher.get_error())}")
 
-    def _refused(self, allowed: str) -> InvalidField:
-        return InvalidField(self._grammar.field, GIVEN, allowed)
+
+class DraftedMatching:
+    """The places after the ``drafts`` of one step, for a matcher of their own: the sequence's stays where it is.
+
+    ``places`` are known once ``compute`` has found their masks. None is after one where the text can only end, or where
+    it cannot go on.
+    """
+
+    __slots__ = ("_drafts", "_origin", "places")
+
+    def __init__(self, origin: Matching, drafts: Sequence[int]) -> None:
+        self._origin, self._drafts = origin, drafts
+        self.places: list[MaskedPlace] | None = None
+
+    def compute(self) -> None:
+        """May run on another thread, on which nothing else touches the sequence's matcher meanwhile."""
+        if self.places is not None:  # of a step that failed and is run again
+            return
+        matcher, keys = self._origin.matcher.deep_copy(), self._origin.keys
+        places: list[MaskedPlace] = []
+        for token_id in self._drafts:
+            if not matcher.consume_tokens([token_id]):
+                break
+            keys = None if keys is None else keys.after(token_id)
+            place = self._origin.new_place(keys)
+            matcher.unsafe_compute_mask_ptr(place.allowed.ctypes.data, place.allowed.nbytes)
+            if matcher.is_error() or not _may_go_on(place):
+                break
+            places.append(place)
+        self.places = places
+
+
+def _may_go_on(place: MaskedPlace) -> bool:
+    """Whether a token can be drawn there. Where it cannot, the text finds that out when it comes there."""
+    try:
+        return place.check()
+    except ServingError:
+        return False
 
 
 def refusal_of(matcher: LLMatcher) -> str | None:
@@ -169,6 +241,12 @@ class DistinctKeys:
     def copy(self) -> DistinctKeys:
         other = copy(self)
         other._keys = self._keys.copy()
+        return other
+
+    def after(self, token_id: int) -> DistinctKeys:
+        """These and what ``token_id`` says; they stay as they are."""
+        other = self.copy()
+        other.feed((token_id,))
         return other
 
     def feed(self, token_ids: Iterable[int]) -> None:

@@ -21,3 +21,13 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int) -> A
         row[:] = generator.random_raw((size + 1) // 2).view(np.uint32)[:size]
     uniform = torch.from_numpy(bits.astype(np.float32)).add_(0.5).mul_(2.0**-32)
     return torch.log1p(uniform.clamp_(max=1 - 2.0**-24).neg_()).neg_()
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Any:
+    """Numbers in [0, 1), float64 [len(seeds)], which have nothing to do with the times of the same seeds and positions:
+    the counter begins elsewhere."""
+    bits = np.empty(len(seeds), dtype=np.uint64)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        key = np.array([seed, position], dtype=np.uint64)
+        bits[row] = np.random.Philox(key=key, counter=np.array([0, 0, 0, 1], dtype=np.uint64)).random_raw()
+    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)

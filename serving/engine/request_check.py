@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
 from ..logits_size import check_logits
-from ..request import POOLED, Sampling, ValidRequest
+from ..request import POOLED, DraftTokens, Sampling, ValidRequest
 from .interface import EngineInfo
 
 NO_GRAMMARS = "nothing: this engine has no structured output"
@@ -28,6 +28,9 @@ def check_request(request: ValidRequest, info: EngineInfo) -> None:
             raise InvalidField("logit_bias", token_id, f"token ids from 0 to {info.vocab_size - 1}")
     if request.sampling is not None:
         _check_lists(request.sampling, info.vocab_size)
+    draft = request.sampling.draft if request.sampling is not None else None
+    if draft is not None:
+        _check_draft(draft, info.vocab_size)
     grammar = request.sampling.grammar if request.sampling is not None else None
     if grammar is not None and not info.capabilities.structured_output:
         raise InvalidField(grammar.field, GIVEN, NO_GRAMMARS)
@@ -58,6 +61,15 @@ def _check_lists(sampling: Sampling, vocab_size: int) -> None:
         raise InvalidField("embedding_bias", f"{len(bias)} bytes", f"{vocab_size} numbers of four bytes")
     if sampling.no_repeat_ngram_size < 0:
         raise InvalidField("no_repeat_ngram_size", sampling.no_repeat_ngram_size, "an integer from 0 on")
+
+
+def _check_draft(draft: DraftTokens, vocab_size: int) -> None:
+    for token_id in draft.token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidField("draft_input_ids", token_id, f"token ids from 0 to {vocab_size - 1}")
+    if draft.logits is not None and len(draft.logits) != 4 * len(draft.token_ids) * vocab_size:
+        allowed = f"float32 of the shape [{len(draft.token_ids)}, {vocab_size}]"
+        raise InvalidField("draft_logits", f"{len(draft.logits)} bytes", allowed)
 
 
 def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> None:

@@ -24,19 +24,35 @@ from ..request import Sampling
 from .matching import unpacked
 from .native import sampler as native
 from .randomness import exponentials
+from .rejection import draft_of, is_drafted
+from .rejection import draw as draw_drafted
 from .sequence import NOTHING_LEFT, Place, Sampled
 
 CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
 
 
 def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
-    """One token for each row of ``logits`` [B, V], which belong to ``sequences`` [B]; does not change ``logits``."""
+    """One token for each row of ``logits`` [B, V], which belong to ``sequences`` [B], with the log probabilities that
+    they want; does not change ``logits``."""
+    tokens = choose(logits, sequences)
+    result = [Sampled(t) for t in tokens]
+    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
+    if wanted:
+        counts = [sequences[i].sampling.logprobs or 0 for i in wanted]
+        scored = logprobs(logits[wanted], [tokens[i] for i in wanted], counts)
+        for i, score in zip(wanted, scored, strict=True):
+            result[i] = Sampled(tokens[i], score)
+    return result
+
+
+def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
+    """One token id for each row of ``logits``, -1 where they are not finite."""
     best, token_ids = logits.max(-1)
     finite = torch.isfinite(best)
-    tokens = torch.where(finite, token_ids, -1).tolist()
+    tokens: list[int] = torch.where(finite, token_ids, -1).tolist()
     special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not is_plain_greedy(s)]
     if special and native.can_draw(logits):
-        as_they_are = [i for i in special if not is_adjusted(sequences[i]) and sequences[i].sampling.typical_p == 1.0]
+        as_they_are = [i for i in special if not is_adjusted(sequences[i]) and _is_drawn_natively(sequences[i])]
         if as_they_are:
             for i, token in zip(as_they_are, _draw_rows(logits, as_they_are, sequences), strict=True):
                 tokens[i] = token
@@ -46,14 +62,7 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
         chosen = _sample_rows(rows.float().clone(), [sequences[i] for i in special])
         for i, token in zip(special, chosen, strict=True):
             tokens[i] = token
-    result = [Sampled(t) for t in tokens]
-    wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None and tokens[i] >= 0]
-    if wanted:
-        counts = [sequences[i].sampling.logprobs or 0 for i in wanted]
-        scored = logprobs(logits[wanted], [tokens[i] for i in wanted], counts)
-        for i, score in zip(wanted, scored, strict=True):
-            result[i] = Sampled(tokens[i], score)
-    return result
+    return tokens
 
 
 def is_plain_greedy(sequence: Place) -> bool:
@@ -73,6 +82,11 @@ def is_adjusted(sequence: Place) -> bool:
         or sequence.processors is not None
         or (p.min_tokens > 0 and not sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
+
+
+def _is_drawn_natively(sequence: Place) -> bool:
+    p = sequence.sampling
+    return p.typical_p == 1.0 and (p.draft is None or not is_drafted(sequence))
 
 
 def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[Place]) -> list[int]:
@@ -113,7 +127,7 @@ def _sample_rows(logits: Any, sequences: Sequence[Place]) -> list[int]:
     tokens: list[int] = [0] * len(sequences)
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
-        kinds.setdefault(_kind(sequence.sampling), []).append(i)
+        kinds.setdefault(_kind(sequence), []).append(i)
     for kind, rows in kinds.items():
         some = logits if len(rows) == len(sequences) else logits[rows]
         drawn = _draw(kind, some, [sequences[i] for i in rows])
@@ -133,9 +147,12 @@ def _stuck(logits: Any, sequences: Sequence[Place]) -> list[int]:
     return [i for i, is_dead in zip(rows, dead, strict=True) if is_dead]
 
 
-def _kind(p: Sampling) -> str:
+def _kind(sequence: Place) -> str:
+    p = sequence.sampling
     if p.temperature == 0.0:
         return "greedy"
+    if p.draft is not None and is_drafted(sequence):
+        return "drafted"
     if p.typical_p < 1.0:
         return "typical"
     return "truncated" if p.top_k > 0 or p.top_p < 1.0 else "whole"
@@ -147,6 +164,9 @@ def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
         return greedy
     parameters = [s.sampling for s in sequences]
     seeds, positions = [s.seed for s in sequences], [s.num_tokens for s in sequences]
+    if kind == "drafted":
+        drafts, drafted = zip(*map(draft_of, sequences), strict=True)
+        return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
     if kind != "typical" and native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
     times = exponentials(seeds, positions, logits.shape[-1]).to(logits.device)
@@ -198,7 +218,15 @@ def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
 
 
 def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> list[int]:
-    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first."""
+    weights, token_ids = _typical(logits, parameters)
+    place = race(weights, times.gather(1, token_ids))[:, None]
+    tokens: list[int] = token_ids.gather(1, place)[:, 0].tolist()
+    return tokens
+
+
+def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
+    """Locally typical sampling (Meister et al. 2022): tokens whose surprise is nearest to the entropy come first.
+    Probabilities [B, V] in that order, after top_k, top_p and min_p too, and the tokens that they are of."""
     totals = torch.logsumexp(logits, -1, keepdim=True)
     values, ids = logits.sort(-1, descending=True)
     weights = truncate(values, totals, parameters)
@@ -210,10 +238,14 @@ def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> li
     ordered = weights.gather(1, order)
     keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
     keep[:, 0] = True
-    token_ids = ids.gather(1, order)
-    place = race(ordered * keep, times.gather(1, token_ids))[:, None]
-    tokens: list[int] = token_ids.gather(1, place)[:, 0].tolist()
-    return tokens
+    return ordered * keep, ids.gather(1, order)
+
+
+def distribution(logits: Any, parameters: Sequence[Sampling]) -> Any:
+    """What tokens are drawn from, whatever the parameters: probabilities float64 [B, V] that sum to one."""
+    weights, ids = _typical(logits / _column(parameters, "temperature", logits), parameters)
+    found = torch.zeros_like(weights).scatter_(1, ids, weights)
+    return found / found.sum(-1, keepdim=True)
 
 
 def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:

@@ -52,12 +52,20 @@ class Run:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where tokens are drawn after this run, in order: they are the last of the run's tokens."""
+        """Where tokens are drawn after this run, in order: the last token known, and the drafts after it."""
         if not self.samples or not self.sequence.generates:
             return ()
         if not self.num_drafted:
             return (self.sequence,)
-        return (self.sequence, *(DraftedPlace(self.sequence, i + 1) for i in range(self.num_drafted)))
+        return (self.sequence, *(DraftedPlace(self.sequence, i + 1) for i in range(self._num_drawn)))
+
+    @property
+    def _num_drawn(self) -> int:
+        """Places after drafts where a token can be drawn: within a grammar it may decide what follows the last."""
+        matching = self.sequence.matching
+        if matching is None or matching.ahead is None or matching.ahead.places is None:
+            return self.num_drafted
+        return len(matching.ahead.places)
 
     @property
     def num_logits(self) -> int:
@@ -201,18 +209,21 @@ class Scheduler:
         """``runs`` with drafts, where all are single tokens: as many as make ``ROWS`` rows in all."""
         if any(run.num_tokens > 1 for run in runs):
             return runs
-        left = ROWS - len(runs)
-        drafted = []
-        for i, run in enumerate(runs):
-            sequence = run.sequence
-            num_drafted = 0
-            if sequence.matching is None and sequence.group.beams is None and not sequence.reads_prompt:
-                drafts = speculation.drafts(sequence, -(-left // (len(runs) - i)))
-                if len(drafts) and self.cache.grow(sequence.id, sequence.num_tokens + len(drafts)):
-                    sequence.draft(drafts)
-                    num_drafted = len(drafts)
-            left -= num_drafted
-            drafted.append(Run(sequence, run.start, 1 + num_drafted, num_drafted) if num_drafted else run)
+        sequences = [r.sequence for r in runs if r.sequence.group.beams is None and not r.sequence.reads_prompt]
+        found = speculation.drafts(sequences, ROWS - len(runs)) if sequences else []
+        num_drafted = {}
+        for sequence, drafts in zip(sequences, found, strict=True):
+            if len(drafts) and self.cache.grow(sequence.id, sequence.num_tokens + len(drafts)):
+                sequence.draft(drafts)
+                num_drafted[sequence.id] = len(drafts)
+            elif sequence.matching is not None:
+                sequence.matching.ahead = None
+        if not num_drafted:
+            return runs
+        drafted = [
+            Run(run.sequence, run.start, 1 + count, count) if (count := num_drafted.get(run.sequence.id, 0)) else run
+            for run in runs
+        ]
         return sorted(drafted, key=lambda run: run.num_tokens > 1)
 
     def _make_room(self, sequence: SequenceState) -> bool:

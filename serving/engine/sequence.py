@@ -13,7 +13,7 @@ from ..request import Sampling, Sequence, ValidRequest
 from ..stop_rule import StopReason, StopRule
 from .kv_cache import PrefixKey, TokenIds
 from .logits_processors import LogitsProcessors
-from .matching import Matching
+from .matching import MaskedPlace, Matching
 from .tenants import GENERATED, Tenant
 from .virtual_tokens import Table
 
@@ -66,7 +66,7 @@ class Place(Protocol):
     @property
     def output(self) -> TokenIds: ...
     @property
-    def matching(self) -> Matching | None: ...
+    def matching(self) -> MaskedPlace | None: ...
     @property
     def processors(self) -> LogitsProcessors | None: ...
 
@@ -146,7 +146,7 @@ class SequenceState:
         self.tenant = UNKNOWN  # the scheduler's queue says who it is
         self.token_cost = 1.0 / request.weight
         self.forked_from: SequenceState | None = None
-        self.drafted: Any = None  # how its drafts have fared (speculation.DraftRecord)
+        self.drafted: Any = None  # of its drafts (speculation.SequenceDrafts)
         self.arrived_at = group.arrived_at
         self.first_step_at: float | None = None
         self.seed = source.seed

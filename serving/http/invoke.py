@@ -165,6 +165,7 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
                 cached=used.cached_tokens,
                 completion=used.completion_tokens,
                 finish_reason=record.finish_reason,
+                drafts=(used.draft_tokens, used.accepted_draft_tokens),
             )
         yield piece
 

@@ -128,8 +128,11 @@ class Lease:
         completion: int | None = None,
         finish_reason: str | None = None,
         status: Literal["ok", "error", "aborted"] = "ok",
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
         """Close the row with exact token counts; None takes what was counted. Only the first call has an effect.
+
+        ``drafts``: tokens drafted, and of these taken; they are written down and cost nothing.
 
         A successful request bills its prompt even if nothing was counted (embeddings). Never raises for the store's
         sake: what it cannot take is spooled.
@@ -137,18 +140,24 @@ class Lease:
         with self._lock:
             if self._settled:
                 return
-            settlement = self._settlement(prompt, cached, completion, finish_reason, status)
+            settlement = self._settlement(prompt, cached, completion, finish_reason, status, drafts)
             self._settled = True
         self._ledger.close_lease(self, self._owner, self._slot, settlement)
 
     def _settlement(
-        self, prompt: int | None, cached: int | None, completion: int | None, finish_reason: str | None, status: Status
+        self,
+        prompt: int | None,
+        cached: int | None,
+        completion: int | None,
+        finish_reason: str | None,
+        status: Status,
+        drafts: tuple[int, int],
     ) -> Settlement:
         if prompt is None:
             prompt = self.prompt_tokens or (self.reservation.input_tokens if status == "ok" else 0)
         completion = self.completion_tokens if completion is None else completion
         cached = min(self.cached_tokens if cached is None else cached, prompt)
-        if prompt < 0 or completion < 0 or cached < 0:
+        if prompt < 0 or completion < 0 or cached < 0 or min(drafts) < 0:
             raise ValueError("token counts are never negative")
         return Settlement(
             request_id=self.request_id,
@@ -158,6 +167,8 @@ class Lease:
             finish_reason=finish_reason,
             status=status,
             ended_ms=self.began.wall_ms + int((self._ledger.monotonic() - self.began.monotonic) * 1000),
+            drafts=drafts[0],
+            accepted_drafts=drafts[1],
         )
 
     def __enter__(self) -> Lease:

@@ -17,7 +17,10 @@ DAY_MS = 86_400_000
 BATCH = 2000
 """Rows a transaction: some ten milliseconds of the store's write lock."""
 
-COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
+COUNTS = (
+    "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "draft_tokens",
+    "accepted_draft_tokens", "cost",
+)  # fmt: skip
 GROUP = ("day", "key_id", "tenant", "endpoint", "entity", "mode", "task", "status")
 
 

@@ -27,7 +27,8 @@ Status: TypeAlias = Literal["ok", "error", "aborted", "recovered"]
 
 
 class Settlement(Struct, frozen=True, kw_only=True):
-    """What a request used. ``prompt`` includes ``cached``; ``nonce`` limits it to a row that was written with it."""
+    """What a request used. ``prompt`` includes ``cached``; ``nonce`` limits it to a row that was written with it.
+    ``drafts`` tokens were computed ahead, ``accepted_drafts`` of them are in the completion; nobody pays them."""
 
     request_id: str
     prompt: int
@@ -37,6 +38,8 @@ class Settlement(Struct, frozen=True, kw_only=True):
     status: Status
     ended_ms: int
     nonce: str | None = None
+    drafts: int = 0
+    accepted_drafts: int = 0
 
 
 _find = sa.select(ledger).where(ledger.c.request_id == sa.bindparam("id")).with_for_update()
@@ -97,6 +100,8 @@ def settle(connection: sa.Connection, settlement: Settlement) -> bool:
         "prompt_tokens": settlement.prompt,
         "cached_tokens": settlement.cached,
         "completion_tokens": settlement.completion,
+        "draft_tokens": settlement.drafts,
+        "accepted_draft_tokens": settlement.accepted_drafts,
         "cost": money,
         "ended_ms": max(settlement.ended_ms, found["started_ms"]),  # recovered: the clock may have been set meanwhile
         "finish_reason": settlement.finish_reason,

@@ -97,6 +97,8 @@ ledger = sa.Table(
     sa.Column("cached_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Column("generated_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("draft_tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("accepted_draft_tokens", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("price_input", sa.BigInteger, nullable=False),
     sa.Column("price_cached", sa.BigInteger, nullable=False),
     sa.Column("price_output", sa.BigInteger, nullable=False),
@@ -146,6 +148,10 @@ folded = sa.Table(
     *(
         sa.Column(name, sa.BigInteger, nullable=False)
         for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
+    ),
+    *(
+        sa.Column(name, sa.BigInteger, nullable=False, server_default="0")
+        for name in ("draft_tokens", "accepted_draft_tokens")
     ),
 )
 

@@ -44,6 +44,7 @@ class UsageRow(Struct, frozen=True, kw_only=True):
 
     ``generated_tokens`` is the engine's own count, some seconds late. Where it exceeds ``completion_tokens`` the rest
     was generated and never reached the gateway (a request that was cut, an engine that died); it is not billed.
+    ``draft_tokens`` and ``accepted_draft_tokens`` (of speculation) are those of requests that came to their end.
     """
 
     request_id: str
@@ -58,6 +59,8 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     price_input: int
     price_cached: int
     price_output: int
@@ -89,6 +92,8 @@ class UsageSum(Struct, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     cost: int
 
     def to_wire(self, by: tuple[GroupBy, ...]) -> dict[str, Any]:
@@ -111,7 +116,10 @@ class UsageSource(Protocol):
 
 _Cursor = tuple[Annotated[int, Meta(ge=0, lt=2**53)], Annotated[str, Meta(max_length=256)]]
 _EXACT = ("tenant", "endpoint", "entity", "key_id", "status")
-_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "cost")
+_COUNTS = (
+    "prompt_tokens", "cached_tokens", "completion_tokens", "generated_tokens", "draft_tokens",
+    "accepted_draft_tokens", "cost",
+)  # fmt: skip
 _COLUMNS = [ledger.c[name] for name in UsageRow.__struct_fields__]
 
 

@@ -70,9 +70,15 @@ class Admission:
         completion: int | None = None,
         finish_reason: str | None = None,
         status: Literal["ok", "error", "aborted"] = "ok",
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
         self.lease.settle(
-            prompt=prompt, cached=cached, completion=completion, finish_reason=finish_reason, status=status
+            prompt=prompt,
+            cached=cached,
+            completion=completion,
+            finish_reason=finish_reason,
+            status=status,
+            drafts=drafts,
         )
 
     def __enter__(self) -> Admission:

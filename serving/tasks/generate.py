@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.interface import Engine, EventStream
 from ..errors import DeadlineExceeded, InternalError
-from ..events import Embedded, Event, Failed, Finished, Logits, PromptScored, Timed, Tokens
+from ..events import DraftCounts, Embedded, Event, Failed, Finished, Logits, PromptScored, Timed, Tokens
 from ..reply import Delta, Done, Piece, Step, Usage
 from ..request import ValidRequest
 from .choice import ChoiceText
@@ -62,6 +62,7 @@ class Run:
         self._open = set(range(len(self._choices)))
         self._reported: set[int] = set()
         self._cached = [0] * len(self._choices)
+        self._drafts = DraftCounts()
 
     def begin(self) -> Iterator[Piece]:
         for choice in self._choices:
@@ -84,6 +85,8 @@ class Run:
         if isinstance(event, Finished):
             self._reported.add(event.index)
             self._cached[event.index] = event.num_cached_tokens
+            if event.drafts is not None:
+                self._drafts += event.drafts
             if event.index in self._open:
                 yield from self._end(choice, event)
         elif event.index in self._open:
@@ -117,9 +120,15 @@ class Run:
     def _usage(self) -> Usage:
         """Prompts count once each; cached tokens are those of each prompt's first choice (later choices of the same
         prompt find in the cache what the first one put there)."""
+        drafts, sampling = self._drafts, self._request.sampling
+        predicts = sampling is not None and sampling.draft is not None
         return Usage(
             prompt_tokens=self._request.num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(self._cached[:: self._request.n]),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
+            draft_tokens=drafts.proposed,
+            accepted_draft_tokens=drafts.accepted,
+            accepted_prediction_tokens=drafts.predicted_accepted if predicts else None,
+            rejected_prediction_tokens=drafts.predicted - drafts.predicted_accepted if predicts else None,
         )

@@ -7,6 +7,7 @@ import msgspec
 from ..constraint import Grammar
 from ..errors import ContextTooLong, InvalidField
 from ..request import Beams, RawBeams, RawSampling, Sampling
+from .drafts import draft_tokens
 from .endpoint import EndpointView
 from .token_lists import bad_words, embedding_bias, end_ids, stop_sequences
 
@@ -57,6 +58,7 @@ def resolve(
         penalize_prompt=bool(asked.penalize_prompt),
         context_logits=bool(asked.context_logits),
         generation_logits=bool(asked.generation_logits),
+        draft=draft_tokens(asked, endpoint),
     )
     return resolved if asked.beams is None else _searched(resolved, asked, asked.beams, endpoint)
 
@@ -86,6 +88,8 @@ def check_nothing_generated(asked: RawSampling, *, echo: bool) -> None:
         raise InvalidField(asked.beams.field, asked.beams.width, "null with max_tokens 0: no text is searched for")
     if asked.constraint is not None and asked.constraint.kind != "text":
         raise InvalidField(asked.constraint.field, asked.constraint.value, "null with max_tokens 0: no text is made")
+    if asked.draft is not None:
+        raise InvalidField(asked.draft.field, "a draft", "null with max_tokens 0: no text is made")
 
 
 def seeds(first: int, count: int) -> list[int]:

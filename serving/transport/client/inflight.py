@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from ...errors import ServingError
-from ...events import Event, Failed, Finished, FinishReason, Logits, PromptScored, Timed, Tokens
+from ...events import DraftCounts, Event, Failed, Finished, FinishReason, Logits, PromptScored, Timed, Tokens
 from ...request import POOLED, LogitsOf, Sampling, ValidRequest
 from ...stop_rule import StopRule
 
@@ -60,6 +60,7 @@ class InflightRequest:
         self.wanted = True  # by its reader: False from a pause until the reader asks for more
         self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed
         self._cached: dict[int, int] = {}  # prompt tokens found in the cache by the first attempt
+        self._drafts: dict[int, DraftCounts] = {}  # of all attempts whose ends came
 
     @property
     def done(self) -> bool:
@@ -94,8 +95,12 @@ class InflightRequest:
                 return
             event = new
         elif isinstance(event, Finished):
+            if event.drafts is not None:
+                self._drafts[index] = self._drafts.get(index, DraftCounts()) + event.drafts
             event = msgspec.structs.replace(
-                event, num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens)
+                event,
+                num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens),
+                drafts=self._drafts.get(index),
             )
             if self._is_pause(index, event):
                 self._park(index)
@@ -156,7 +161,8 @@ class InflightRequest:
             if reason is not None:
                 self.open.discard(index)
                 num_generated = len(self.request.sequences[index].resumed_token_ids) + len(self.delivered[index])
-                self.sink.put(Finished(index, reason, self._cached.get(index, 0), num_generated))
+                drafts = self._drafts.get(index)
+                self.sink.put(Finished(index, reason, self._cached.get(index, 0), num_generated, drafts=drafts))
         if not self.open:
             return None
         self.attempt = self._to_resume()

@@ -51,6 +51,7 @@ def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE
     described = msgspec.json.encode(
         (
             bundle.content_hash,
+            bundle.draft.content_hash if bundle.draft is not None else "",
             bundle.tasks,
             bundle.embedding,
             sorted((name, _adapter_hash(path)) for name, path in bundle.adapters.items()),

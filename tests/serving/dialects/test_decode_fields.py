@@ -10,7 +10,7 @@ from mlflow_llm.serving.dialects import DIALECTS, FIELDS, REFUSED_FIELDS
 from mlflow_llm.serving.dialects.openai_codec import ObjectDialect
 from mlflow_llm.serving.dialects.tables import DATABRICKS, MLFLOW, OPENAI
 from mlflow_llm.serving.errors import InvalidField, ServingError
-from mlflow_llm.serving.request import Message, RawChat, RawCompletion, RawEmbedding, TextPart, ToolCall
+from mlflow_llm.serving.request import Draft, Message, RawChat, RawCompletion, RawEmbedding, TextPart, ToolCall
 
 HI = [{"role": "user", "content": "hi"}]
 ALL = sorted(
@@ -348,3 +348,30 @@ def test_junk_messages(message, function):
         else:
             where = "messages"
         assert where.startswith("messages")
+
+
+@pytest.mark.parametrize("content", ["a text", [{"type": "text", "text": "a "}, {"type": "text", "text": "text"}]])
+@pytest.mark.parametrize("dialect", ALL)
+def test_predictions(dialect, content):
+    """OpenAI's ``prediction`` is the text that is expected, as one or in parts."""
+    raw = DIALECTS[dialect].read({"messages": HI, "prediction": {"type": "content", "content": content}})
+    assert raw.sampling.draft == Draft(text="a text", field="prediction")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "tokens", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": "a", "more": 1}, "prediction.more"),
+    ],
+)
+def test_predictions_refused(prediction, param):
+    """What is no prediction is refused by the name of what is wrong; completions have none."""
+    assert _refused({"messages": HI, "prediction": prediction}).param == param
+    assert _refused({"prompt": "a", "prediction": {"type": "content", "content": "a"}}).param == "prediction"

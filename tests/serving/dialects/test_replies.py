@@ -256,6 +256,27 @@ def test_reasoning_without_calls():
     assert "completion_tokens_details" not in databricks["usage"]
 
 
+def test_drafts_in_usage():
+    """A prediction's accepted and rejected tokens as OpenAI has them, none included; all drafts beside, where there
+    were any. Databricks' usage has no details."""
+    choice = Choice(index=0, text="", finish_reason="stop")
+    predicted = msgspec.structs.replace(USAGE, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
+    drafted = msgspec.structs.replace(
+        USAGE, draft_tokens=9, accepted_draft_tokens=6, accepted_prediction_tokens=4, rejected_prediction_tokens=1
+    )
+
+    def details(usage, dialect="openai"):
+        found = DIALECTS[dialect].written(_request(), Reply(choices=(choice,), usage=usage))
+        return found["usage"].get("completion_tokens_details")
+
+    nothing = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    all_drafts = {"draft_tokens": 9, "accepted_draft_tokens": 6}
+    assert details(USAGE) is None
+    assert details(predicted) == nothing
+    assert details(drafted) == {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1} | all_drafts
+    assert details(drafted, "databricks") is None
+
+
 @pytest.mark.parametrize("dialect", ALL)
 def test_stream_of_calls(dialect):
     """A delta says one thing. The first of a call has index, id, type, name and no arguments; later ones have its

@@ -19,11 +19,12 @@ PADDING = 7  # rows of the model that no token has
 COMPACT: Any = {"whitespace_flexible": False}
 
 
-def bundle_of(kind: str, directory: Path) -> Bundle:
-    """A tiny model of random weights with a tokenizer of ``kind``, its logits wider than its vocabulary."""
+def bundle_of(kind: str, directory: Path, **more: Any) -> Bundle:
+    """A tiny model of random weights with a tokenizer of ``kind``, its logits wider than its vocabulary. ``more`` is
+    for its configuration."""
     tokenizer = KINDS[kind]()
     size = tokenizer.get_vocab_size() + PADDING
-    config = tf.LlamaConfig(**COMMON | {"vocab_size": size, "max_position_embeddings": 512, "pad_token_id": 0})
+    config = tf.LlamaConfig(**COMMON | {"vocab_size": size, "max_position_embeddings": 512, "pad_token_id": 0} | more)
     make_model(config).save_pretrained(directory / "model")
     return Bundle(
         content_hash=kind,

@@ -14,9 +14,9 @@ from tiny_models import FAMILIES, VOCAB, make_model, request_of, save_bundle
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.lookup import Prediction, lookup
 from mlflow_llm.serving.engine.native import library
-from mlflow_llm.serving.engine.speculation import lookup
-from mlflow_llm.serving.request import Beams, ValidRequest
+from mlflow_llm.serving.request import Beams, DraftTokens, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="speculation is the native step's")
@@ -173,6 +173,49 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
 def test_lookup(tokens: list[int], most: int, drafts: list[int]) -> None:
     """What followed the last three tokens where they came last before."""
     assert lookup(np.array(tokens, dtype=np.int32), most).tolist() == drafts
+
+
+def array(tokens: list[int]) -> Any:
+    return np.array(tokens, dtype=np.int32)
+
+
+def test_a_prediction_is_followed_and_taken_up_again() -> None:
+    """From its beginning on word by word; after what it does not have, at the next place where the last three words
+    stand, or else any; nothing is proposed meanwhile."""
+    prediction = Prediction([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 9])
+    steps = [
+        ([], [1, 2, 3]),
+        ([1, 2], [3, 4, 5]),
+        ([1, 2, 30], []),
+        ([1, 2, 30, 4, 5], []),
+        ([1, 2, 30, 4, 5, 6], [7, 8, 1]),
+        ([1, 2, 30, 4, 5, 6, 7, 8, 1, 2, 3], [9]),
+        ([1, 2, 30, 4, 5, 6, 7, 8, 1, 2, 3, 9], []),
+        ([1, 2, 30, 4, 5, 6, 7, 8, 1, 2, 3, 9, 2, 3, 4], [5, 6, 7]),
+    ]
+    for output, drafts in steps:
+        prediction.follow(array(output), array([50, 51, *output]))
+        assert prediction.next(3).tolist() == drafts
+    assert prediction.next(0).tolist() == []
+
+
+def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]) -> None:
+    """A text that is what was expected is computed several tokens at a time, also after words that were not; drafts are
+    counted as the caller's."""
+    drafting, plain = cores
+    first = run(plain, request_of("a", [5, 6, 7], max_tokens=60, temperature=1.0))["a"]
+    expected = list(first.tokens[0])
+    expected[20:22] = [3, 4, 5]
+    before = drafting.health().steps
+    request = request_of("a", [5, 6, 7], max_tokens=60, temperature=1.0, draft=DraftTokens(token_ids=tuple(expected)))
+    found = run(drafting, request)["a"]
+    assert drafting.health().steps - before < 25
+    same(found, first)
+    counts = found.finished[0].drafts
+    assert counts is not None
+    assert counts.predicted_accepted > 40
+    assert counts.predicted - counts.predicted_accepted > 0
+    assert run(plain, request)["a"].tokens == first.tokens
 
 
 def test_without_our_kernels_nothing_is_drafted(bundle: Bundle, tmp_path: Path) -> None:

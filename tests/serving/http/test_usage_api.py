@@ -117,6 +117,8 @@ def test_usage_in_sums(ask: Callable[..., object]) -> None:
         "cached_tokens": 0,
         "completion_tokens": 6,
         "generated_tokens": 0,
+        "draft_tokens": 0,
+        "accepted_draft_tokens": 0,
         "cost": "0.000042",
     }
     assert sum(total["completion_tokens"] for total in ask("zeta", by="day").json["usage"]) == 6 + 7 + 8 + 9

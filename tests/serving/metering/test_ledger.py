@@ -59,6 +59,17 @@ def test_a_request_that_never_ran_is_billed_nothing(store, ledger, reserve_of):
     assert (rows["r1"].prompt_tokens, rows["r2"].prompt_tokens) == (0, 10)
 
 
+def test_drafts_are_written_down_and_cost_nothing(store, ledger, reserve_of):
+    """Tokens that were drafted, and those of them that were taken, stand beside what is billed."""
+    ledger.prices.set("*", Price(input=1_000_000, output=2_000_000))
+    for name, drafts in (("plain", (0, 0)), ("drafted", (9, 4))):
+        ledger.reserve(reserve_of(name)).settle(prompt=10, completion=5, drafts=drafts)
+    rows = {row.request_id: row for row in Usage(store).rows(UsageFilter())}
+    found = rows["drafted"]
+    assert (found.draft_tokens, found.accepted_draft_tokens, found.completion_tokens) == (9, 4, 5)
+    assert found.cost == rows["plain"].cost > 0
+
+
 def test_settling_twice_changes_nothing(store, ledger, reserve_of):
     """The first settlement is the only one."""
     Limits(store).set("key", "key_1", "otpm", 100)

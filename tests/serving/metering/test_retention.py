@@ -21,7 +21,7 @@ def aged(ledger, reserve_of, clock):
             if (age, number) == (39, 4):
                 open_lease = lease
             else:
-                lease.settle(completion=number, finish_reason="stop")
+                lease.settle(completion=number, finish_reason="stop", drafts=(2 * number, number))
         clock.now += DAY * (1 if age == 40 else 39)
     clock.now -= DAY * 39
     yield ledger
@@ -39,6 +39,7 @@ def test_folding_keeps_every_total(store, aged, clock, monkeypatch):
         (UsageFilter(endpoint="chat", entity="model-1", status="ok"), ("endpoint", "tenant")),
     ]
     before = [usage.sums(*question) for question in questions]
+    assert (before[0][0].draft_tokens, before[0][0].accepted_draft_tokens) == (12, 6)
     assert fold(store, 32, clock=clock) == 9
     assert fold(store, 32, clock=clock) == 0
     assert [usage.sums(*question) for question in questions] == before

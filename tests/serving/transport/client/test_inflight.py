@@ -6,7 +6,17 @@ import msgspec
 import pytest
 from transport_place import completion
 
-from mlflow_llm.serving.events import Embedded, Event, Finished, PromptScored, StepTiming, Timed, TokenLogprob, Tokens
+from mlflow_llm.serving.events import (
+    DraftCounts,
+    Embedded,
+    Event,
+    Finished,
+    PromptScored,
+    StepTiming,
+    Timed,
+    TokenLogprob,
+    Tokens,
+)
 from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.transport.client.inflight import MOVES, InflightRequest
 
@@ -149,3 +159,17 @@ def test_measured_steps_end_nothing() -> None:
     inflight.deliver(Timed(0, step))
     assert [event for event in sink if isinstance(event, Timed)] == [Timed(0, step), Timed(1, step), Timed(1, step)]
     assert not inflight.done
+
+
+def test_drafts_of_a_paused_attempt_are_counted_with_the_next() -> None:
+    """A reader that was too slow for a while learns of all drafts of its text."""
+    inflight, sink = running(completion(max_tokens=9), Tokens(0, (5, 6)))
+    inflight.move("pausing")
+    inflight.deliver(Finished(0, "abort", drafts=DraftCounts(4, 2, 1, 1)))
+    assert inflight.phase == "paused"
+    assert inflight.continuation(MAX_TOKENS) is not None
+    inflight.move("running")
+    inflight.deliver(Finished(0, "length", drafts=DraftCounts(3, 3)))
+    last = sink[-1]
+    assert isinstance(last, Finished)
+    assert last.drafts == DraftCounts(7, 5, 1, 1)

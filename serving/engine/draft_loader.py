@@ -1,0 +1,110 @@
+"""A draft model loaded beside the large one. Raises ``PackagingError`` where the two have not the same vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ..bundle import Bundle, DraftBundle
+from ..errors import PackagingError, reason
+from ..settings import EngineSettings
+from .draft_model import DraftModel
+from .loader import LoadedModel, load_model
+from .native_decoder import NativeDecoder
+from .runner import ModelForward, StepForward
+from .slot_cache import SlotKVCache
+from .speculation import ROWS
+
+logger = logging.getLogger(__name__)
+
+MEMORY = 8  # the draft model has one part of so many of the large model's memory for keys and values
+
+
+def load_draft_model(
+    bundle: Bundle, draft: DraftBundle, large: LoadedModel, settings: EngineSettings, memory: int
+) -> DraftModel:
+    """``memory`` is what the large model has for keys and values, in bytes."""
+    check_vocabulary(bundle, draft, settings)
+    own = Bundle(
+        content_hash=draft.content_hash,
+        tasks=("completions",),
+        model_dir=draft.model_dir,
+        tokenizer_dir=draft.tokenizer_dir,
+    )
+    try:
+        loaded = load_model(own, msgspec.structs.replace(settings, max_model_len=None, kv_cache_dtype="auto"))
+    except PackagingError as error:
+        raise PackagingError(f"draft_model: {draft.uri}: {error}") from error
+    if not draft.tokenizer_dir and loaded.vocab_size != large.vocab_size:
+        sizes = f"{loaded.vocab_size} tokens, this model {large.vocab_size}"
+        raise PackagingError(f"draft_model: {draft.uri} has not this model's vocabulary: it has {sizes}")
+    itemsize = torch.empty((), dtype=loaded.kept["dtype"]).element_size()
+    token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
+    num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes)
+    longest = min(loaded.max_model_len, large.max_model_len)
+    if num_tokens < 1:
+        raise PackagingError(f"draft_model: {draft.uri}: kv_cache_memory, {memory} bytes, leaves no room for it")
+    cache = SlotKVCache(
+        loaded.layers,
+        num_slots=2 * ROWS,
+        num_tokens=num_tokens,
+        max_model_len=longest,
+        device=loaded.device,
+        prefix_caching=settings.prefix_caching,
+        **loaded.kept,
+    )
+    cost = _size(draft.model_dir) / max(_size(bundle.model_dir), 1)
+    logger.info("drafts come from %s, which has %.0f %% of this model's weights", draft.uri, 100 * cost)
+    return DraftModel(
+        _step_forward(loaded, cache),
+        cache,
+        vocab_size=loaded.vocab_size,
+        max_model_len=longest,
+        width=large.vocab_size,
+        cost=cost,
+        max_tokens=settings.max_num_batched_tokens,
+    )
+
+
+def _step_forward(loaded: LoadedModel, cache: SlotKVCache) -> StepForward:
+    if loaded.decoder is not None:
+        return NativeDecoder(loaded.decoder, cache)
+    return ModelForward(loaded.model, loaded.holder, cache, None, loaded.device)
+
+
+def _size(model_dir: str) -> int:
+    """Bytes of weights: what a step reads."""
+    return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors"))
+
+
+def check_vocabulary(bundle: Bundle, draft: DraftBundle, settings: EngineSettings) -> None:
+    """Raises ``PackagingError`` that names a token which is not one in both, or not under the same id."""
+    if not bundle.tokenizer_dir or not draft.tokenizer_dir:
+        return
+    own, other = (_vocabulary(folder, settings) for folder in (bundle.tokenizer_dir, draft.tokenizer_dir))
+    differ = [token for token in own.keys() | other.keys() if own.get(token) != other.get(token)]
+    if not differ:
+        return
+    token = min(differ, key=lambda token: (own.get(token, other.get(token, 0)), token))
+    here, there = (f"id {found[token]}" if token in found else "none" for found in (own, other))
+    raise PackagingError(
+        f"draft_model: {draft.uri} has not this model's vocabulary: {token[:40]!r} is {here} of this model's tokens, "
+        f"{there} of the draft model's"
+    )
+
+
+def _vocabulary(folder: str, settings: EngineSettings) -> dict[str, int]:
+    from transformers import AutoTokenizer
+
+    try:
+        hf: Any = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
+        found: dict[str, int] = hf.get_vocab()
+    except Exception as error:  # whatever transformers or a tokenizer's own code raises
+        raise PackagingError(f"draft_model: the tokenizer in {folder} cannot be read: {reason(error)}") from error
+    return found

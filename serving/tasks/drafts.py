@@ -1,0 +1,52 @@
+"""What a caller expects the text to be, checked and made into tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import InvalidField
+from ..request import Draft, DraftTokens, RawSampling
+from .endpoint import EndpointView
+from .text import BEGINNING
+
+LOGITS = "draft_logits"
+
+
+def draft_tokens(asked: RawSampling, endpoint: EndpointView) -> DraftTokens | None:
+    """Raises ``InvalidField`` for tokens that the model has not, for more of them than a text can have, and for logits
+    that are not theirs. None where nothing is expected."""
+    draft = asked.draft
+    if draft is None:
+        return None
+    if asked.beams is not None:
+        raise InvalidField(draft.field, "a draft", "null with beam search, whose texts are not drawn")
+    if draft.text is not None:
+        if draft.logits is not None:
+            raise InvalidField(LOGITS, "logits", "null unless the draft is given as token ids")
+        beginning = draft.text[: BEGINNING * endpoint.context]
+        return DraftTokens(token_ids=endpoint.text.encode_plain([beginning], endpoint.context)[0][: endpoint.context])
+    vocab_size = endpoint.info.vocab_size
+    if len(draft.token_ids) > endpoint.context:
+        raise InvalidField(draft.field, f"{len(draft.token_ids)} tokens", f"at most {endpoint.context} tokens")
+    for i, token_id in enumerate(draft.token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidField(f"{draft.field}[{i}]", token_id, f"a token id from 0 to {vocab_size - 1}")
+    if draft.logits is not None:
+        _check_logits(draft, draft.logits, vocab_size)
+    return DraftTokens(token_ids=draft.token_ids, logits=draft.logits)
+
+
+def _check_logits(draft: Draft, logits: bytes, vocab_size: int) -> None:
+    """A row for each token, each of numbers below infinity, its own token's among them finite."""
+    count = len(draft.token_ids)
+    if len(logits) != 4 * count * vocab_size:
+        allowed = f"float32 of the shape [{count}, {vocab_size}]: a row for each of {draft.field}"
+        raise InvalidField(LOGITS, f"{len(logits)} bytes", allowed)
+    rows = np.frombuffer(logits, dtype="<f4").reshape(count, vocab_size)
+    own = rows[np.arange(count), list(draft.token_ids)]
+    if np.isnan(rows).any() or np.isposinf(rows).any():
+        raise InvalidField(LOGITS, "NaN or infinity", "numbers, or minus infinity for what is never drawn")
+    if not np.isfinite(own).all():
+        place = int(np.flatnonzero(~np.isfinite(own))[0])
+        allowed = f"finite where {draft.field} has its token, which was drawn from them"
+        raise InvalidField(f"{LOGITS}[{place}]", float(own[place]), allowed)
