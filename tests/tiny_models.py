@@ -29,6 +29,26 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.4,
 }
 
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWS: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+# multi-head latent attention: every head has keys and values of its own, made of what is compressed
+LATENT: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 
 def _gemma(cls: Any, **more: Any) -> Any:
     kinds = ["sliding_attention", "full_attention"]
@@ -53,16 +73,88 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: _gemma(tf.Gemma3TextConfig),
     "phi3": lambda: tf.Phi3Config(**COMMON),
     "gpt2": _gpt2,
-    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
-        **COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    ),
+    "mixtral": lambda: tf.MixtralConfig(**COMMON, **EXPERTS),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**COMMON, head_dim=8, **ROUTED),
+    "gpt_oss": lambda: tf.GptOssConfig(**COMMON, head_dim=8, **EXPERTS, **WINDOWS),
+    "gemma4": lambda: tf.Gemma4TextConfig(**COMMON, head_dim=8, **WINDOWS),
+    "olmo2": lambda: tf.Olmo2Config(**COMMON),
+    "olmo3": lambda: tf.Olmo3Config(**COMMON, **WINDOWS),
+    "cohere2": lambda: tf.Cohere2Config(**COMMON, **WINDOWS),
+    "glm4": lambda: tf.Glm4Config(**COMMON, head_dim=8),
+    "smollm3": lambda: tf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0]),
+    "granitemoe": lambda: tf.GraniteMoeConfig(**COMMON, **EXPERTS),
+    "deepseek_v2": lambda: tf.DeepseekV2Config(**LATENT),
+    "deepseek_v3": lambda: tf.DeepseekV3Config(**LATENT),
 }
 
-SILENTLY_WRONG: dict[str, Callable[[], Any]] = {
+# Run by hand with the others for docs/architectures.md (tests/architectures.py), not with every change.
+MORE_FAMILIES: dict[str, Callable[[], Any]] = {
+    "apertus": lambda: tf.ApertusConfig(**COMMON),
+    "arcee": lambda: tf.ArceeConfig(**COMMON),
+    "cohere": lambda: tf.CohereConfig(**COMMON),
+    "ernie4_5": lambda: tf.Ernie4_5Config(**COMMON, head_dim=8),
+    "exaone4": lambda: tf.Exaone4Config(**COMMON, **WINDOWS, sliding_window_pattern=2),
+    "gemma": lambda: tf.GemmaConfig(**COMMON, head_dim=8),
+    "gemma3n": lambda: tf.Gemma3nTextConfig(
+        **COMMON, head_dim=8, **WINDOWS, num_kv_shared_layers=0, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0, 0.0],
+    ),
+    "glm": lambda: tf.GlmConfig(**COMMON, head_dim=8),
+    "glm4_moe": lambda: tf.Glm4MoeConfig(
+        **COMMON, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),
+    "gpt_bigcode": lambda: tf.GPTBigCodeConfig(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4
+    ),
+    "gpt_neox": lambda: tf.GPTNeoXConfig(**{k: v for k, v in COMMON.items() if k != "num_key_value_heads"}),
+    "granite": lambda: tf.GraniteConfig(
+        **COMMON, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0, embedding_multiplier=2.0
+    ),
+    "granitemoeshared": lambda: tf.GraniteMoeSharedConfig(**COMMON, **EXPERTS, shared_intermediate_size=24),
+    "hunyuan_v1_dense": lambda: tf.HunYuanDenseV1Config(**COMMON, head_dim=8),
+    "minimax_m2": lambda: tf.MiniMaxM2Config(**COMMON, head_dim=8, **EXPERTS, rotary_dim=8),
+    "ministral": lambda: tf.MinistralConfig(**COMMON, head_dim=8, **WINDOWS),
+    "ministral3": lambda: tf.Ministral3Config(**COMMON, head_dim=8),
+    "nemotron": lambda: tf.NemotronConfig(**COMMON),
+    "olmo": lambda: tf.OlmoConfig(**COMMON),
+    "olmoe": lambda: tf.OlmoeConfig(**COMMON, num_experts=4, num_experts_per_tok=2),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=32, max_position_embeddings=256, init_std=0.4, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "phi": lambda: tf.PhiConfig(**COMMON),
+    "phi4": lambda: tf.Phi3Config(**COMMON, partial_rotary_factor=0.5),
+    "phimoe": lambda: tf.PhimoeConfig(**COMMON, **EXPERTS),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(**COMMON, **ROUTED, shared_expert_intermediate_size=24),
+    "seed_oss": lambda: tf.SeedOssConfig(**COMMON, head_dim=8),
+    "starcoder2": lambda: tf.Starcoder2Config(**COMMON),
+}  # fmt: skip
+
+# What the engine refuses by name at load: its own code could not be run right within ours.
+REFUSED: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     "falcon": lambda: tf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-}
+    "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4),
+    "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+        **COMMON, **EXPERTS, layer_types=["mamba", "attention"], mamba_n_heads=4, mamba_d_state=8
+    ),
+    "lfm2": lambda: tf.Lfm2Config(**COMMON, layer_types=["conv", "full_attention"]),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **COMMON, head_dim=8, intermediate_size_mlp=48, num_local_experts=4, num_experts_per_tok=1
+    ),
+    "mamba2": lambda: tf.Mamba2Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1
+    ),
+    "mpt": lambda: tf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **COMMON, head_dim=8, **ROUTED, shared_expert_intermediate_size=24, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "stablelm": lambda: tf.StableLmConfig(**COMMON),
+}  # fmt: skip
 
 
 def make_model(config: Any, seed: int = 0) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...serving.errors import PackagingError, reason
+from .quantised import refuse_quantised
 
 
 def save_pretrained(model: Any, target: Path) -> None:
@@ -14,6 +15,7 @@ def save_pretrained(model: Any, target: Path) -> None:
     Raises ``PackagingError`` where its weights are quantised or partly offloaded, or where transformers cannot save it.
     """
     if getattr(model, "hf_quantizer", None) is not None:
+        refuse_quantised(model.config.to_dict(), type(model).__name__)
         raise PackagingError(
             "model: its weights are quantised; load it without quantization_config, and set quantization='int8' to"
             " serve it in int8"

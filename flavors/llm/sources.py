@@ -19,6 +19,7 @@ from .checkpoints import PICKLED_SUFFIXES, convert, place_file, place_weights
 from .hub import HUB_ID, fetch_snapshot
 from .peft_split import has_adapters, save_pristine_base
 from .pretrained import save_pretrained
+from .quantised import check_directory
 from .tokenizers import is_tokenizer_file
 
 # Weights of other frameworks and the state of a training run: not part of a model to serve.
@@ -77,6 +78,7 @@ def _place_directory(source: Path, target: Path, *, link: bool) -> Placed:
             )
         raise PackagingError(f"model: {source.name} holds no config.json")
     transformer = _transformer_folder(source)
+    check_directory(transformer)
     for relative in _plain_files(source, transformer):
         place_file(source / relative, target, link=link, name=relative, within=source)
     place_weights(transformer, target / transformer.relative_to(source), link=link)

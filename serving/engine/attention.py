@@ -16,7 +16,7 @@ NAME = "mlflow_llm"
 HOLDER = "mlflow_llm_context"
 
 # Keyword arguments that change the result and that the plans do not know: models that send them need code first.
-UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
+UNKNOWN = ("position_bias", "head_mask", "indices", "cu_seq_lens_q", "block_mask")
 
 
 class UnsupportedAttentionError(ValueError):
@@ -42,15 +42,17 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights)."""
+    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights). ``s_aux``: the heads' sinks."""
     refuse_unknown(module, attention_mask, kwargs)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
     context = getattr(module, HOLDER).context
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return context.attention.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap), None
+    plan = context.attention
+    return plan.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
 
 
 def install(model: Any, holder: ContextHolder) -> None:

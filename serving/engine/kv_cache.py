@@ -55,9 +55,20 @@ class AttentionPlan(Protocol):
     """Everything of a step that is the same in all layers, worked out once."""
 
     def attend(
-        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Any = None,
     ) -> Any:
-        """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``."""
+        """Store k, v ``[1, Hkv, T, D]`` and attend with q ``[1, H, T, D]`` → ``[1, T, H, Dv]``.
+
+        ``sinks`` [H] are scores of a key that every token sees and that has no value.
+        """
         ...
 
 

@@ -271,8 +271,6 @@ def refuse_unsupported(model: Any, config: Any) -> None:
         raise PackagingError(f"{name} is not supported: layers of type {', '.join(sorted(map(str, unknown)))}")
     if getattr(config, "attention_chunk_size", None):
         raise PackagingError(f"{name} is not supported: it attends in chunks (attention_chunk_size)")
-    if getattr(config, "kv_lora_rank", None):
-        raise PackagingError(f"{name} is not supported: multi-head latent attention (kv_lora_rank)")
 
 
 def resolve_max_model_len(config: Any, settings: EngineSettings) -> int:

@@ -52,7 +52,9 @@ class ProbePlan:
     def __init__(self) -> None:
         self.uses: dict[int, LayerUse] = {}
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: Any) -> Any:
+    def attend(
+        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: Any, sinks: Any = None
+    ) -> Any:
         self.uses[layer] = LayerUse(LayerShape(k.shape[1], k.shape[3], v.shape[3]), scaling, window, softcap)
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
 

@@ -210,7 +210,15 @@ class SlotPlan:
         return index
 
     def attend(
-        self, layer: int, q: Any, k: Any, v: Any, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Any = None,
     ) -> Any:
         """See ``AttentionPlan.attend``."""
         views = self._layers[layer]
@@ -220,12 +228,12 @@ class SlotPlan:
         segments, chunks = self._work_for(window)
         H, T = q.shape[1], q.shape[2]
         if not chunks and len(segments) == 1:
-            return _decode(views, segments[0], q, scaling, softcap).view(1, T, H, -1)
+            return _decode(views, segments[0], q, scaling, softcap, sinks).view(1, T, H, -1)
         out = q.new_empty((1, T, H, shape.value_dim))
         for segment in segments:
-            out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap).flatten(1, 2)
+            out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap, sinks).flatten(1, 2)
         for chunk in chunks:
-            out[0, chunk.a : chunk.b] = _prefill(views, chunk, q, scaling, softcap)
+            out[0, chunk.a : chunk.b] = _prefill(views, chunk, q, scaling, softcap, sinks)
         return out
 
 
@@ -234,31 +242,33 @@ def _rows(x: Any, dim: int) -> Any:
     return x[0].transpose(0, 1).reshape(-1, dim)
 
 
-def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: float | None) -> Any:
+def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
     """→ [B, Hkv, group, Dv]."""
     Hkv = views.shape.num_kv_heads
     packed = q[0, :, part.a : part.b].transpose(0, 1).reshape(part.b - part.a, Hkv, -1, q.shape[-1])
     stop = part.slot + part.b - part.a
     k = views.k[part.slot : stop, :, part.lo : part.hi]
     v = views.v[part.slot : stop, :, part.lo : part.hi]
-    if softcap is not None:
-        return _softcapped(packed, k, v, part.mask, scaling, softcap)
+    if softcap is not None or sinks is not None:
+        own = None if sinks is None else sinks.view(1, Hkv, -1, 1)
+        return _by_scores(packed, k, v, part.mask, scaling, softcap, own)
     return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
 
 
-def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: float | None) -> Any:
+def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
     """→ [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs nothing when n is large."""
     Hkv, n, D = views.shape.num_kv_heads, part.b - part.a, q.shape[-1]
     grouped = q[0, :, part.a : part.b].reshape(Hkv, -1, n, D)
     group = grouped.shape[1]
     k = views.k[part.slot, :, part.lo : part.hi]
     v = views.v[part.slot, :, part.lo : part.hi]
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         mask = part.mask
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         packed = grouped.reshape(Hkv, group * n, D)
-        out = _softcapped(packed, k, v, mask.repeat(group, 1), scaling, softcap).view(Hkv, group, n, -1)
+        own = None if sinks is None else sinks.view(Hkv, group, 1).expand(-1, -1, n).reshape(Hkv, group * n, 1)
+        out = _by_scores(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
     else:
         many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
         many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
@@ -268,9 +278,14 @@ def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: fl
     return out.reshape(Hkv * group, n, -1).transpose(0, 1)
 
 
-def _softcapped(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float) -> Any:
-    """Scores squeezed into (-softcap, softcap) before the softmax, which no fused kernel on CPU offers."""
-    scores = torch.tanh(torch.matmul(q, k.transpose(-1, -2)) * (scaling / softcap)) * softcap
+def _by_scores(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+    """What no fused kernel on CPU offers: scores squeezed into (-softcap, softcap) before the softmax, and sinks, one
+    more score of each row, which takes its part of the softmax and gives no value."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores = scores * scaling if softcap is None else torch.tanh(scores * (scaling / softcap)) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
+    parts = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(parts if sinks is None else parts[..., :-1], v)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_runs import run
-from tiny_models import FAMILIES, SILENTLY_WRONG, greedy, make_model, prompt_of, request_of, save_bundle
+from tiny_models import FAMILIES, MORE_FAMILIES, REFUSED, greedy, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.errors import PackagingError
@@ -29,9 +29,24 @@ def test_equals_generate(family: str, tmp_path: Path) -> None:
     core.close()
 
 
-@pytest.mark.parametrize("family", sorted(SILENTLY_WRONG))
+@pytest.mark.parametrize("family", sorted(REFUSED))
 def test_refuses_what_would_be_wrong(family: str, tmp_path: Path) -> None:
     """A family whose attention cannot be replaced is refused by its name at load."""
-    model = make_model(SILENTLY_WRONG[family]())
+    model = make_model(REFUSED[family]())
     with pytest.raises(PackagingError, match=type(model).__name__):
         EngineCore(save_bundle(model, tmp_path), EngineSettings(kv_cache_memory=1 << 24))
+
+
+def test_the_page_lists_what_is_tried() -> None:
+    """docs/architectures.md has a row for every case, none was wrong, and those that the tests run are marked so."""
+    page = (Path(__file__).parents[3] / "docs/architectures.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in page.splitlines() if len(cells := line.split("|")) == 8}
+    rows = {family: cells for family, cells in rows.items() if family not in ("model_type", "---")}
+    assert set(rows) == {*FAMILIES, *MORE_FAMILIES, *REFUSED}
+    for family, (_, _, _, name, tokens, kernels, when, _) in rows.items():
+        assert when.strip() == ("by hand" if family in MORE_FAMILIES else "tests")
+        if family in REFUSED:
+            assert tokens.strip().startswith("refused: ")
+        else:
+            assert (tokens.strip(), name.strip()[-1]) == ("equal", "`")
+            assert kernels.strip() in ("native", "torch")

@@ -1,0 +1,133 @@
+"""Prints docs/architectures.md, by running a tiny random model of every architecture in the engine:
+
+python tests/architectures.py > docs/architectures.md
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS / "serving"), str(TESTS / "serving/engine")]
+
+import transformers  # noqa: E402
+from engine_runs import run  # noqa: E402
+from tiny_models import (  # noqa: E402
+    COMMON,
+    FAMILIES,
+    MORE_FAMILIES,
+    REFUSED,
+    greedy,
+    make_model,
+    prompt_of,
+    request_of,
+    save_bundle,
+)
+
+from mlflow_llm.serving.engine.core import EngineCore  # noqa: E402
+from mlflow_llm.serving.errors import PackagingError  # noqa: E402
+from mlflow_llm.serving.settings import EngineSettings  # noqa: E402
+
+LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
+# of a width that our kernels take, for those architectures that they know
+WIDE = COMMON | {"hidden_size": 64}
+NATIVE: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**WIDE),
+    "mistral": lambda: transformers.MistralConfig(**WIDE, sliding_window=7),
+    "qwen2": lambda: transformers.Qwen2Config(**WIDE),
+    "qwen3": lambda: transformers.Qwen3Config(**WIDE, head_dim=16),
+}
+NAMES = {
+    "deepseek_v2": "DeepSeek V2 (latent attention, experts)",
+    "deepseek_v3": "DeepSeek V3, R1 (latent attention, experts)",
+    "gemma4": "Gemma 4, text",
+    "gemma3": "Gemma 3, text",
+    "gemma3n": "Gemma 3n, text",
+    "gpt_oss": "gpt-oss (sinks, experts)",
+    "granitemoehybrid": "Granite 4 hybrids",
+    "llama4": "Llama 4, text",
+    "llama_wide": "Llama, heads of 16",
+    "phi3": "Phi-3",
+    "phi4": "Phi-4 (rotation of a part)",
+    "mpt": "MPT",
+}
+HEAD = """\
+# Architectures
+
+Model code is transformers', whatever the architecture; ours is what it calls for attention, and the loop around it.
+Every architecture below was run as a tiny random model, six prompts of 1 to 40 tokens in one mixed batch with chunked
+prefill, greedy, in float32, and compared token for token with what `generate()` gives for each prompt alone. The page
+is made by running that: `python tests/architectures.py > docs/architectures.md`; the tests run those marked "tests"
+with every change, and compare the list with the cases that there are.
+
+Others are tried when they are logged and when an engine loads them: the logits of the model's own attention are
+compared with ours (`engine/self_test.py`), and what differs, or cannot be replaced, is refused by its name.
+
+"native": a whole step runs in our kernels, where the processor has what they need ([performance](performance.md));
+elsewhere, and for the others, the model's own code runs in torch. `/health` says which.
+"""
+NOTES = """
+- **Sinks** (gpt-oss) take their part of the softmax and give no value; they go through torch's plain operations, as
+  soft-capped scores do, not through its fused attention.
+- **Multi-head latent attention** (DeepSeek) runs by the model's own code, which makes keys and values of every head
+  from what is compressed: the KV cache holds those, not the compressed ones, so it is many times larger than it would
+  have to be. The self-test and the tokens are those of `generate()`.
+- **ALiBi** (Bloom, MPT, Falcon's first ones), recurrent layers, convolutions and attention in chunks are refused by
+  name: transformers offers no way to replace the first, and the others keep a state that is no KV cache.
+- **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they
+  were trained for.
+
+## Checkpoints that are quantised already
+
+Refused by the name of their form when they are logged (`quantization_config` in `config.json`): GPTQ, AWQ,
+compressed-tensors, bitsandbytes, FP8, MXFP4 and every other that transformers knows. The engine runs floats and
+quantises them itself (`quantization: int8`): log the checkpoint that they were made of, or a model object after
+transformers' `dequantize()`. A GGUF file runs: its weights are made floats when it is logged, and are not kept
+quantised.
+"""
+
+
+def tried(make: Callable[[], Any]) -> tuple[str, str, str]:
+    """(class, "equal", kernels), or what was wrong in place of the second."""
+    model = make_model(make())
+    name = type(model).__name__
+    settings = EngineSettings(max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            core = EngineCore(save_bundle(model, Path(folder)), settings)
+        except PackagingError as error:
+            return name, f"refused: {str(error).removeprefix(name).removeprefix(' is not supported: ')}", ""
+        prompts = [prompt_of(n, seed) for seed, n in enumerate(LENGTHS)]
+        outcomes = run(core, *(request_of(str(i), prompt) for i, prompt in enumerate(prompts)))
+        equal = all(outcomes[str(i)].tokens[0] == greedy(model, prompt, 12) for i, prompt in enumerate(prompts))
+        kernels = core.info.kernels
+        core.close()
+    return name, "equal" if equal else "WRONG", kernels
+
+
+def row(family: str, make: Callable[[], Any]) -> str:
+    name, outcome, kernels = tried(make)
+    if family in NATIVE:
+        _, other, kernels = tried(NATIVE[family])
+        outcome = outcome if outcome == other else "WRONG"
+    native = {"native": "native", "torch": "torch"}.get(kernels, "")
+    when = "tests" if family in FAMILIES or family in REFUSED else "by hand"
+    title = NAMES.get(family) or name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return f"| `{family}` | {title} | `{name}` | {outcome} | {native} | {when} |"
+
+
+def page() -> str:
+    transformers.logging.set_verbosity_error()
+    families = FAMILIES | MORE_FAMILIES | REFUSED
+    rows = "\n".join(row(family, families[family]) for family in sorted(families))
+    versions = f"With transformers {transformers.__version__}:"
+    table = "| `model_type` | model | class | tokens | kernels | run |\n|---|---|---|---|---|---|\n"
+    return f"{HEAD}\n{versions}\n\n{table}{rows}\n{NOTES}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
