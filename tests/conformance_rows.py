@@ -141,7 +141,6 @@ SAMPLING: dict[str, Row] = {
     "functions": Row(body={"functions": [{"name": "f"}]}, refused="the newer tools and tool_choice say the same"),
     "function_call": Row(body={"function_call": {"name": "f"}}, refused="the newer tools and tool_choice say the same"),
     "audio": Row(body={"audio": {"voice": "a"}}, refused="the model writes text only"),
-    "prediction": Row(body={"prediction": {"type": "content", "content": "x"}}, refused="not supported"),
     "reasoning_effort": Row(body={"reasoning_effort": "high"}, refused="the model has no such setting"),
     "verbosity": Row(body={"verbosity": "low"}, refused="the model has no such setting"),
     "web_search_options": Row(body={"web_search_options": {"a": 1}}, refused="web search is not supported"),
@@ -162,6 +161,11 @@ CHAT: dict[str, Row] = {
     "tools": Row(body={"tools": [TOOL]}),
     "tool_choice": Row(body={"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}, shows=has("tool_calls")),
     "parallel_tool_calls": Row(body={"tools": [TOOL], "parallel_tool_calls": False}),
+    "prediction": Row(
+        body={"prediction": {"type": "content", "content": "x"}},
+        shows=as_plain,
+        note="what comes of it is computed several tokens at a time",
+    ),
     "chat_template": Row(body={"chat_template": "default"}, shows=as_plain),
     "chat_template_kwargs": Row(
         body={"chat_template_kwargs": {"enable_thinking": False}},
@@ -175,6 +179,9 @@ TEXT: dict[str, Row] = {
     "echo": Row(body={"echo": True}, shows=lambda seen, plain: seen.text.startswith(PROMPT)),
     "logprobs": Row(body={"logprobs": 2}, shows=has("logprobs")),
     "parallel_tool_calls": Row(body={"parallel_tool_calls": False}, shows=as_plain, note="there are no tools"),
+    "prediction": Row(
+        body={"prediction": {"type": "content", "content": "x"}}, refused="replies are predicted in chats"
+    ),
     "tools": Row(body={"tools": [TOOL]}, refused="tools are called in chats"),
 }
 VECTORS: dict[str, Row] = {
