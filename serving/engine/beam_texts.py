@@ -1,7 +1,8 @@
 """Where the texts of a beam search end: stop strings, matched on the bytes of tokens, and stop sequences.
 
 A text that is sampled is matched above the engine; a beam has to know at once, since a text that has ended makes place
-for another. The rule is the same: a text ends with the token that completes a stop string, from ``min_tokens`` on.
+for another. The rule is the same: a text ends with the token that completes a stop string, of which nothing came before
+``min_tokens``.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ class BeamTexts:
             before = search.tokens(fork.parent)[-self._rule.longest_run :] if search.length else ()
             if self._rule.run_ending((*before, fork.token_id), count):
                 return True
-        return self._rule.may_match(count) and self._found(self._tail(fork, search.length))
+        if not self._stops or not self._rule.may_match(count):
+            return False
+        tail, new = self._tail(fork, search.length), len(self._bytes(fork.token_id, is_first=not search.length))
+        # each is looked for where it may end in the last token: of many long ones no more than their length is read
+        return any(tail.find(stop, max(0, len(tail) - new - len(stop) + 1)) >= 0 for stop in self._stops)
 
     def _tail(self, fork: Fork, length: int) -> bytes:
         """The end of a candidate's text: all in which a stop string may stand that is complete with its last token."""
-        if not self._stops:
-            return b""
         before = self._tails[fork.parent] if length else b""
         return before + self._bytes(fork.token_id, is_first=not length)
 
@@ -57,19 +60,22 @@ class BeamTexts:
         data = tokenizer.table[token_id]
         return data.removeprefix(b" ") if is_first and self._strips else data
 
-    def _found(self, text: bytes) -> bool:
-        return any(stop in text for stop in self._stops)
-
     def fork(self, forks: Sequence[Fork], length: int) -> None:
         """The beams are those of ``forks`` now, whose parents had ``length`` tokens."""
-        if self._stops:
-            tails = [self._tail(fork, length) for fork in forks]
-            self._tails = [tail[max(0, len(tail) - self._kept) :] for tail in tails]
+        if not self._stops:
+            return
+        if not self._rule.may_match(length + 1):
+            self._tails = [b""] * len(forks)
+            return
+        tails = [self._tail(fork, length) for fork in forks]
+        self._tails = [tail[max(0, len(tail) - self._kept) :] for tail in tails]
 
     def has_ended(self, token_ids: tuple[int, ...]) -> bool:
         """Whether a whole text has a stop string, or ends with a stop sequence."""
         if self._rule.has_runs and self._rule.run_ending(token_ids, len(token_ids)):
             return True
-        if not self._stops or not self._rule.may_match(len(token_ids)):
+        if not self._stops:
             return False
-        return self._found(b"".join(self._bytes(t, is_first=i == 0) for i, t in enumerate(token_ids)))
+        counted = [(i, t) for i, t in enumerate(token_ids) if self._rule.may_match(i + 1)]
+        text = b"".join(self._bytes(token_id, is_first=i == 0) for i, token_id in counted)
+        return any(stop in text for stop in self._stops)

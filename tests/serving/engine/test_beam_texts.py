@@ -188,6 +188,23 @@ class _Strings(tf.StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([any(stop in row for stop in self._stops) for row in rows])
 
 
+def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]) -> None:
+    """A beam ends where the text above it does: not with a string that began before min_tokens."""
+    bundle, _, words = spoken
+    core = make_core(bundle)
+    more: dict[str, Any] = {"max_tokens": 20, "grammar": regex("(ab){10}"), "beams": Beams(width=2), "stop": ("bab",)}
+    for least in range(6):
+        outcome = run(core, request_of(f"r{least}", words.ids("fox"), min_tokens=least, **more))[f"r{least}"]
+        assert outcome.failed is None
+        ids = outcome.tokens[0]
+        starts = [len(words.of(ids[:count])) for count in range(len(ids) + 1)]
+        place = starts[max(0, least - 1)]  # of the first token that counts
+        end = words.of(ids).find("bab", place) + 3
+        assert starts[-2] < end <= starts[-1] or len(words.of(ids)) == 20
+        assert outcome.finished[0].reason == "stop"
+    core.close()
+
+
 def test_stop_strings_of_texts_that_are_not_their_tokens(tmp_path: Path) -> None:
     """Where what a token writes depends on others the engine looks for none, and says so."""
     core = make_core(bundle_of("word_piece", tmp_path))
