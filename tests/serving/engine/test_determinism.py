@@ -29,6 +29,10 @@ pytestmark = [
 ]
 TOKEN_BYTES = 2 * 2 * 16 * 2 * 4  # layers, K and V heads, head width, K and V, float32
 WORDS = regex("[a-z ]{6,40}")
+FORBIDDEN: dict[str, Any] = {
+    "bad_words": ((9,), (5, 7)), "no_repeat_ngram_size": 2, "penalize_prompt": True, "frequency_penalty": 0.7,
+    "stop_sequences": ((8, 11),),
+}  # fmt: skip
 Made = Callable[..., EngineCore]
 Wanted = list[tuple[ValidRequest, Answer]]
 
@@ -83,6 +87,7 @@ def kinds() -> list[ValidRequest]:
         request_of("adapted", prompt_of(18, 4), adapter="large", **shown),
         request_of("held", prompt_of(9, 5), seed=7, temperature=1.0, max_tokens=16, grammar=WORDS, **shown),
         request_of("searched", prompt_of(12, 6), n=2, max_tokens=6, beams=Beams(width=3), **shown),
+        request_of("forbidden", prompt_of(25, 7), seed=3, temperature=1.0, **FORBIDDEN, **shown),
         request_of("repeats", (5, 9, 17, 3) * 10, max_tokens=24, logit_bias=((5, 90.0),), **shown),
     ]
 
@@ -103,6 +108,8 @@ def neighbour(chance: random.Random, name: str) -> ValidRequest:
         more |= {"adapter": chance.choice(["small", "large"])}
     elif kind > 0.4:
         more |= {"prompt_logprobs": 1}
+    elif kind > 0.3:
+        more |= FORBIDDEN
     return request_of(name, prompt, **more)
 
 
