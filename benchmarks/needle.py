@@ -42,7 +42,7 @@ def request_of(name: str, prompt: tuple[int, ...], **sampling: Any) -> ValidRequ
     adapter = sampling.pop("adapter", None)
     return ValidRequest(
         request_id=name, task="completions", model="m", sequences=(sequence,), adapter=adapter,
-        sampling=Sampling(**{"max_tokens": 24, **sampling}), cache_salt="needles",
+        sampling=Sampling(**{"max_tokens": 12, **sampling}), cache_salt="needles",
     )  # fmt: skip
 
 
@@ -54,8 +54,8 @@ class Neighbours:
 
     def __call__(self, chance: random.Random, name: str) -> ValidRequest:
         begins = self._prompt[: chance.choice([0, 0, len(self._prompt) // 2])]
-        ids = (*begins, *(chance.randrange(self._size) for _ in range(chance.randint(1, 160))))
-        more: dict[str, Any] = {"max_tokens": chance.randint(1, 40), "seed": chance.randrange(99)}
+        ids = (*begins, *(chance.randrange(self._size) for _ in range(chance.randint(1, 60))))
+        more: dict[str, Any] = {"max_tokens": chance.randint(1, 16), "seed": chance.randrange(99)}
         if chance.random() < 0.1:
             return request_of(name, ids, temperature=0.0, beams=Beams(width=2), **more)
         if self._adapters and chance.random() < 0.3:
@@ -123,13 +123,13 @@ def main() -> None:
 
     core = core_of(prefix_caching=False, speculation="none")
     walk = random.Random(5)
-    words = tuple(walk.randrange(core.info.vocab_size) for _ in range(40))
-    prompt = (*words, *words, *words[:30])  # with repeats, for drafts
+    words = tuple(walk.randrange(core.info.vocab_size) for _ in range(24))
+    prompt = (*words, *words, *words[:12])  # with repeats, for drafts
     wanted = []
     for name, sampling in KINDS.items():
         request = request_of(name, prompt, **SHOWN, **sampling)
         wanted.append((request, answer(core, request)))
-    tokens = 8 * 220 * core._parts.cache.slot_elements // core._parts.cache.slot_tokens * 4
+    tokens = 8 * 110 * core._parts.cache.slot_elements // core._parts.cache.slot_tokens * 4
     neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
     kernels = core.info.kernels
     core.close()
@@ -149,6 +149,7 @@ def main() -> None:
             "drafts_taken": health.accepted_tokens, "kills": 0,
         })  # fmt: skip
         core.close()
+        print(rows[-1], flush=True)
     count, mismatches, kills = beside_a_killer(bundle, EngineSettings(**basic), wanted, neighbour, part)
     rows.append({"engine": "killed", "needles": count, "mismatches": mismatches, "kills": kills})
     publish(

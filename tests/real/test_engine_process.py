@@ -37,7 +37,8 @@ def runtime() -> Iterator[str]:
 
 
 def read(engine, temperature, on_token=lambda: None, grammar=None):
-    """Token ids and ending of each of two sequences."""
+    """Token ids, ending and log probabilities of each of two sequences. Within a grammar without these, so that some
+    tokens are not drawn."""
     request = ValidRequest(
         request_id=uuid.uuid4().hex,
         task="completions",
@@ -45,24 +46,25 @@ def read(engine, temperature, on_token=lambda: None, grammar=None):
         n=2,
         stream=True,
         sequences=tuple(Sequence(prompt_token_ids=(504, 3575, 282), seed=seed) for seed in (3, 4)),
-        sampling=Sampling(max_tokens=40, temperature=temperature, grammar=grammar),
+        sampling=Sampling(max_tokens=40, temperature=temperature, grammar=grammar, logprobs=None if grammar else 2),
     )
-    tokens, ends = {0: [], 1: []}, {}
+    tokens, ends, logprobs = {0: [], 1: []}, {}, {0: [], 1: []}
     for event in engine.submit(request):
         if isinstance(event, Tokens):
             tokens[event.index].extend(event.token_ids)
+            logprobs[event.index].extend(event.logprobs)
             on_token()
         elif isinstance(event, Finished):
             ends[event.index] = (event.reason, event.num_generated_tokens)
-    return tokens, ends
+    return tokens, ends, logprobs
 
 
 @pytest.mark.parametrize(("temperature", "grammar"), [(0.0, None), (1.0, None), (1.0, FORM)])
 def test_killed_engine_keeps_the_text(
     smollm2_dir: Path, runtime: str, temperature: float, grammar: Grammar | None
 ) -> None:
-    """kill -9 in the middle of a text, within a grammar too: the same tokens and counts as without, and nothing is left
-    at the end."""
+    """kill -9 in the middle of a text, within a grammar too: the same tokens, counts and log probabilities, to the last
+    bit, as without, and nothing is left at the end."""
     model = str(smollm2_dir)
     bundle = Bundle(content_hash="smollm2", tasks=("completions",), model_dir=model, tokenizer_dir=model)
     with connect(bundle, SETTINGS, state_dir=runtime) as engine, connect(bundle, SETTINGS, state_dir=runtime) as other:
