@@ -147,25 +147,22 @@ class ChoiceText:
 
     def _feed(self, token_id: int, count: int) -> str:
         """The text that ``token_id`` makes certain, stop strings and stop sequences matched; sets ``matched``."""
-        if self._sequences is not None:
-            return self._feed_sequences(self._sequences, token_id, count)
-        return self._push(token_id, count)
-
-    def _push(self, token_id: int, count: int) -> str:
+        sequences = self._sequences
+        if sequences is not None:
+            sequences.feed(token_id, self._pushed + self._detokenizer.ahead(token_id))
         if self._is_stop(token_id, count):
             self._ending_token = token_id
             if not self._request.include_stop_str_in_output:
-                return ""
+                return "" if sequences is None else self._cut(sequences, "", count)
         new = self._detokenizer.push(token_id)
         self._pushed += len(new)
         free, self.matched = self._stops.push(new, self._no_stops or self._may_match(count))
-        return free
+        return free if sequences is None else self._cut(sequences, free, count)
 
-    def _feed_sequences(self, sequences: SequenceStops, token_id: int, count: int) -> str:
-        """A stop string that is complete with the same token or before goes first."""
-        sequences.feed(token_id, self._pushed + self._detokenizer.ahead(token_id))
+    def _cut(self, sequences: SequenceStops, free: str, count: int) -> str:
+        """What goes out of ``free`` where stop sequences may end the text; a stop string that is complete with the same
+        token or before goes first."""
         start = sequences.start if self._may_match(count) else None
-        free = self._push(token_id, count)
         if self.matched is not None:
             return sequences.flush(free)
         if start is None:
