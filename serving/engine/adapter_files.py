@@ -53,6 +53,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING")
+PROMPT = "prompt_embeddings"
+PROMPT_CONFIG: dict[str, tuple[Any, ...]] = {
+    "num_transformer_submodules": (None, 1),
+    "task_type": (None, "CAUSAL_LM"),
+    "modules_to_save": (None, []),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterModule:
     """One adapted linear: the shapes of its factors and the factor ``scaling`` on ``B @ A``. ``more``: the keys of
@@ -72,11 +81,14 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
-    """A readable LoRA adapter. ``modules`` is by the base model's module name; ``rank`` is the largest."""
+    """A readable adapter. ``modules`` is by the base model's module name; ``rank`` is the largest.
+
+    ``prompt``: (tokens, width) of a learned prompt, which has no modules."""
 
     path: Path
     rank: int
     modules: dict[str, AdapterModule]
+    prompt: tuple[int, int] | None = None
     base_model: str | None = None
 
     @property
@@ -88,6 +100,8 @@ def read_adapter(path: str | Path) -> AdapterFiles:
     """Read the configuration and the safetensors header. Raises ``PackagingError`` naming the adapter and the fault."""
     folder = Path(path)
     config = _read_config(folder)
+    if config.get("peft_type") in PROMPT_TYPES:
+        return _read_prompt(folder, config)
     _refuse_unsupported(folder.name, config)
     shapes = read_safetensors_header(folder)
     modules = _pair_factors(folder.name, config, shapes)
@@ -97,14 +111,21 @@ def read_adapter(path: str | Path) -> AdapterFiles:
 
 
 def check_fits(
-    adapter: AdapterFiles, base_linear_shapes: Mapping[str, tuple[int, int]], head: str | None = None
+    adapter: AdapterFiles,
+    base_linear_shapes: Mapping[str, tuple[int, int]],
+    head: str | None = None,
+    *,
+    width: int = 0,
 ) -> None:
     """Raise ``PackagingError`` where ``adapter`` does not fit linears of these (out, in) shapes.
 
     ``head`` is the output head's module name: an adapter on it is refused, because a step computes the head for the
-    last token of each sequence only.
+    last token of each sequence only. ``width``: of the vectors that may stand for tokens, 0 for none.
     """
     name = adapter.path.name
+    if adapter.prompt is not None and adapter.prompt[1] != width:
+        taken = f"vectors of {width}" if width else "none"
+        raise PackagingError(f"adapter {name!r}: a prompt of vectors of {adapter.prompt[1]}; the base takes {taken}")
     for module, factors in adapter.modules.items():
         if head is not None and module == head:
             raise PackagingError(
@@ -132,10 +153,30 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _read_prompt(folder: Path, config: Mapping[str, Any]) -> AdapterFiles:
+    """A prompt that was learned (prompt tuning, Lester et al. 2021; p-tuning, Liu et al. 2021): peft saves what an
+    encoder made of it, not the encoder."""
+    name = folder.name
+    shapes = read_safetensors_header(folder)
+    for key, allowed in PROMPT_CONFIG.items():
+        if config.get(key) not in allowed:
+            raise PackagingError(f"adapter {name!r}: {key}={shown(config[key])} is not supported")
+    if strange := shapes.keys() - {PROMPT}:
+        raise PackagingError(
+            f"adapter {name!r}: tensor {shown(min(strange))} is not supported; expected {PROMPT} alone"
+        )
+    shape = shapes.get(PROMPT, ())
+    if len(shape) != 2 or shape[0] < 1 or shape[0] != config.get("num_virtual_tokens"):
+        said = f"num_virtual_tokens is {shown(config.get('num_virtual_tokens'))}"
+        raise PackagingError(f"adapter {name!r}: {PROMPT} has the shape {shape}, {said}")
+    return AdapterFiles(path=folder, rank=0, modules={}, prompt=(shape[0], shape[1]))
+
+
 def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise PackagingError(
-            f"adapter {name!r}: peft type {shown(config.get('peft_type'))} is not supported, 'LORA' is"
+            f"adapter {name!r}: peft type {shown(config.get('peft_type'))} is not supported; expected 'LORA', "
+            "'PROMPT_TUNING' or 'P_TUNING'"
         )
     for key, unused in REFUSED.items():
         if config.get(key) not in unused:

@@ -34,6 +34,7 @@ from ..request import LoraTask, ValidRequest
 from . import lora_task
 from .adapter_files import CONFIG, WEIGHTS
 from .interface import AdapterInfo
+from .virtual_tokens import Table
 
 Stamp = tuple[tuple[int, int, int], ...]
 
@@ -101,6 +102,11 @@ class AdapterRegistry:
         adapter.users -= 1
         if not adapter.users and not adapter.is_current:
             self._drop(adapter)
+
+    def learned_prompt(self, key: str) -> Table | None:
+        """What goes before the prompts of a claimed adapter, if it has learned that."""
+        prompt: Table | None = self._pool.prompt_of(key) if key else None
+        return prompt
 
     def _named(self, name: str) -> _Adapter:
         adapter = self._current.get(name)

@@ -25,6 +25,7 @@ from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache
 from .speculation import Speculation
+from .virtual_tokens import embedding_width
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +93,6 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     return EngineParts(
         info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache, batch_invariant=alone), lora
     )
-
-
-def embedding_width(model: Any) -> int:
-    """Of the vectors that stand for tokens; 0 where no vector can stand in for a token: its layers look at ids too."""
-    config = model.config.get_text_config()
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    if weight is None or getattr(config, "hidden_size_per_layer_input", None):
-        return 0
-    return int(weight.shape[1])
 
 
 def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int) -> Speculation | None:

@@ -36,7 +36,7 @@ from .kv_cache import PrefixKey
 from .logits_processors import LogitsProcessors, nothing_left
 from .masks import Masks
 from .native import library
-from .request_check import check_beams, check_request
+from .request_check import check_beams, check_request, with_learned_prompt
 from .sampler import sample, score_prompt
 from .scheduler import Run
 from .sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
@@ -105,10 +105,13 @@ class EngineCore:
         if request.lora_task is not None:  # its weights are the pool's now
             task = LoraTask(task_id=request.lora_task.task_id)
             request = msgspec.structs.replace(request, lora_task=task)
-        if table is not None:
-            self._runner.num_tables += 1
         inflight = self._inflight.add(request, client, adapter)
+        num_learned = 0
         try:
+            learned = self._adapters.learned_prompt(adapter)
+            if learned is not None:
+                num_learned, table = len(learned.vectors), learned
+                request = with_learned_prompt(request, num_learned, self.info)
             grammar = _to_compile(request)
             compilation = None if grammar is None else self._grammars.ask(request.request_id, grammar)
         except ServingError as error:
@@ -117,7 +120,12 @@ class EngineCore:
         if request.task in POOLED:
             self._embeddings.add(request)
             return
+        if table is not None:
+            inflight.has_table = True
+            self._runner.num_tables += 1
         inflight.groups = self._groups(request, adapter, table)
+        for group in inflight.groups if num_learned else ():
+            group.num_learned = num_learned
         for sequence in inflight.unfinished:
             if compilation is not None:
                 sequence.waits_for = "grammar"
@@ -195,7 +203,7 @@ class EngineCore:
 
     def _ended(self, inflight: InflightRequest) -> None:
         self._adapters.release(inflight.adapter)
-        if inflight.request.prompt_table is not None:
+        if inflight.has_table:
             self._runner.num_tables -= 1
 
     def _check(self, request: ValidRequest, continues: bool) -> None:

@@ -38,6 +38,7 @@ class InflightRequest:
     request: ValidRequest
     client: Client
     adapter: str = ""  # the key that it claims (``AdapterRegistry``)
+    has_table: bool = False  # of virtual tokens
     groups: list[SequenceGroup] = field(default_factory=list)
 
     @property

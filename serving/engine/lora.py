@@ -9,17 +9,19 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import InvalidField, NotFound, PackagingError, reason
 from ..request import LoraTask
-from .adapter_files import AdapterFiles, AdapterModule, check_fits, read_adapter
+from .adapter_files import PROMPT, AdapterFiles, AdapterModule, check_fits, read_adapter
 from .forward_context import ContextHolder
 from .linear import EngineLinear, LinearGroup
 from .lora_plan import Factors, GroupFactors, LoraPlan, MaskedPlan, SegmentPlan, prefer_segments, segments_of
 from .lora_task import TaskReader
+from .virtual_tokens import Table, embedding_width
 
 MAX_CACHED_SETS = 8  # sets of active adapters whose concatenations are kept
 OVERHEAD = 4096  # bytes counted for an adapter, and for each module of it, beside its numbers
@@ -28,10 +30,11 @@ Groups = dict[tuple[str, ...], GroupFactors]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Weights as the pool keeps them: ``factors`` by module name, ``rank`` the largest."""
+    """Weights as the pool keeps them: ``factors`` by module name, ``rank`` the largest; or a learned ``prompt``."""
 
     factors: Mapping[str, Factors]
     rank: int
+    prompt: Table | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -42,6 +45,7 @@ class Adapter:
             for t in (f.a, f.b, f.gain, f.shift)
             if t is not None
         )
+        tensors += 0 if self.prompt is None else self.prompt.vectors.nbytes
         return 2 * tensors + OVERHEAD * (1 + len(self.factors))
 
 
@@ -55,6 +59,8 @@ class LoraPool:
         self._linears = linears
         self._shapes = {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
         self._tasks = TaskReader({name: shape for name, shape in self._shapes.items() if name != self._head})
+        self._width = embedding_width(model)
+        self._vocab_size = output.out_features if isinstance(output, EngineLinear) else 0
         self._groups = list({id(linear.group): linear.group for linear in linears.values()}.values())
         parameter = next(model.parameters())
         self._device = parameter.device
@@ -67,10 +73,12 @@ class LoraPool:
         """peft's directory, onto the device. Raises ``InvalidField`` where it does not fit."""
         try:
             files = read_adapter(path)
-            check_fits(files, self._shapes, self._head)
+            check_fits(files, self._shapes, self._head, width=self._width)
+            if files.prompt is not None:
+                return Adapter({}, 0, self._read_prompt(files))
             return Adapter(self._read_factors(files), files.rank)
         except PackagingError as error:
-            raise InvalidField("adapter", name, f"a LoRA adapter that fits the base model ({error})") from None
+            raise InvalidField("adapter", name, f"an adapter that fits the base model ({error})") from None
 
     def read_task(self, task: LoraTask) -> Adapter:
         """Weights that came with a request, onto the device. Raises ``InvalidField`` where they do not fit."""
@@ -126,6 +134,20 @@ class LoraPool:
         slots = torch.tensor([slot_of[name] for name in names])
         rows = torch.repeat_interleave(slots, torch.tensor(list(counts)))
         return MaskedPlan(self._joined(active), rows.to(self._device))
+
+    def prompt_of(self, key: str) -> Table | None:
+        """What goes before every prompt of an adapter that has learned it."""
+        return self._adapters[key].prompt
+
+    def _read_prompt(self, files: AdapterFiles) -> Table:
+        try:
+            with safe_open(files.weights, framework="pt") as tensors:
+                vectors = tensors.get_tensor(PROMPT).float().contiguous().numpy()
+        except (SafetensorError, OSError, ValueError) as error:
+            raise PackagingError(f"{files.weights.name} cannot be read: {reason(error)}") from None
+        if not np.isfinite(vectors).all():
+            raise PackagingError(f"{PROMPT}: its numbers are not finite")
+        return Table(vectors, self._vocab_size, "learned")
 
     def _read_factors(self, files: AdapterFiles) -> dict[str, Factors]:
         """Onto the device in the pool's dtype; adapted modules by name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from ..constraint import GIVEN
 from ..errors import ContextTooLong, InvalidField
 from ..logits_size import check_logits
@@ -70,6 +72,31 @@ def _check_draft(draft: DraftTokens, vocab_size: int) -> None:
     if draft.logits is not None and len(draft.logits) != 4 * len(draft.token_ids) * vocab_size:
         allowed = f"float32 of the shape [{len(draft.token_ids)}, {vocab_size}]"
         raise InvalidField("draft_logits", f"{len(draft.logits)} bytes", allowed)
+
+
+def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInfo) -> ValidRequest:
+    """``request`` with the virtual tokens of its adapter before each prompt. Raises ``InvalidField``,
+    ``ContextTooLong``."""
+    assert request.sampling is not None
+    allowed = f"null with adapter {request.adapter!r}, which has learned a prompt of its own"
+    if request.prompt_table is not None:
+        raise InvalidField("prompt_embedding_table", "a table", allowed)
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidField(
+            "echo", True, f"false with logprobs and adapter {request.adapter!r}, whose prompt has no words"
+        )
+    if request.sampling.context_logits:
+        raise InvalidField("return_context_logits", True, allowed.replace("null", "false"))
+    learned = tuple(range(info.vocab_size, info.vocab_size + num_learned))
+    most = info.max_kv_tokens - (request.sampling.max_tokens > 0)
+    sequences = []
+    for sequence in request.sequences:
+        ids = learned + sequence.prompt_token_ids
+        if len(ids) > most or len(ids) + len(sequence.resumed_token_ids) > info.max_kv_tokens:
+            message = f"the prompt has {len(ids)} tokens, {num_learned} of them its adapter's; this model takes {most}"
+            raise ContextTooLong(message, param="prompt")
+        sequences.append(msgspec.structs.replace(sequence, prompt_token_ids=ids))
+    return msgspec.structs.replace(request, sequences=tuple(sequences))
 
 
 def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> None:

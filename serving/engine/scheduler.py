@@ -390,7 +390,7 @@ class Scheduler:
         if sequence.group.beams is not None and sequence.group not in self._searches:
             self._searches.append(sequence.group)
         if sequence.first_step_at is None:
-            sequence.num_cached = min(cached, sequence.num_prompt)
+            sequence.num_cached = max(min(cached, sequence.num_prompt) - sequence.group.num_learned, 0)
             if not sequence.num_resumed:  # else its prompt was charged when it was let in
                 sequence.tenant.used += (sequence.num_prompt - sequence.num_cached) * sequence.token_cost
             sequence.first_step_at = time.monotonic()

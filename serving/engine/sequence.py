@@ -86,7 +86,8 @@ class SequenceGroup:
     """The unfinished sequences of one prompt (of a request's ``n`` choices), and all that is the same for them.
 
     ``beams``: the search whose beams they are, if it is one. ``key``: whose KV they may reuse, and who may reuse
-    theirs. ``table``: what ids after the vocabulary's are in its prompt. ``max_model_len``: tokens, prompt and
+    theirs. ``table``: what ids after the vocabulary's are in its prompt, ``num_learned`` how many of
+    these its adapter has put there. ``max_model_len``: tokens, prompt and
     completion together. ``arrived_at``: seconds of ``time.monotonic()``. ``started``: which group of the
     scheduler it was to start, 0 before. ``processors``: its request's.
     """
@@ -101,6 +102,7 @@ class SequenceGroup:
     started: int = 0
     processors: LogitsProcessors | None = None
     table: Table | None = None
+    num_learned: int = 0
 
     def add(self, index: int, id: int) -> SequenceState:
         """Choice ``index`` of the request as a member; ``id`` is unique in the engine and orders arrivals."""

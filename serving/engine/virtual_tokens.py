@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,3 +57,12 @@ def table_of(given: PromptTable, hidden_size: int, first_id: int) -> Table:
     if not np.isfinite(vectors).all():
         raise InvalidField("prompt_embedding_table", "nan or inf", "finite numbers")
     return Table(vectors, first_id, hashlib.blake2b(given.data, digest_size=16).hexdigest())
+
+
+def embedding_width(model: Any) -> int:
+    """Of the vectors that stand for tokens; 0 where no vector can stand in for a token: its layers look at ids too."""
+    config = model.config.get_text_config()
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None or getattr(config, "hidden_size_per_layer_input", None):
+        return 0
+    return int(weight.shape[1])

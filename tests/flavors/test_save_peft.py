@@ -6,7 +6,7 @@ import pytest
 import torch
 from flavor_models import add_lora, byte_tokenizer, logits, randomise, tiny_llama
 from mlflow.exceptions import MlflowException
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -199,6 +199,19 @@ def test_peft_models_that_are_packaged(tmp_path, tokenizer, options):
     """What an adapter has beside A and B is packaged with it."""
     llm.save_model(tmp_path / "m", add_lora(tiny_llama(), "mine", **options), tokenizer=tokenizer)
     assert "mine" in llm.load_bundle(tmp_path / "m").adapters
+
+
+def test_learned_prompts_are_packaged(tmp_path, tokenizer, llama_dir):
+    """Of a PeftModel and of a directory; what an encoder made of them, without the encoder. Of prefixes none is."""
+    model = get_peft_model(tiny_llama(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    llm.save_model(tmp_path / "m", model, tokenizer=tokenizer)
+    saved = tmp_path / "m/adapters/default"
+    assert list(load_file(saved / "adapter_model.safetensors")) == ["prompt_embeddings"]
+    llm.save_model(tmp_path / "n", llama_dir, adapters={"polite": saved})
+    assert "polite" in llm.load_bundle(tmp_path / "n").adapters
+    prefix = get_peft_model(tiny_llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(MlflowException, match="'PREFIX_TUNING' is not supported"):
+        llm.save_model(tmp_path / "o", prefix, tokenizer=tokenizer)
 
 
 def test_things_that_are_no_adapter(tmp_path, llama_dir):

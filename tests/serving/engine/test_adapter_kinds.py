@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import run
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
-from mlflow_llm.serving.engine.adapter_files import read_adapter
+from mlflow_llm.serving.engine.adapter_files import check_fits, read_adapter
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.errors import InvalidField, PackagingError
+from mlflow_llm.serving.request import PromptTable
 from mlflow_llm.serving.settings import EngineSettings
 
 # peft 0.21 reads a property that transformers 5.23 deprecates, and warns where a linear has no bias
@@ -126,3 +128,107 @@ def test_magnitudes_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="not finite"):
         core.load_adapter("x", str(tmp_path / "x"))
     core.close()
+
+
+PROMPTS: dict[str, Any] = {
+    "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+    "p_tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+}
+
+
+def with_prompt(family: str, kind: str) -> Any:
+    """peft's model with a learned prompt."""
+    torch.manual_seed(5)
+    return get_peft_model(make_model(FAMILIES[family]()), copy.deepcopy(PROMPTS[kind])).eval()
+
+
+@torch.inference_mode()
+def continued(model: Any, prompt: tuple[int, ...]) -> list[int]:
+    """Greedy, by peft's forward alone: its ``generate`` warns of position ids that it ignores."""
+    ids = list(prompt)
+    for _ in range(MAX_TOKENS):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama_wide", "gpt2"])
+def test_a_learned_prompt_continues_as_pefts_model(family: str, tmp_path: Path) -> None:
+    """Beside the base and a LoRA adapter; its tokens count as no others, and its prefixes are its own."""
+    base = make_model(FAMILIES[family]())
+    core = EngineCore(
+        save_bundle(base, tmp_path / "model"),
+        EngineSettings(max_num_seqs=16, max_num_batched_tokens=8, kv_cache_memory=1 << 24),
+    )
+    prompt = prompt_of(21, 3)
+    models: dict[str, Any] = {kind: with_prompt(family, kind) for kind in PROMPTS} | {
+        "lora": adapted(family, "dora", 1)
+    }
+    wanted = {"base": greedy(base, prompt, MAX_TOKENS)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        core.load_adapter(name, str(tmp_path / name))
+        wanted[name] = continued(model, prompt)
+    for cached in (0, 20):
+        requests = [
+            request_of(name, prompt, max_tokens=MAX_TOKENS, adapter=None if name == "base" else name) for name in wanted
+        ]
+        outcomes = run(core, *requests)
+        for name, text in wanted.items():
+            assert (outcomes[name].tokens[0], outcomes[name].finished[0].num_cached_tokens) == (text, cached), name
+    assert core._runner.num_tables == 0
+    core.close()
+
+
+def test_what_a_learned_prompt_does_not_go_with(tmp_path: Path) -> None:
+    """A table of the request's own, scores of the prompt, a prompt that fills the context without it."""
+    core = EngineCore(
+        save_bundle(make_model(FAMILIES["llama_wide"]()), tmp_path / "model"),
+        EngineSettings(max_num_seqs=4, kv_cache_memory=1 << 24, max_model_len=32),
+    )
+    with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path / "x")
+    core.load_adapter("x", str(tmp_path / "x"))
+    table = PromptTable(data=b"\0" * 256, num_tokens=1)
+    cases: dict[str, Any] = {
+        "prompt_embedding_table": request_of("1", (1, 2), adapter="x", prompt_table=table),
+        "echo": request_of("2", (1, 2), adapter="x", prompt_logprobs=1),
+        "prompt": request_of("3", prompt_of(27, 1), adapter="x"),
+    }
+    outcomes = run(core, *cases.values(), request_of("good", prompt_of(26, 1), adapter="x", max_tokens=20))
+    for param, request in cases.items():
+        failed = outcomes[request.request_id].failed
+        assert failed is not None
+        assert failed.param == param
+    assert (len(outcomes["good"].tokens[0]), outcomes["good"].finished[0].reason) == (1, "length")
+    assert core._runner.num_tables == 0
+    core.check_integrity()
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, {}, "'PREFIX_TUNING' is not supported"),
+        ({"num_virtual_tokens": 4}, {}, r"has the shape \(5, 64\), num_virtual_tokens is 4"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, {}, "task_type='SEQ_2_SEQ_LM' is not supported"),
+        ({"num_transformer_submodules": 2}, {}, "num_transformer_submodules=2 is not supported"),
+        ({}, {"classifier.weight": torch.ones(2)}, "tensor 'classifier.weight' is not supported"),
+        ({}, {"prompt_embeddings": torch.ones(5)}, r"has the shape \(5,\)"),
+    ],
+)
+def test_learned_prompts_that_are_refused(
+    config: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Prefix tuning, other shapes and tensors: by name."""
+    with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path)
+    assert read_adapter(tmp_path).prompt == (5, 64)
+    broken(tmp_path, config, tensors)
+    with pytest.raises(PackagingError, match=message):
+        check_fits(read_adapter(tmp_path), {}, width=64)
+
+
+def test_a_learned_prompt_of_another_width_is_refused(tmp_path: Path) -> None:
+    """Its vectors are of the base's width, where the base takes any."""
+    with_prompt("llama_wide", "prompt_tuning").save_pretrained(tmp_path)
+    for width, said in ((32, "vectors of 32"), (0, "none")):
+        with pytest.raises(PackagingError, match=f"the base takes {said}"):
+            check_fits(read_adapter(tmp_path), {}, width=width)
