@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import sqlite3
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from mlflow_llm.serving.settings import EngineSettings
 ROWS = [(part, name) for part in PARTS for name in part.rows]
 PLAIN = Row(body={})
 AT_ONCE = 16
+MIGRATE = Path(__file__).parents[2] / "docs" / "migrate.md"
 Key = tuple[str, str, Mode]  # part, field ("" for the plain request), whole or streamed
 
 
@@ -37,6 +39,8 @@ class Table:
     def __init__(self, url: str, secrets: Mapping[str, str], store: Path, key_ids: Mapping[str, str]) -> None:
         self._place = urlsplit(url)
         self._secrets = secrets
+        self.port = self._place.port
+        self.secret = secrets["example"]
         self.store = store
         self.key_ids = key_ids
         asked: dict[Key, tuple[Part, Row]] = {}
@@ -73,7 +77,7 @@ def table(assistant: Path, embedder: Path, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("conformance")
     database = f"sqlite:///{root}/ledger.db"
     store = Store(database)
-    made = {part.name: Keys(store).create(part.name) for part in PARTS}
+    made = {name: Keys(store).create(name) for name in (*(part.name for part in PARTS), "example")}
     store.close()
     engine = EngineSettings(max_model_len=512, quantization="int8")  # half the time, and as exact from run to run
     bundle = load_bundle(assistant)
@@ -109,6 +113,28 @@ def test_field(table: Table, part: Part, name: str) -> None:
         assert row.shows(seen, plain), seen
         texts.append(seen.texts)
     assert not texts or all(one == texts[0] for one in texts)
+
+
+SNIPPETS = dict(
+    re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", MIGRATE.read_text(), re.MULTILINE | re.DOTALL)
+)
+
+
+@pytest.mark.parametrize("system", SNIPPETS)
+def test_a_client_moves_by_its_base_url(table: Table, system: str) -> None:
+    """The examples of docs/migrate.md, as they stand but for the port and the key."""
+    code = SNIPPETS[system].replace("localhost:8000", f"127.0.0.1:{table.port}").replace("sk-…", table.secret)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    if "client" in found:
+        found["client"].close()
+    assert isinstance(found["text"], str)
+    assert found["text"].strip()
+
+
+def test_every_system_has_an_example() -> None:
+    """Of docs/migrate.md."""
+    assert len(SNIPPETS) == 5
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
