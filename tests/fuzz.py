@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 
 from mlflow_llm.serving.dialects import DIALECTS, Dialect
 
@@ -63,7 +64,7 @@ def bodies(dialect: str, path: str, task: str | None) -> Iterator[tuple[dict[str
     elif dialect == "anthropic":
         yield {"model": MODEL, "max_tokens": 3, "messages": HI[1:], "system": "Help.", "stream": False}, b""
     elif dialect == "responses":
-        tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+        tool = {"type": "function", "name": "f", "strict": False, "parameters": {"type": "object"}}
         yield {"model": MODEL, "input": HI, "max_output_tokens": 3, "tools": [tool], "stream": True}, b""
     elif dialect == "rerank":
         yield {"model": MODEL, "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}, b""
@@ -73,7 +74,13 @@ def bodies(dialect: str, path: str, task: str | None) -> Iterator[tuple[dict[str
             form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
             yield {"model": MODEL, "messages": HI, "response_format": form, "max_tokens": 3, "stream": True}, b""
         if task in ("completions", None):
-            yield {"model": MODEL, "prompt": ["a", [1, 2, 3]], "logit_bias": {"5": 1.5}, **SAMPLING}, b""
+            yield {"model": MODEL, "prompt": ["a", "bc"], "logit_bias": {"5": 1.5}, **SAMPLING}, b""
+            form = {"guided_regex": "[ab]{2}", "bad_words": ["x", [5]], "min_tokens": 1, "echo": False, "logprobs": 2}
+            yield {"model": MODEL, "prompt": "a", "max_tokens": 3, **form}, b""
+            width = {"best_of": 2, "length_penalty": 0.5, "early_stopping": True}
+            if dialect != "openvino":
+                width["use_beam_search"] = True
+            yield {"model": MODEL, "prompt": [5, 6], "max_tokens": 3, "no_repeat_ngram_size": 2, **width}, b""
         if task in ("embeddings", None):
             yield {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64"}, b""
         if task == "score":
@@ -247,22 +254,39 @@ def send(
     return answer.status, fault(target, answer.status, dict(answer.headers), data)
 
 
-def main() -> int:
-    here = Path(__file__).parent
-    sys.path.insert(0, str(here / "serving"))
+def tiny_bundle(root: Path) -> Any:
+    """A llama of random weights behind the byte tokenizer: our engine with all that it can."""
+    import tiny_models
+    import transformers
     from instant_model import write_instant_model
-    from serving_process import running
+
+    named = write_instant_model(root / "named")
+    config = transformers.LlamaConfig(**tiny_models.COMMON | {"vocab_size": 259, "hidden_size": 64})
+    tiny_models.make_model(config).save_pretrained(root / "weights")
+    return msgspec.structs.replace(
+        named, content_hash="fuzz", tasks=("chat", "completions"), model_dir=str(root / "weights"), adapters={}
+    )
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent / "serving"))
+    from instant_model import write_instant_model
+    from serving_process import INSTANT_CORE, running
 
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seconds", type=float, default=120)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--at-once", type=int, default=8)
     options.add_argument("--limit", type=float, default=60, help="seconds without an answer that are a hang")
+    options.add_argument(
+        "--engine", choices=("tiny", "instant"), default="tiny", help="ours with random weights, or none"
+    )
     given = options.parse_args()
     started: Callable[..., Any] = running
     with tempfile.TemporaryDirectory() as root:
-        bundle = write_instant_model(Path(root), vocab_size=259, max_model_len=4096)
-        with started(bundle, refusals_per_minute=0) as server:
+        is_tiny = given.engine == "tiny"
+        bundle = tiny_bundle(Path(root)) if is_tiny else write_instant_model(Path(root), max_model_len=4096)
+        with started(bundle, core=None if is_tiny else INSTANT_CORE, refusals_per_minute=0) as server:
             statuses, wrong = run(("127.0.0.1", server.port), given.seconds, given.seed, given.at_once, given.limit)
             log = server.log()
     print(dict(sorted(statuses.items())), f"{len(wrong)} wrong")
