@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from conformance import WHOLE, Mode, Part, Row, Seen, events_of, is_stream
+from conformance_tensors import PART as TENSORS
 
 HI = [{"role": "user", "content": "Count: one, two, three,"}]
 PROMPT = "One, two, three, four,"
@@ -556,4 +557,5 @@ tools[].function.strict"""
         request=generate,
         read=read_generate,
     ),
+    TENSORS,
 )

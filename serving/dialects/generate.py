@@ -36,7 +36,7 @@ class GenerateDialect:
     prefixes: tuple[str, ...] = ()
     request_id_header: str | None = None
     request_schemas: Mapping[Task, Mapping[str, Any]] = {"completions": body_schema()}
-    error_schema: Mapping[str, Any] = ERROR_SCHEMA
+    error_schema: Mapping[str, Any] = {**ERROR_SCHEMA, "required": ["error"]}  # Triton's form has no more
 
     def decode(self, head: Head, body: bytes) -> RawRequest:
         version, stream = head.path.get("model_version"), streams(head.route)
