@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -147,13 +148,24 @@ class ReplicaSet(Engine):
         return bool(over)
 
     def submit(self, request: ValidRequest) -> EventStream:
-        """To the replica with the fewest of this worker's requests; where there is none, the request waits for one."""
+        """To the replica with the fewest of this worker's requests, of a task to the one that has its adapter; where
+        there is none, the request waits for one."""
         replicas = self._active
         if not replicas:
             return _WaitingStream(self, request)
         if len(replicas) == 1:
             return next(iter(replicas.values())).submit(request)
+        if request.lora_task is not None:
+            return self._of_task(request).submit(request)
         return min(replicas.values(), key=lambda replica: replica.load).submit(request)
+
+    def _of_task(self, request: ValidRequest) -> _Replica:
+        """The same one for every request of a task, whichever worker has it, as long as it is ready (rendezvous
+        hashing, Thaler and Ravishankar 1996): its adapter was sent once, to one engine."""
+        assert request.lora_task is not None
+        task = f"{request.tenant}\n{request.lora_task.task_id}"
+        ready = [one for one in self._active.items() if one[1].is_ready] or list(self._active.items())
+        return max(ready, key=lambda one: hashlib.blake2b(f"{one[0]}\n{task}".encode(), digest_size=8).digest())[1]
 
     def await_replica(self, deadline: float | None) -> Failed | None:
         """Wait for a replica until ``deadline`` (``time.monotonic``); the failure where none came, or will in time."""

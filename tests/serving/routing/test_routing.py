@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import gevent
+import msgspec
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
@@ -17,7 +18,7 @@ from mlflow_llm.serving.engine.interface import AdapterInfo, EngineRecord, Healt
 from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
 from mlflow_llm.serving.events import Failed, Finished
 from mlflow_llm.serving.metering.authorization import Caller
-from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.request import LoraTask, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
@@ -159,6 +160,24 @@ def test_the_replica_with_the_least_to_do_is_taken(replicated) -> None:
     assert all(isinstance(list(stream)[-1], Finished) for stream in streams)
     assert replicas.health().status == "ready"
     replicas.close()
+
+
+def test_the_requests_of_a_task_go_to_one_replica(replicated) -> None:
+    """Its adapter was sent to one engine: the others of the task, in any worker, go there, and tasks are spread."""
+    workers = [replicated() for _ in range(2)]
+    for replicas, addresses in zip(workers, (("x", "y"), ("y", "x")), strict=True):
+        replicas.set_addresses(addresses)
+    chosen: dict[int, set[str]] = {}
+    for replicas in workers:
+        for task_id in [*range(16)] * 2:
+            asked = msgspec.structs.replace(request(), lora_task=LoraTask(task_id=task_id), tenant="acme")
+            found = replicas._of_task(asked)
+            chosen.setdefault(task_id, set()).update(a for a, one in replicas._active.items() if one is found)
+            list(replicas.submit(asked))
+    assert all(len(addresses) == 1 for addresses in chosen.values())
+    assert set.union(*chosen.values()) == {"x", "y"}
+    for replicas in workers:
+        replicas.close()
 
 
 def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> None:
