@@ -48,15 +48,18 @@ def load_draft_model(
     longest = min(loaded.max_model_len, large.max_model_len)
     if num_tokens < 1:
         raise PackagingError(f"draft_model: {draft.uri}: kv_cache_memory, {memory} bytes, leaves no room for it")
-    cache = SlotKVCache(
-        loaded.layers,
-        num_slots=2 * ROWS,
-        num_tokens=num_tokens,
-        max_model_len=longest,
-        device=loaded.device,
-        prefix_caching=settings.prefix_caching,
-        **loaded.kept,
-    )
+    try:
+        cache = SlotKVCache(
+            loaded.layers,
+            num_slots=2 * ROWS,
+            num_tokens=num_tokens,
+            max_model_len=longest,
+            device=loaded.device,
+            prefix_caching=settings.prefix_caching,
+            **loaded.kept,
+        )
+    except OSError as error:  # a system that counts address space as memory
+        raise PackagingError(f"draft_model: {draft.uri}: no room for its keys and values ({error})") from error
     cost = _size(draft.model_dir) / max(_size(bundle.model_dir), 1)
     logger.info("drafts come from %s, which has %.0f %% of this model's weights", draft.uri, 100 * cost)
     return DraftModel(
