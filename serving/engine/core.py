@@ -377,7 +377,7 @@ class EngineCore:
             self._scheduler.add(beam)
         settled = beams.settled() if group.request.stream and not beams.search.done else ()
         if settled:
-            self._count(first, sum(len(text.token_ids) for text in settled))
+            self._count(first, sum(len(text.token_ids) for text in settled), charged=True)
             self._inflight.send_texts(first, settled)
         if beams.search.done or not beams.indexes:
             self._finish(first, "stop")

@@ -21,7 +21,7 @@ from mlflow_llm.serving.engine.scheduler import Scheduler
 from mlflow_llm.serving.engine.sequence import Sampled, SequenceState
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.engine.tenants import GENERATED, MAX_TENANTS, LeastServed, Tenant, Tenants
-from mlflow_llm.serving.request import Sequence, ValidRequest
+from mlflow_llm.serving.request import Beams, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 _ids = iter(range(10**9))
@@ -307,3 +307,40 @@ def test_a_full_queue_takes_another_tenants_request(tiny_bundle: Bundle) -> None
     assert failed == ["late", "f4"]
     assert core.health().num_tenants_waiting == 0
     core.close()
+
+
+def test_a_tenants_request_passes_anothers_backlog_in_the_engine(tiny_bundle: Bundle) -> None:
+    """With real steps: of 40 requests of one tenant and a later one of another, that one is among the first to end, and
+    its text is what it is alone."""
+    core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=2))
+    many = [request_of(f"m{i}", prompt_of(9, i), tenant="many") for i in range(40)]
+    few = request_of("few", prompt_of(9, 99), tenant="few")
+    alone = take(_with(core, few), {"few": Outcome()})["few"].tokens[0]
+    outcomes = {request.request_id: Outcome() for request in (*many, few)}
+    _with(core, *many)
+    take(core, outcomes, max_steps=3)
+    take(_with(core, few), outcomes)
+    assert outcomes["few"].tokens[0] == alone
+    assert sum(one.finished[0].queue_time > outcomes["few"].finished[0].queue_time for one in outcomes.values()) > 30
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "generated"),
+    [({}, 12), ({"n": 3}, 36), ({"beams": Beams(width=4), "n": 2}, 48), ({"priority": 5, "weight": 4}, 12)],
+)
+def test_every_token_is_charged_once(tiny_bundle: Bundle, more: dict[str, Any], generated: int) -> None:
+    """A prompt once, whatever its choices, and each token generated; of a search those of all beams at each step."""
+    core = EngineCore(tiny_bundle, EngineSettings(dtype="float32", max_num_seqs=4))
+    take(_with(core, request_of("r", prompt_of(30, 0), tenant="t", stop_token_ids=(), **more)), {"r": Outcome()})
+    used = core._scheduler.waiting.tenants.of("t").used
+    prompt = used - GENERATED * generated / more.get("weight", 1)
+    # choices copy what the first one has computed, all but the last token
+    assert prompt * more.get("weight", 1) == pytest.approx(30 + 2 * (more == {"n": 3}), abs=4 * ("beams" in more))
+    core.close()
+
+
+def _with(core: EngineCore, *requests: ValidRequest) -> EngineCore:
+    for request in requests:
+        core.add(request)
+    return core
