@@ -33,7 +33,7 @@ GIB = 2**30
 
 class EngineUse(Struct, kw_only=True):
     """What is known of an engine. ``size`` is bytes of one replica, ``unloaded`` why it is not loaded, "" where it is
-    or never was."""
+    or never was. ``was_loaded``: an earlier controller process had it, and it may be running still."""
 
     name: str
     size: int
@@ -41,6 +41,7 @@ class EngineUse(Struct, kw_only=True):
     pinned: bool = False
     unloaded: str = ""
     unloads: int = 0
+    was_loaded: bool = False
     start_seconds: float | None = None
     used_at: float = 0.0
     requested_at: float | None = None
@@ -59,10 +60,18 @@ class EngineUse(Struct, kw_only=True):
 
 class EngineMemory:
     """Decides which of the engines on this machine run. ``budget`` bytes, None for no bound; ``measure(pid)`` gives
-    bytes. One thread calls it; times are ``time.monotonic``."""
+    bytes; ``known`` is what an earlier controller process has seen. One thread calls it; times are
+    ``time.monotonic``."""
 
-    def __init__(self, budget: int | None = None, *, measure: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        budget: int | None = None,
+        *,
+        measure: Callable[[int], int] | None = None,
+        known: Mapping[str, EngineRecord] | None = None,
+    ) -> None:
         self.budget = budget
+        self._known = dict(known or {})
         self._measure = measure or proportional_set_size
         self._engines: dict[str, EngineUse] = {}
         self._warming: set[str] = set()
@@ -74,6 +83,9 @@ class EngineMemory:
         known = self._engines.get(key)
         if known is None:
             known = EngineUse(name=f"{endpoint}/{entity.name}", size=0 if source.addresses else estimated_size(source))
+            if (record := self._known.get(key)) is not None and not source.addresses:
+                known.size, known.unloads = max(known.size, record.memory), record.unloads
+                known.start_seconds, known.was_loaded = record.start_seconds, not record.unloaded
         pinned = known.pinned or bool(entity.min_provisioned_throughput)
         others = sum(one.size for other, one in self._engines.items() if one.pinned and other != key)
         self._check(known, pinned, others)
@@ -185,7 +197,7 @@ class EngineMemory:
             (key for key, number in running.items() if number and key not in claims and self._may_go(key, now)),
             key=lambda key: self._engines[key].used_at,
         )
-        for key in sorted(claims, key=lambda key: (not self._engines[key].pinned, self._engines[key].claimed_at)):
+        for key in sorted(claims, key=self._precedence):
             one = self._engines[key]
             need = one.size * (decided[key] - running[key])
             victims, freed = self._victims(idle, running, kept + need - budget)
@@ -207,6 +219,11 @@ class EngineMemory:
         for victim in victims if len([number for number in running.values() if number]) > 1 else ():
             decided[victim] = 0
             self._unload(victim, f"engines took more than engine_memory_budget has: {_gib(budget)}")
+
+    def _precedence(self, key: str) -> tuple[bool, bool, float]:
+        """Of engines that want room: what must run, what may be running still, what has waited longest."""
+        one = self._engines[key]
+        return (not one.pinned, not one.was_loaded, one.claimed_at or 0.0)
 
     def _may_go(self, key: str, now: float) -> bool:
         one = self._engines[key]

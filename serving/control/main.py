@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
     found = functools.partial(with_files, find=resolver_pool)
     autoscaler = Autoscaler.of(spec.settings, store)
-    memory = EngineMemory(spec.settings.engine_memory_budget)
+    memory = EngineMemory(spec.settings.engine_memory_budget, known=plan_directory.engines().engines)
     reconciler = Reconciler(
         endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, say=say, over=over
     )

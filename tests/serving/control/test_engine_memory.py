@@ -202,6 +202,21 @@ def test_without_a_budget_nothing_is_unloaded(tmp_path: Path) -> None:
     assert machine.request("a") == {"a", "b"}
 
 
+def test_a_new_controller_process_keeps_what_is_loaded(tmp_path: Path) -> None:
+    """Started again, it knows what each engine takes and how long its start took, and those that were loaded, which it
+    finds running, come before those that were not."""
+    before = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    before.start("a", "b")
+    assert before.tick() == {"b"}
+    after = Machine(tmp_path, 1.5, {"a": 1, "b": 1})
+    after.memory = EngineMemory(int(1.5 * GIB), known=before.memory.records())
+    after.sizes = {"a": 0.0, "b": 0.0}  # by the files nothing is known
+    after.admit("a", "b")
+    record = after.memory.records()["a"]
+    assert (record.memory, record.start_seconds, record.unloads) == (GIB, 7.0, 1)
+    assert after.tick() == {"b"}
+
+
 def test_sizes_are_of_files_then_of_processes(tmp_path: Path) -> None:
     """Weights and the KV cache that settings ask for; of a process, what it really has."""
     machine = Machine(tmp_path, None, {"a": 1})
