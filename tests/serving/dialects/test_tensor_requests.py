@@ -181,7 +181,7 @@ def test_drafts_and_what_they_were_drawn_from() -> None:
     with pytest.raises(InvalidField, match="draft_logits: 'NaN"):
         decoded(ids, ("draft_logits", "FP32", [2, 3], logits * np.nan))
     with pytest.raises(InvalidField, match="embedding_bias: 'NaN"):
-        decoded(("embedding_bias", "FP32", [1, 3], logits[0]))
+        decoded(("embedding_bias", "FP32", [1, 3], -logits[0]))
 
 
 def test_texts_and_parameters() -> None:
