@@ -9,7 +9,7 @@ import click
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?) ?(?:([kmgt]?)b?|([kmgt])ib?)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?) ?(?:([kmgt]?)b?|([kmgt])ib?)", re.IGNORECASE)
 
 
 class Size(click.ParamType):

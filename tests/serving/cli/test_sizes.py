@@ -1,0 +1,32 @@
+"""Numbers of bytes on the command line."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from mlflow_llm.serving.cli.sizes import Size
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("8000000000", 8 * 10**9),
+        ("8GB", 8 * 10**9),
+        ("7.5GiB", 15 * 2**29),
+        ("512 mib", 2**29),
+        ("64k", 64_000),
+        ("1b", 1),
+        (4096, 4096),
+    ],
+)
+def test_units(given: str | int, size: int) -> None:
+    """Decimal and binary ones, of either case, with or without a space."""
+    assert Size().convert(given, None, None) == size
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "1e9", "lots", "8 GiBs", "0.0001k", "9" * 40, "8GB8", "inf", "٣"])
+def test_what_is_no_size_is_refused(given: str) -> None:
+    """By what is allowed, and never with a trace."""
+    with pytest.raises(click.BadParameter, match=r"number of bytes|at least 1 byte"):
+        Size().convert(given, None, None)
