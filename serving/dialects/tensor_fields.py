@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidField
-from ..readers import INT32_MAX, UINT64_MAX, Reader, boolean, integer, number
+from ..readers import INT32_MAX, UINT64_MAX, Reader, any_of, boolean, integer, number, reader
 from ..request import MAX_CHOICES
 from .tensors import BOOL, BYTES, Tensor
 
@@ -180,6 +180,14 @@ def _tensor(
     return TensorField(name=name, datatypes=datatypes, shape=shape, target=target, description=description, read=read)
 
 
+_NUMBER = integer(-INT32_MAX - 1, INT32_MAX)
+
+
+@reader(**any_of(_NUMBER.schema, boolean.schema))
+def _number_or_switch(value: Any, path: str) -> int:
+    return int(value) if isinstance(value, bool) else _NUMBER(value, path)
+
+
 _FINITE = number(-NEAR_INFINITY, NEAR_INFINITY)
 _TOKEN_OR_NONE = integer(-1, INT32_MAX)
 TOKEN_LISTS = (
@@ -206,7 +214,7 @@ FIELDS: Mapping[str, TensorField] = {
         *_scalar(
             "early_stopping",
             ("INT32", BOOL),
-            Reader(lambda value, path: int(value), {"type": "integer"}),
+            _number_or_switch,
             "early_stopping",
             "of a search: 0, the default, when no better text is likely; 1 when beam_width are complete; else when no "
             "better one is possible",

@@ -162,6 +162,8 @@ def one(name: str, datatype: str, shape: list[int], data: Any, **more: Any) -> d
         (lambda b: b.update(parameters={"sequence_id": 3}), "parameters.sequence_id: 3"),
         (lambda b: b.update(parameters={"colour": "red"}), "parameters.colour: 'red'"),
         (lambda b: b.update(parameters={"temperature": -1}), "parameters.temperature: -1"),
+        (lambda b: b.update(parameters={"early_stopping": "x"}), "parameters.early_stopping: 'x'"),
+        (lambda b: b.update(parameters={"request_output_len": 1}), "only one of request_output_len"),
         (lambda b: b.update(parameters={"timeout": "soon"}), "parameters.timeout: 'soon'"),
         (lambda b: b.update(outputs=[{"name": "scores"}]), "outputs[0].name: 'scores'"),
         (lambda b: b.update(outputs=[{"name": "cum_log_probs"}]), "set return_log_probs to true"),
