@@ -132,6 +132,24 @@ def test_a_client_moves_by_its_base_url(table: Table, system: str) -> None:
     assert found["text"].strip()
 
 
+def test_openais_client_below_v3(table: Table) -> None:
+    """Chats, streamed and not, completions, embeddings and models, as its users of OpenVINO Model Server call them."""
+    import openai
+
+    messages: Any = [{"role": "user", "content": "Count: one, two, three,"}]
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{table.port}/v3", api_key=table.secret) as client:
+        whole = client.chat.completions.create(model="assistant", messages=messages, max_tokens=6)
+        chunks = client.chat.completions.create(model="assistant", messages=messages, max_tokens=6, stream=True)
+        joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert joined == whole.choices[0].message.content
+        text = client.completions.create(model="assistant", prompt="One, two,", max_tokens=4)
+        assert text.choices[0].finish_reason == "length"
+        assert len(client.embeddings.create(model="embedder", input=["a", "b"]).data) == 2
+        assert {model.id for model in client.models.list()} >= {"assistant", "embedder"}
+        with pytest.raises(openai.BadRequestError, match="best_of"):
+            client.chat.completions.create(model="assistant", messages=messages, n=2)
+
+
 def test_every_system_has_an_example() -> None:
     """Of docs/migrate.md."""
     assert len(SNIPPETS) == 5

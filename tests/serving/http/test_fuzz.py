@@ -100,3 +100,48 @@ def test_hostile_bodies_are_refused(patient: FlaskClient, target: Target) -> Non
         check(target, answer, body)
         if what.startswith("duplicate"):
             assert "twice" in answer.text, (what, answer.text[:300])
+
+
+BINARY = [target for target in TARGETS if target.tail]
+LIES: tuple[tuple[str, Any], ...] = (
+    ("shape", [1, 4]),
+    ("shape", [1, 2**31]),
+    ("shape", [2**62, 2**62]),
+    ("shape", [-1]),
+    ("shape", [0, 0]),
+    ("shape", [1] * 1000),
+    ("datatype", "INT64"),
+    ("datatype", "FP32"),
+    ("parameters", {"binary_data_size": 11}),
+    ("parameters", {"binary_data_size": 13}),
+    ("parameters", {"binary_data_size": -1}),
+    ("parameters", {"binary_data_size": 2**63}),
+    ("parameters", {"binary_data_size": "12"}),
+    ("parameters", None),
+)
+
+
+@pytest.mark.parametrize("target", BINARY, ids=name_of)
+def test_tensors_whose_sizes_lie(patient: FlaskClient, target: Target) -> None:
+    """A shape, a type, a size or a header that does not fit the bytes that came is refused, whatever it promises."""
+    for name, lie in LIES:
+        first, *rest = target.body["inputs"]
+        head = json.dumps({**target.body, "inputs": [{**first, name: lie}, *rest]}).encode()
+        answer = post(patient, target, head + target.tail, **{"Inference-Header-Content-Length": str(len(head))})
+        assert answer.status_code == 400, (name, lie, answer.text[:300])
+        check(target, answer, head)
+    head = json.dumps(target.body).encode()
+    for length in (
+        "0",
+        "1",
+        "-1",
+        str(len(head) - 1),
+        str(len(head) + 1),
+        str(len(head) + 10**9),
+        "1e3",
+        "x",
+        "9" * 40,
+    ):
+        answer = post(patient, target, head + target.tail, **{"Inference-Header-Content-Length": length})
+        assert answer.status_code == 400, (length, answer.text[:300])
+        check(target, answer, head)

@@ -1,4 +1,4 @@
-"""OpenVINO Model Server's routes through the whole application, and with OpenAI's client."""
+"""OpenVINO Model Server's routes through the whole application."""
 
 from __future__ import annotations
 
@@ -77,4 +77,6 @@ def test_lists_and_states(client: FlaskClient) -> None:
     fine = {"error_code": "OK", "error_message": "OK"}
     (state,) = client.get("/v1/config").json["assistant"]["model_version_status"]
     assert state == {"version": "1", "state": "AVAILABLE", "status": fine}
+    assert client.get("/v2/models/assistant/ready").status_code == 200
+    assert client.get("/v2/models/nobody/ready").status_code == 404
     assert client.post("/v1/config/reload").status_code in (404, 405)
