@@ -130,11 +130,11 @@ class Mutator:
     def request(self, target: Target) -> tuple[bytes, dict[str, str]]:
         """A body and the headers that it needs."""
         value: Any = json.loads(json.dumps(target.body))
-        for _ in range(self.draw.choice((1, 1, 1, 2, 3))):
+        for _ in range(self.draw.choice((1, 1, 1, 1, 2, 3))):
             value = self.changed(value)
         head = self._written(value)
         tail = target.tail
-        if self.draw.random() < 0.15:
+        if self.draw.random() < 0.1:
             head = self._torn(head)
         if tail and self.draw.random() < 0.4:
             tail = self._torn(tail)
@@ -168,6 +168,19 @@ class Mutator:
             if act < 0.3:
                 return value[:place] + [value[place]] * draw.choice((2, 3, 200)) + value[place:]
             return [*value[:place], self.changed(value[place]), *value[place + 1 :]]
+        return self._near(value) if draw.random() < 0.6 else draw.choice(VALUES)
+
+    def _near(self, value: Any) -> Any:
+        """A value of the same kind, which may well be sound."""
+        draw = self.draw
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, int):
+            return draw.choice((0, 1, value + 1, value * 2, value * 10, -value))
+        if isinstance(value, float):
+            return draw.choice((0, 1, value / 2, value * 2, value + 0.1, 1e-6))
+        if isinstance(value, str):
+            return draw.choice((value * 2, value[:1], value + "é", value + " </s>", "{{ 7 * 7 }}", "x" * 200, "\n"))
         return draw.choice(VALUES)
 
     def _written(self, value: Any) -> bytes:
@@ -175,7 +188,7 @@ class Mutator:
         while (start := text.find('"\\u0000raw:')) >= 0:
             end = text.index('"', start + 1)
             text = text[:start] + text[start + len('"\\u0000raw:') : end] + text[end + 1 :]
-        if self.draw.random() < 0.05 and text.startswith('{"'):
+        if self.draw.random() < 0.03 and text.startswith('{"'):
             text = text[:-1] + ", " + text[1:]  # every key twice
         return text.encode("utf-8", "surrogatepass")
 
