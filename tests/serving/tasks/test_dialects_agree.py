@@ -156,3 +156,28 @@ def test_generate(view: EndpointView, prompt: str, common: dict[str, Any], penal
     found = valid(view, "generate", "/v2/models/<name>/generate", json.dumps(body).encode())
     plain = {**common, "temperature": 0 if greedy else heat, "repetition_penalty": penalty, "max_tokens": most}
     assert found == ask(view, "openai", "/v1/completions", prompt=prompt, **plain)
+
+
+@SAMPLED
+@given(ids=IDS, common=COMMON, penalty=st.floats(0.125, 2, width=32))
+def test_tensors(view: EndpointView, ids: list[int], common: dict[str, Any], penalty: float) -> None:
+    """KServe's, in JSON and as bytes: the completion of the same token ids, from either kind of tensors."""
+    bounds = {"temperature": 0.5, "top_p": 0.5, "top_k": common.pop("top_k", 7)}  # which float32 has as they are
+    scalars = [
+        ("request_output_len", "INT32", common["max_tokens"]),
+        ("runtime_top_k", "INT32", bounds["top_k"]),
+        ("runtime_top_p", "FP32", bounds["top_p"]),
+        ("temperature", "FP32", bounds["temperature"]),
+        ("repetition_penalty", "FP32", penalty),
+        ("random_seed", "UINT64", common["seed"]),
+    ]
+    inputs = [{"name": name, "datatype": kind, "shape": [1], "data": [value]} for name, kind, value in scalars]
+    prompt = {"name": "input_ids", "datatype": "INT32", "shape": [1, len(ids)]}
+    path = "/v2/models/<name>/infer"
+    as_json = valid(view, "kserve", path, json.dumps({"inputs": [{**prompt, "data": ids}, *inputs]}).encode())
+    data = b"".join(one.to_bytes(4, "little") for one in ids)
+    head = json.dumps({"inputs": [{**prompt, "parameters": {"binary_data_size": len(data)}}, *inputs]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    assert valid(view, "kserve", path, head + data, headers) == as_json
+    plain = {"max_tokens": common["max_tokens"], "seed": common["seed"], "repetition_penalty": penalty}
+    assert as_json == ask(view, "openai", "/v1/completions", prompt=ids, **bounds, **plain)
