@@ -86,7 +86,8 @@ class Service:
         found: dict[str, grpc.RpcMethodHandler] = {
             name: grpc.unary_unary_rpc_method_handler(partial(self._answer, name)) for name in self._asked
         }
-        found["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
+        # as a stream of one: a caller is asked for its key before its message is in memory
+        found["ModelInfer"] = grpc.stream_unary_rpc_method_handler(self._infer)
         found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return grpc.method_handlers_generic_handler(SERVICE, found)
 
@@ -130,9 +131,14 @@ class Service:
 
     # inference
 
-    def _infer(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+    def _infer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         call, record = self._begun(context, INFER.path)
         try:
+            if self._server.requires_key:
+                self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
+            data = next(requests, None)
+            if data is None:
+                raise RequestError("the call has no message")
             answer = self._loop.call(partial(self._whole, call, record, data))
         except ServingError as error:
             call.abort(error, record.request_id)
