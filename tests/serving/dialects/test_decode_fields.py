@@ -354,7 +354,8 @@ def test_junk_messages(message, function):
 @pytest.mark.parametrize("dialect", ALL)
 def test_predictions(dialect, content):
     """OpenAI's ``prediction`` is the text that is expected, as one or in parts."""
-    raw = DIALECTS[dialect].read({"messages": HI, "prediction": {"type": "content", "content": content}})
+    body = {"model": "m", "messages": HI, "prediction": {"type": "content", "content": content}}
+    raw = DIALECTS[dialect].read(body)
     assert raw.sampling.draft == Draft(text="a text", field="prediction")
 
 
