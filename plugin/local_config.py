@@ -14,6 +14,7 @@ from mlflow_llm.serving.child import environment as child_environment
 from mlflow_llm.serving.child import python_command
 from mlflow_llm.serving.control.settings import DATABASE_VARIABLE, ServerSettings
 from mlflow_llm.serving.control.spec import ProfileName
+from mlflow_llm.serving.dialect_settings import DialectSettings
 from mlflow_llm.serving.errors import InvalidField
 from mlflow_llm.serving.http.gunicorn.listen_addresses import bind
 from mlflow_llm.serving.settings import EngineSettings, check_server_engine
@@ -57,10 +58,14 @@ OPTION_KEYS = (
     "jwt_tenant_claim",
     "jwt_scope_claim",
     "jwt_endpoints_claim",
+    "adapter_sources",
+    "engine_memory_budget",
+    "grpc_port",
 )
 FLAG_KEYS = ("require_keys", "trace_content")
 SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
 FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
+OF_DIALECTS = "it is for `mlflow-llm serve`, or stands beside `served_entities` through the management API"
 ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"
 REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, and what to do
     "socket": "a deployment is found by its port; `mlflow-llm serve --socket` listens on a Unix socket",
@@ -73,6 +78,7 @@ REFUSED_KEYS = {  # options of `mlflow-llm serve` that are not for deployments, 
     "config": "engine settings are keys of their own: max_num_seqs=…",
     "model_uri": "it is the option -m",
     "name": "it is the option --name",
+    **dict.fromkeys(DialectSettings.__struct_fields__, OF_DIALECTS),
 }
 FIXED_KEYS = (*SERVER_KEYS, "trust_remote_code")  # of the command line, which runs on
 HOST = "127.0.0.1"

@@ -23,9 +23,11 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "bfloat16"]
     prefix_caching: bool
     speculation: Literal["auto", "none"]
+    batch_invariant: bool
     draft_model: str | None
     max_adapters: int
     adapter_memory: int
+    max_logits_bytes: int
     threads: int | None
     trust_remote_code: bool
     idle_timeout: float

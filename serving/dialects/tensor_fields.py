@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidField
+from ..lazy import Lazy
 from ..readers import INT32_MAX, UINT64_MAX, Reader, any_of, boolean, integer, number, reader
 from ..request import MAX_CHOICES
 from .tensors import BOOL, BYTES, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Lazy("numpy")
 
 ANY = -1  # a size that the request chooses
 NEAR_INFINITY = 1e9

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..lazy import Lazy
 from ..reply import Choice, Reply
 from .tensors import BYTES, Tensor, Values
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Lazy("numpy")
 
 ANY = -1
 

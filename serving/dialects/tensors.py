@@ -12,28 +12,25 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import InvalidField
+from ..lazy import Lazy
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = Lazy("numpy")
 
 MAX_DIMS = 8
 MAX_ELEMENTS = 2**31 - 1
 BYTES, BOOL, BF16 = "BYTES", "BOOL", "BF16"
-INTEGERS: dict[str, np.dtype[Any]] = {
-    f"{prefix}INT{bits}": np.dtype(f"<{kind}{bits // 8}")
-    for prefix, kind in (("", "i"), ("U", "u"))
-    for bits in (8, 16, 32, 64)
+INTEGERS = {  # numpy's names
+    f"{prefix}INT{bits}": f"<{kind}{bits // 8}" for prefix, kind in (("", "i"), ("U", "u")) for bits in (8, 16, 32, 64)
 }
-FLOATS: dict[str, np.dtype[Any]] = {
-    "FP16": np.dtype("<f2"),
-    BF16: np.dtype("<f4"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
-}
-DTYPES: dict[str, np.dtype[Any]] = {BOOL: np.dtype("?"), **INTEGERS, **FLOATS}
-ITEM_SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {BF16: 2}
+FLOATS = {"FP16": "<f2", BF16: "<f4", "FP32": "<f4", "FP64": "<f8"}
+DTYPES = {BOOL: "?", **INTEGERS, **FLOATS}
+ITEM_SIZES = {name: int(dtype[2:] or 1) for name, dtype in DTYPES.items()} | {BF16: 2}
 DATATYPES = (*DTYPES, BYTES)
 
 Values: TypeAlias = "np.ndarray[Any, Any] | tuple[bytes, ...]"

@@ -107,21 +107,24 @@ class Grammars:
         digest = _digest(grammar)
         found = self._cache.get(digest)
         if found is None or (found.is_done and found.template is None):  # refused when nobody waited for it any more
-            found = self._begin(digest, grammar)
-        else:
-            self._cache.move_to_end(digest)
+            return self._begin(digest, request_id, grammar)
+        self._cache.move_to_end(digest)
         if not found.is_done:
-            found.waiting[request_id] = grammar
-            self._waiting[request_id] = found
+            self._wait(found, request_id, grammar)
         return found
 
-    def _begin(self, digest: bytes, grammar: Grammar) -> Compilation:
+    def _wait(self, compilation: Compilation, request_id: str, grammar: Grammar) -> None:
+        compilation.waiting[request_id] = grammar
+        self._waiting[request_id] = compilation
+
+    def _begin(self, digest: bytes, request_id: str, grammar: Grammar) -> Compilation:
         _check_size(grammar)
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
         if len(self._given_up) >= MAX_GIVEN_UP:
             raise Overloaded(f"{grammar.field}: grammars that take too long are still being compiled", retry_after=5.0)
         compilation = Compilation(digest, None if grammar is TEXTS else grammar.source)
         self._cache[digest] = compilation
+        self._wait(compilation, request_id, grammar)  # before it is put: what nobody waits for is not compiled
         self._compiler.put(compilation)
         self._shrink()
         return compilation

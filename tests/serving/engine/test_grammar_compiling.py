@@ -373,3 +373,13 @@ def test_the_instant_engine_holds_nothing_to_a_grammar(tmp_path: Any) -> None:
     ((_, _, failed),) = core.step()
     assert isinstance(failed, Failed)
     assert (failed.kind, failed.param) == ("invalid_field", "guided_regex")
+
+
+def test_what_is_put_to_be_compiled_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiling thread may look at once: what nobody waits for then is never compiled."""
+    asked = grammars.Grammars(lambda: pytest.fail("nothing is compiled here"), lambda: None)
+    seen: list[list[str]] = []
+    monkeypatch.setattr(asked._compiler, "put", lambda compilation: seen.append(list(compilation.waiting)))
+    asked.ask("a", Grammar(source='start: "a"', field="f"))
+    assert seen == [["a"]]
+    asked.close()

@@ -125,7 +125,7 @@ def test_stop_sequences(claude: anthropic.Anthropic) -> None:
             "invalid_request_error",
             "prompt is too long: messages: 50",
         ),
-        ({"stop_sequences": ["a" * 9000]}, anthropic.BadRequestError, "invalid_request_error", "stop_sequences: "),
+        ({"stop_sequences": ["a" * 33000]}, anthropic.BadRequestError, "invalid_request_error", "stop_sequences: "),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error", "messages: "),
         (
             {"extra_headers": {"anthropic-version": "2020-01-01"}},

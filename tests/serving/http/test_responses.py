@@ -127,7 +127,7 @@ def test_logprobs(gpt: openai.OpenAI) -> None:
         ({"input": "x" * 5000}, openai.BadRequestError, "input", "input (messages): 5018 tokens"),
         ({"reasoning": {"effort": "low"}}, openai.BadRequestError, "reasoning.effort", "variables that this template"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "the request has no tools"),
-        ({"extra_body": {"stop": ["a" * 9000]}}, openai.BadRequestError, "stop", "stop: "),
+        ({"extra_body": {"stop": ["a" * 33000]}}, openai.BadRequestError, "stop", "stop: "),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
