@@ -69,3 +69,27 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+class Renewals:
+    """Whether files were replaced or written anew since they were last looked at; None is no file."""
+
+    def __init__(self, *paths: str | None) -> None:
+        self._paths = paths
+        self._seen = self._stamps()
+
+    def look(self) -> bool:
+        before, self._seen = self._seen, self._stamps()
+        return self._seen != before
+
+    def _stamps(self) -> list[tuple[int, int] | None]:
+        return [stamp(path or "") for path in self._paths]
+
+
+def stamp(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """What changes with a file; None where it cannot be looked at."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns

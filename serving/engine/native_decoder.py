@@ -65,15 +65,13 @@ class DecoderWeights:
 def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights:
     """The weights of ``model``. ``uses``: what its layers ask of the attention. Raises ``NotNative``."""
     found = library.required()
-    check_plain(model)
     body: Any = getattr(model, "model", None)
     head = model.get_output_embeddings()
     layers = getattr(body, "layers", None)
     other = NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
-    if not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear):
+    if not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear) or not _known(layers):
         raise other
-    if not _known(layers):
-        raise other
+    check_plain(model)
     attention = layers[0].self_attn
     head_dim = int(attention.head_dim)
     kv_heads = attention.k_proj.out_features // head_dim

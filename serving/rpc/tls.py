@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import grpc
 
 from .. import logs
 from ..control.listen_settings import ListenSettings
+from ..files import Renewals
 
 
 def credentials(settings: ListenSettings) -> grpc.ServerCredentials | None:
@@ -27,7 +27,7 @@ class _Files:
         assert settings.tls_cert is not None
         self._cert, self._key = settings.tls_cert, settings.tls_key or settings.tls_cert
         self._client_ca = settings.tls_client_ca
-        self._seen = self._stamps()
+        self._renewals = Renewals(self._cert, self._key, self._client_ca)
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         pair = Path(self._key).read_bytes(), Path(self._cert).read_bytes()
@@ -37,23 +37,10 @@ class _Files:
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """For the next connection; None: as they were. Files that cannot be read, as between two of a renewal, leave
         them so."""
-        found = self._stamps()
-        if found == self._seen:
+        if not self._renewals.look():
             return None
-        self._seen = found
         try:
             return self.read()
         except OSError as error:
             logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
             return None
-
-    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(_stamp(path) for path in (self._cert, self._key, self._client_ca))
-
-
-def _stamp(path: str | None) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path or "")
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns

@@ -104,10 +104,6 @@ inline float quantize_row(const float* x, int K, uint8_t* q) {
     return scale;
 }
 
-inline void narrow_row(const float* x, int K, uint16_t* half) {
-    for (int k = 0; k < K; k++) half[k] = to_bf16(x[k]);
-}
-
 inline void pack(Linear& w, const float* dense, const float* bias) {
     w.panels = round_up(w.N, PANEL) / PANEL;
     w.packed = allocate(w.panels * w.panel_bytes());
@@ -171,7 +167,7 @@ class Prepared {
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
-        if (w.kind == Kind::BF16) narrow_row(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
+        if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
     }
     Rows of(const Linear& w, const float* x) const {
         return w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes.data(), scales.data()};

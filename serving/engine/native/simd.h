@@ -1,7 +1,9 @@
-// Vector arithmetic that the kernels share. AVX-512 F, BW, VL and DQ.
+// Vector arithmetic that the kernels share. AVX-512 F, BW, VL and DQ, where nothing else is said.
 #pragma once
 
 #include <immintrin.h>
+
+#include <cstdint>
 
 namespace mlt {
 
@@ -81,6 +83,12 @@ inline void transpose(const float* from, int from_row, float* to, int to_row) {
         _mm512_storeu_ps(to + (8 + j) * to_row, _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd));
         _mm512_storeu_ps(to + (12 + j) * to_row, _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd));
     }
+}
+
+// n floats rounded to bfloat16; n is a multiple of LANES. AVX-512 BF16.
+inline void to_bf16(const float* from, int n, uint16_t* to) {
+    for (int i = 0; i < n; i += LANES)
+        _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
 }
 
 // Sum of a[i] * b[i]; n is a multiple of LANES.

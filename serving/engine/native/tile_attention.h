@@ -77,11 +77,6 @@ inline void finish(const TiledPartial& p, int dim, int count, float* const* out)
     }
 }
 
-inline void to_bf16(const float* from, int n, uint16_t* to) {
-    for (int i = 0; i < n; i += LANES)
-        _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
-}
-
 // The key and value of token `at`, [dim] each, to their places in a KV head's of a slot.
 inline void keep_bf16(const float* key, const float* value, int dim, int at, uint16_t* keys, uint16_t* values) {
     uint16_t rounded[MAX_HEAD];

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 
 from ... import logs
 from ...control.listen_settings import ListenSettings
 from ...errors import PackagingError
+from ...files import Renewals
 
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; all of 1.3 are fine
 
@@ -18,30 +18,17 @@ class Tls:
 
     def __init__(self, cert: str, key: str | None = None, client_ca: str | None = None) -> None:
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._seen = self._stamps()
+        self._renewals = Renewals(cert, key, client_ca)
         self.context = make_context(cert, key, client_ca)
 
     def look(self) -> None:
-        found = self._stamps()
-        if found == self._seen:
+        if not self._renewals.look():
             return
-        self._seen = found
         try:
             self.context = make_context(self._cert, self._key, self._client_ca)
             logs.event("the certificate was read again", file=self._cert)
         except PackagingError as error:
             logs.event("the certificate cannot be read again; the old one serves on", level=40, error=str(error))
-
-    def _stamps(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(map(_stamp, (self._cert, self._key, self._client_ca)))
-
-
-def _stamp(path: str | None) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path or "")
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def gateway_tls(settings: ListenSettings) -> Tls | None:

@@ -238,10 +238,14 @@ def test_what_is_not_run_natively_is_run_in_bfloat16_by_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another architecture; the setting; and a model whose native step the self-test refuses, which is read again."""
-    for config, settings in ((tf.Phi3Config(**WIDE), {}), (MODELS["qwen3"](), {"kernels": "torch"})):
+    for config, settings, reason in (
+        (tf.Phi3Config(**WIDE), {}, "its architecture is not among those of a native step"),
+        (MODELS["qwen3"](), {"kernels": "torch"}, "the setting kernels is 'torch'"),
+    ):
         loaded = load_model(save_bundle(make_model(config), tmp_path), EngineSettings(dtype="bfloat16", **settings))
         assert next(loaded.model.parameters()).dtype == torch.bfloat16
         assert loaded.decoder is None
+        assert reason in loaded.kernels_reason
     monkeypatch.setattr(loader, "decoder_weights", refuses)
     loaded = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings(dtype="bfloat16"))
     assert next(loaded.model.parameters()).dtype == loaded.dtype == torch.bfloat16
