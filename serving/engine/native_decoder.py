@@ -157,7 +157,9 @@ class NativeDecoder:
         self._library = found
         self._weights, self._cache = weights, cache
         self._cos = self._sin = torch.empty(0, weights.head_dim // 2)
-        self._adapters = None if pool is None else AdapterTables(pool, weights.prefix, len(weights.layers))
+        self._adapters = (
+            None if pool is None else AdapterTables(pool, weights.prefix, len(weights.layers), _factor_dtype(weights))
+        )
         shape = library.Shape(
             hidden=weights.embedding.shape[1],
             heads=weights.heads,
@@ -243,3 +245,8 @@ def _layer(weights: LayerWeights, kv_offset: int) -> library.Layer:
         window=weights.window,
         kv_offset=kv_offset,
     )
+
+
+def _factor_dtype(weights: DecoderWeights) -> torch.dtype:
+    """What adapters are kept in: bfloat16 beside linears that are rounded already, which halves what a step reads."""
+    return torch.float32 if weights.layers[0].qkv.kind == library.F32 else torch.bfloat16

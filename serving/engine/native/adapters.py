@@ -1,15 +1,21 @@
-"""Where the factors of each adapter lie, as the native step reads them: one table an adapter, [layers, members]."""
+"""The factors of each adapter as the native step reads them (lora.h): one table an adapter, [layers, members], and one
+piece of memory in the order of use.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from . import library
+from .library import LANES
 
+RANK_TILE = 4  # of lora.h: ranks of A that lie together
+RANK_BLOCK = 64  # ranks of B that do
 MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -24,10 +30,10 @@ class Pool(Protocol):
 
 
 class AdapterTables:
-    """``prefix`` is the module name of the list of layers."""
+    """``prefix`` is the module name of the list of layers. ``dtype``: float32 or bfloat16, what factors are kept in."""
 
-    def __init__(self, pool: Pool, prefix: str, num_layers: int) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, prefix: str, num_layers: int, dtype: torch.dtype = torch.float32) -> None:
+        self._pool, self._dtype = pool, dtype
         self._names = [f"{prefix}.{layer}.{member}" for layer in range(num_layers) for member in MEMBERS]
         self._tables: dict[str, tuple[Mapping[str, Any], Any, list[torch.Tensor]]] = {}
 
@@ -47,14 +53,28 @@ class AdapterTables:
 
     def _fill(self, factors: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         table = (library.Factors * len(self._names))()
-        kept: list[torch.Tensor] = []
-        for entry, name in zip(table, self._names, strict=True):
-            found = factors.get(name)
-            if found is not None:
-                a, bt = found.a.contiguous(), found.b.t().contiguous()
-                kept += [a, bt]
-                entry.a, entry.bt, entry.rank, entry.scale = a.data_ptr(), bt.data_ptr(), found.rank, found.scaling
-                if found.gain is not None:
-                    kept += [found.gain, found.shift]
-                    entry.gain, entry.shift = found.gain.data_ptr(), found.shift.data_ptr()
+        adapted = [(entry, factors[name]) for entry, name in zip(table, self._names, strict=True) if name in factors]
+        packed = _huge(sum(one.a.numel() + one.b.numel() for _, one in adapted), self._dtype)
+        kept = [packed]
+        at = 0
+        for entry, one in adapted:
+            entry.rank, entry.scale, entry.narrow = one.rank, one.scaling, self._dtype == torch.bfloat16
+            for side, pieces in (("a", one.a.split(RANK_TILE)), ("b", one.b.t().split(RANK_BLOCK))):
+                setattr(entry, side, packed.data_ptr() + at * packed.element_size())
+                for piece in pieces:  # [ranks, width] as [width / LANES, ranks, LANES]
+                    into = packed[at : at + piece.numel()].view(-1, len(piece), LANES)
+                    into.copy_(piece.reshape(len(piece), -1, LANES).transpose(0, 1))
+                    at += piece.numel()
+            if one.gain is not None:
+                kept += [one.gain, one.shift]
+                entry.gain, entry.shift = one.gain.data_ptr(), one.shift.data_ptr()
         return table, kept
+
+
+def _huge(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """In huge pages where there are: streaming factors misses the TLB otherwise."""
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    memory = mmap.mmap(-1, size * dtype.itemsize)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=size)

@@ -2,14 +2,15 @@
 //
 //   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ silu·up ─ down ─(+)─ ... ─ norm ─ head
 //
-// Everything between two GEMMs works on single rows, so a row's adapter is added there too: by the row alone, at the
-// cost of its rank.
+// Everything between two GEMMs works on single rows, so what adapters add is added there too, to the rows of one adapter
+// together (lora.h).
 #pragma once
 
 #include <vector>
 
 #include "attention.h"
 #include "linear.h"
+#include "lora.h"
 #include "tile_attention.h"
 
 namespace mlt {
@@ -18,16 +19,6 @@ constexpr int QUERY_ROWS = 8;  // rows of a prompt that one item of attention ta
 constexpr int MAX_GROUP = 16;  // query heads of a KV head
 
 enum Member { Q, K, V, O, GATE, UP, DOWN, MEMBERS };
-
-// One adapter on one linear: h = A x, y += scale * B^T h. a is [rank, K], bt [rank, N]; rank 0: not adapted.
-// Where there is a gain [N] (DoRA, biases of its own): then y = gain * y + shift, of the linear's output alone.
-struct Factors {
-    const float* a;
-    const float* bt;
-    int32_t rank;
-    float scale;
-    const float *gain, *shift;
-};
 
 struct Layer {
     const float *norm1, *norm2;      // [H]
@@ -78,6 +69,7 @@ class Decoder {
 
     std::vector<Row> rows;
     std::vector<Item> items;
+    std::vector<RowGroup> groups, kept_groups;  // of rows, and of places among those whose logits are wanted
     std::vector<int> split;  // by row: first of its partials, or -1
     std::vector<Partial> partials;
     std::vector<TiledPartial> tiled_partials;
@@ -87,16 +79,15 @@ class Decoder {
 
     void plan(const Step& step);
     void layer(Team& team, const Layer& layer, int index, const Step& step);
-    void rotate_row(const Layer& layer, int index, const Step& step, int t);
+    void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
     void join(int t);
-    const Factors* factors(const Step& step, int t, int layer, int member) const {
-        const int adapter = step.runs[rows[t].run].adapter;
+    const Factors* factors(const Step& step, int adapter, int layer, int member) const {
         return adapter < 0 ? nullptr : &step.adapters[adapter][layer * MEMBERS + member];
     }
-    void adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N,
-               const float* added_to = nullptr) const;
+    void adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x, int K,
+               float* y, int width, int N, bool added = false) const;
     void keep(const Step& step, int t, int layer, int member);
     int group() const { return shape.heads / shape.kv_heads; }
     // Rows of a prompt that one item takes, and softmaxes that a segment of a row has for a KV head.

@@ -35,6 +35,9 @@ inline void Decoder::plan(const Step& step) {
         if (split[at] >= 0) parts += shape.kv_heads * segments * parts_together();
         at += run.count;
     }
+    const auto adapter_of = [&](int t) { return step.runs[rows[t].run].adapter; };
+    group_rows(step.T, Pools::threads_wanted(), adapter_of, groups);
+    group_rows(step.num_kept, Pools::threads_wanted(), [&](int i) { return adapter_of(step.kept[i]); }, kept_groups);
     if (shape.bf16_kv) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
     else partials.resize(std::max(partials.size(), size_t(parts)));
     const auto room = [&](std::vector<float>& buffer, int width) {
@@ -56,13 +59,16 @@ inline void Decoder::step(const Step& step) {
             std::memcpy(&hidden[size_t(t) * shape.hidden], from, shape.hidden * 4);
         });
         for (int i = 0; i < shape.layers; i++) layer(team, layers[i], i, step);
-        team.each(step.num_kept, [&](int i) {
-            const int t = step.kept[i];
-            float* x = &hidden[size_t(t) * shape.hidden];
-            adapt(step, t, shape.layers - 1, DOWN, &gated[size_t(t) * shape.intermediate], shape.intermediate, x,
-                  shape.hidden, &before[size_t(t) * shape.hidden]);
-            rms_norm(x, norm, shape.hidden, shape.eps, &normed[size_t(i) * shape.hidden]);
-            rows_for.fill(*head, normed.data(), i);
+        const int H = shape.hidden;
+        team.each(int(kept_groups.size()), [&](int g) {
+            RowGroup group = kept_groups[g];
+            for (int m = 0; m < group.count; m++) group.rows[m] = step.kept[group.rows[m]];
+            adapt(step, group, shape.layers - 1, DOWN, gated, shape.intermediate, hidden.data(), H, H, true);
+            for (int m = 0; m < group.count; m++) {
+                const int i = kept_groups[g].rows[m];
+                rms_norm(&hidden[size_t(group.rows[m]) * H], norm, H, shape.eps, &normed[size_t(i) * H]);
+                rows_for.fill(*head, normed.data(), i);
+            }
         });
         multiply(team, *head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE);
     });
@@ -70,14 +76,31 @@ inline void Decoder::step(const Step& step) {
 
 inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
-    team.each(T, [&](int t) {
-        float* x = &hidden[size_t(t) * H];
-        if (index) adapt(step, t, index - 1, DOWN, &gated[size_t(t) * I], I, x, H, &before[size_t(t) * H]);
-        rms_norm(x, layer.norm1, shape.hidden, shape.eps, &normed[size_t(t) * H]);
-        rows_for.fill(*layer.qkv, normed.data(), t);
-    });
+    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV;
+    // Calls work(t) for each row, after adapt(group) for the rows of an adapter together.
+    const auto each_row = [&](const auto& adapt, const auto& work) {
+        team.each(int(groups.size()), [&](int g) {
+            const RowGroup& group = groups[g];
+            if (group.adapter >= 0) adapt(group);
+            for (int m = 0; m < group.count; m++) work(group.rows[m]);
+        });
+    };
+    each_row(
+        [&](const RowGroup& group) {
+            if (index) adapt(step, group, index - 1, DOWN, gated, I, hidden.data(), H, H, true);
+        },
+        [&](int t) {
+            rms_norm(&hidden[size_t(t) * H], layer.norm1, H, shape.eps, &normed[size_t(t) * H]);
+            rows_for.fill(*layer.qkv, normed.data(), t);
+        });
     multiply(team, *layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE);
-    team.each(T, [&](int t) { rotate_row(layer, index, step, t); });
+    each_row(
+        [&](const RowGroup& group) {
+            adapt(step, group, index, Q, normed, H, qkv.data(), wide_row, A);
+            adapt(step, group, index, K, normed, H, qkv.data() + A, wide_row, KV);
+            adapt(step, group, index, V, normed, H, qkv.data() + A + KV, wide_row, KV);
+        },
+        [&](int t) { rotate_row(layer, step, t); });
     team.each(int(items.size()), [&](int i) { attend(layer, step, items[i]); });
     team.each(T, [&](int t) {
         if (split[t] >= 0) join(t);
@@ -85,69 +108,41 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
         rows_for.fill(*layer.o, attended.data(), t);
     });
     multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD);
-    team.each(T, [&](int t) {
-        float* x = &hidden[size_t(t) * H];
-        adapt(step, t, index, O, &attended[size_t(t) * A], A, x, H, &before[size_t(t) * H]);
-        rms_norm(x, layer.norm2, shape.hidden, shape.eps, &normed[size_t(t) * H]);
-        rows_for.fill(*layer.gate_up, normed.data(), t);
-    });
+    each_row([&](const RowGroup& group) { adapt(step, group, index, O, attended, A, hidden.data(), H, H, true); },
+             [&](int t) {
+                 rms_norm(&hidden[size_t(t) * H], layer.norm2, H, shape.eps, &normed[size_t(t) * H]);
+                 rows_for.fill(*layer.gate_up, normed.data(), t);
+             });
     multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
-    team.each(T, [&](int t) {
-        float* gate = &wide[size_t(t) * 2 * I];
-        keep(step, t, index, DOWN);
-        adapt(step, t, index, GATE, &normed[size_t(t) * H], H, gate, I);
-        adapt(step, t, index, UP, &normed[size_t(t) * H], H, gate + I, I);
-        float* out = &gated[size_t(t) * I];
-        for (int i = 0; i < I; i += LANES) {
-            const __m512 g = _mm512_loadu_ps(gate + i);
-            const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
-            const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
-            _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
-        }
-        rows_for.fill(*layer.down, gated.data(), t);
-    });
+    each_row(
+        [&](const RowGroup& group) {
+            adapt(step, group, index, GATE, normed, H, wide.data(), 2 * I, I);
+            adapt(step, group, index, UP, normed, H, wide.data() + I, 2 * I, I);
+        },
+        [&](int t) {
+            const float* gate = &wide[size_t(t) * 2 * I];
+            keep(step, t, index, DOWN);
+            float* out = &gated[size_t(t) * I];
+            for (int i = 0; i < I; i += LANES) {
+                const __m512 g = _mm512_loadu_ps(gate + i);
+                const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
+                const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+                _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
+            }
+            rows_for.fill(*layer.down, gated.data(), t);
+        });
     multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), Finish::ADD);
 }
 
-// y += scale * B (A x), R ranks at a time: as many sums under way as the multiplier has stages, one pass over y.
-template <int R>
-inline void add_ranks(const Factors& f, int first, const float* x, int K, float* y, int N) {
-    __m512 sum[R], h[R];
-    for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_ps();
-    const float *a = f.a + size_t(first) * K, *b = f.bt + size_t(first) * N;
-    for (int k = 0; k < K; k += LANES)
-        for (int r = 0; r < R; r++)
-            sum[r] = _mm512_fmadd_ps(_mm512_loadu_ps(a + size_t(r) * K + k), _mm512_loadu_ps(x + k), sum[r]);
-    for (int r = 0; r < R; r++) h[r] = _mm512_set1_ps(f.scale * _mm512_reduce_add_ps(sum[r]));
-    for (int n = 0; n < N; n += LANES) {
-        __m512 value = _mm512_loadu_ps(y + n);
-        for (int r = 0; r < R; r++) value = _mm512_fmadd_ps(h[r], _mm512_loadu_ps(b + size_t(r) * N + n), value);
-        _mm512_storeu_ps(y + n, value);
-    }
-}
-
-inline void Decoder::adapt(const Step& step, int t, int layer, int member, const float* x, int K, float* y, int N,
-                           const float* added_to) const {
-    const Factors* f = factors(step, t, layer, member);
-    if (!f) return;
-    const float* base = f->gain ? added_to : nullptr;
-    if (base)
-        for (int n = 0; n < N; n += LANES)
-            _mm512_storeu_ps(y + n, _mm512_sub_ps(_mm512_loadu_ps(y + n), _mm512_loadu_ps(base + n)));
-    int r = 0;
-    for (; r + 4 <= f->rank; r += 4) add_ranks<4>(*f, r, x, K, y, N);
-    for (; r < f->rank; r++) add_ranks<1>(*f, r, x, K, y, N);
-    if (!f->gain) return;
-    for (int n = 0; n < N; n += LANES) {
-        const __m512 value = _mm512_fmadd_ps(_mm512_loadu_ps(f->gain + n), _mm512_loadu_ps(y + n),
-                                             _mm512_loadu_ps(f->shift + n));
-        _mm512_storeu_ps(y + n, base ? _mm512_add_ps(value, _mm512_loadu_ps(base + n)) : value);
-    }
+inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x,
+                           int K, float* y, int width, int N, bool added) const {
+    const Factors* f = factors(step, group.adapter, layer, member);
+    if (f) adapt_rows(*f, group, {x.data(), K}, K, {y, width}, N, {added ? before.data() : nullptr, N});
 }
 
 // Before o or down is added to a row whose adapter needs their output by itself.
 inline void Decoder::keep(const Step& step, int t, int layer, int member) {
-    const Factors* f = factors(step, t, layer, member);
+    const Factors* f = factors(step, step.runs[rows[t].run].adapter, layer, member);
     if (f && f->gain)
         std::memcpy(&before[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden], shape.hidden * sizeof(float));
 }
@@ -161,14 +156,10 @@ inline void rotate(float* x, const float* cos, const float* sin, int half) {
 }
 
 // Queries are rotated and scaled in place; keys and values go to their place in the slot.
-inline void Decoder::rotate_row(const Layer& layer, int index, const Step& step, int t) {
+inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;
-    const float* x = &normed[size_t(t) * shape.hidden];
     float* q = &qkv[size_t(t) * (H + 2 * G) * D];
     float *k = q + H * D, *v = k + G * D;
-    adapt(step, t, index, Q, x, shape.hidden, q, H * D);
-    adapt(step, t, index, K, x, shape.hidden, k, G * D);
-    adapt(step, t, index, V, x, shape.hidden, v, G * D);
     const float *cos = step.cos + size_t(position) * D / 2, *sin = step.sin + size_t(position) * D / 2;
     for (int h = 0; h < H; h++) {
         if (layer.q_norm) rms_norm(q + h * D, layer.q_norm, D, shape.eps, q + h * D);

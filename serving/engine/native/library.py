@@ -23,11 +23,11 @@ WORK = CFUNCTYPE(c_int32, c_int32)  # what mlt_each calls with an index; not 0: 
 
 
 class Factors(ctypes.Structure):
-    """One adapter on one linear: ``a`` [rank, K], ``bt`` [rank, N]; ``gain`` and ``shift`` [N], or null."""
+    """``Factors`` of lora.h: ``a`` and ``b`` as they lie there; ``gain`` and ``shift`` [N], or null."""
 
     _fields_ = (
-        ("a", c_void_p), ("bt", c_void_p), ("rank", c_int32), ("scale", c_float), ("gain", c_void_p),
-        ("shift", c_void_p),
+        ("a", c_void_p), ("b", c_void_p), ("rank", c_int32), ("scale", c_float), ("gain", c_void_p),
+        ("shift", c_void_p), ("narrow", c_int32),
     )  # fmt: skip
 
 

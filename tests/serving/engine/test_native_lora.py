@@ -1,0 +1,91 @@
+"""Adapters in the native step: rows of one adapter are multiplied together, and each is what it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, make_model, save_bundle
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.assembly import EngineParts, assemble
+from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.settings import EngineSettings
+
+pytestmark = [
+    # peft 0.21 reads a property that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.skipif(library.library() is None, reason="the native kernels are not here"),
+]
+
+RANKS = {"one": 1, "seven": 7, "wide": 67}  # below, across and beyond what lies together in memory
+MODULES = {"one": ["q_proj", "down_proj"], "seven": "all-linear", "wide": "all-linear"}
+NAMES = [None, *(["seven"] * 10), "wide", "one", None, "wide", "one", "one", "wide"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    bundle = save_bundle(make_model(FAMILIES["llama_wide"]()), folder / "model")
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=rank, init_lora_weights=False, target_modules=MODULES[name], use_dora=name == "seven")
+        get_peft_model(make_model(FAMILIES["llama_wide"]()), config).save_pretrained(folder / name)
+    return bundle, folder
+
+
+@pytest.fixture(params=["none", "int8"])
+def parts(request: pytest.FixtureRequest, saved: tuple[Bundle, Path]) -> EngineParts:
+    return assembled(saved, quantization=request.param)
+
+
+def assembled(saved: tuple[Bundle, Path], **more: object) -> EngineParts:
+    bundle, folder = saved
+    parts = assemble(bundle, EngineSettings(kv_cache_memory=1 << 24, max_num_seqs=32, **more))
+    for name in RANKS:
+        parts.lora.add(name, parts.lora.read(name, str(folder / name)))
+    return parts
+
+
+def logits(parts: EngineParts, names: Sequence[str | None], ids: Sequence[int]) -> torch.Tensor:
+    """Of a step of one token a sequence."""
+    tokens = np.array(ids)
+    for owner in range(len(names)):
+        parts.cache.acquire(owner, "", tokens[owner : owner + 1].astype(np.int32))
+    rows = [Row(owner, 0, 1) for owner in parts.cache.decode_order(range(len(names)))]
+    with torch.inference_mode():
+        found = parts.runner.step_forward.forward(tokens, rows, list(names), range(len(names))).clone()
+    for owner in range(len(names)):
+        parts.cache.release(owner, keep=False)
+    return found
+
+
+def test_a_row_is_bitwise_the_same_alone_and_among_rows_of_its_adapter(parts: EngineParts) -> None:
+    """In groups that are full, that are not, and by itself, on one thread and on three."""
+    ids = list(range(3, 3 + len(NAMES)))
+    threads = library.num_native_threads()
+    try:
+        library.use_threads(1)
+        together = logits(parts, NAMES, ids)
+        library.use_threads(3)
+        assert torch.equal(logits(parts, NAMES, ids), together)
+    finally:
+        library.use_threads(threads)
+    for i, name in enumerate(NAMES):
+        assert torch.equal(logits(parts, [name], ids[i : i + 1])[0], together[i]), i
+
+
+def test_the_native_step_adds_what_torch_adds(saved: tuple[Bundle, Path]) -> None:
+    """Ranks below, across and beyond a block, with DoRA; in float32 to the last digits, beside int8 to bfloat16's."""
+    ids = list(range(3, 3 + len(NAMES)))
+    for quantization, tolerance in (("none", 1e-5), ("int8", 0.05)):
+        native = logits(assembled(saved, quantization=quantization), NAMES, ids)
+        wanted = logits(assembled(saved, quantization=quantization, kernels="torch"), NAMES, ids)
+        base = logits(assembled(saved, quantization=quantization), [None] * len(NAMES), ids)
+        assert (native - wanted).abs().max() <= tolerance * wanted.abs().max()
+        assert not any(torch.equal(native[i], base[i]) for i, name in enumerate(NAMES) if name)
