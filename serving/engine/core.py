@@ -6,11 +6,10 @@ Every request ends in exactly one way: each of its sequences is ``Finished`` (or
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -19,27 +18,27 @@ from ..bundle import Bundle
 from ..checked import Checked
 from ..constraint import Grammar
 from ..errors import Aborted, AlreadyExists, DeadlineExceeded, InternalError, ServingError, ShuttingDown
-from ..events import Finished, FinishReason, PromptScored
+from ..events import Finished
 from ..request import POOLED, LoraTask, ValidRequest
 from ..settings import EngineSettings
-from ..stop_rule import StopReason
 from . import grammar_tokenizer, openmp
 from .adapter_registry import AdapterRegistry
 from .assembly import EngineParts, assemble
 from .beam_group import BeamGroup
 from .contention import Contention
+from .delivery import Delivery
 from .embedding_queue import EmbeddingQueue
+from .exits import Exits
 from .grammars import TEXTS, Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
-from .logits_processors import LogitsProcessors, nothing_left
+from .logits_processors import LogitsProcessors
 from .masks import Masks
 from .native import library
 from .request_check import check_beams, check_request, with_learned_prompt
-from .sampler import sample, score_prompt
 from .scheduler import Run
-from .sequence import NOTHING_LEFT, Place, Sampled, SequenceGroup, SequenceState
+from .sequence import SequenceGroup, SequenceState
 from .virtual_tokens import Table, table_of
 
 logger = logging.getLogger(__name__)
@@ -72,12 +71,13 @@ class EngineCore:
         read = partial(grammar_tokenizer.load, bundle, vocab_size, trust_remote_code=trust)
         self._masks = Masks()
         self._grammars = Grammars(read, lambda: self._wake())
+        scheduler, cache = self._scheduler, self._parts.cache
+        self._exits = Exits(self._inflight, scheduler, cache, self._embeddings, self._grammars)
+        self._delivery = Delivery(self._inflight, scheduler, cache, self._exits, self._add_member)
         self._next_id = 0
-        self._generated = self._generated_provisioned = 0
         self._steps = 0
         self._last_step = time.monotonic()
         self._goes_on = False
-        self._step_began, self._batch_size = 0.0, 0
         self._closed = False
         self.info: EngineInfo = self._parts.info
         self._contention = Contention(self._wait_on_processors)
@@ -145,34 +145,13 @@ class EngineCore:
             if compilation is not None and sequence.sampling.grammar is not None:
                 sequence.matching = compilation.matching(sequence.sampling)
                 try:
-                    reason = self._follow(sequence, sequence.num_prompt, reason)
+                    reason = self._delivery.follow(sequence, sequence.num_prompt, reason)
                 except ServingError as error:
-                    self._lose(sequence, error)
+                    self._exits.lose(sequence, error)
                     return
             # at its very end already, or nothing was to be generated: but a prompt may be there to be scored
             if reason is not None and (sequence.num_generated or not sequence.reads_prompt):
-                self._finish(sequence, reason)
-
-    def _follow(self, sequence: SequenceState, known: int, reason: StopReason | None) -> StopReason | None:
-        """Within its grammar; see ``SequenceState.follow``."""
-        before = sequence.num_tokens
-        reason = sequence.follow(known, reason)
-        self._count(sequence, sequence.num_tokens - before)
-        return reason
-
-    def _count(self, sequence: SequenceState, generated: int, *, charged: bool = False) -> None:
-        if not charged:
-            sequence.charge(generated)
-        self._generated += generated
-        self._generated_provisioned += generated * sequence.provisioned
-
-    def _lose(self, sequence: SequenceState, error: ServingError) -> None:
-        """A sequence whose grammar has no way to go on; another request is to compile it anew."""
-        inflight = self._inflight.of(sequence)
-        logger.warning("request %s: %s", inflight.request.request_id, error.logged)
-        assert sequence.sampling.grammar is not None
-        self._grammars.spoil(sequence.sampling.grammar)
-        self._fail(inflight, error)
+                self._exits.finish(sequence, reason)
 
     def _groups(self, request: ValidRequest, adapter: str, table: Table | None) -> list[SequenceGroup]:
         """One for each prompt, with its ``n`` choices."""
@@ -223,16 +202,16 @@ class EngineCore:
         if inflight is None:
             return
         if inflight.request.task in POOLED:
-            self._fail(inflight, Aborted("the request was aborted"))
+            self._exits.fail(inflight, Aborted("the request was aborted"))
         for sequence in inflight.unfinished:
-            self._finish(sequence, "abort")
+            self._exits.finish(sequence, "abort")
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sequence whose text is complete for its caller; the others go on."""
         inflight = self._inflight.get(request_id)
         sequence = inflight.find(index) if inflight is not None else None
         if sequence is not None:
-            self._finish(sequence, "abort")
+            self._exits.finish(sequence, "abort")
         elif inflight is not None:
             self._give_up(inflight, index)
 
@@ -243,7 +222,7 @@ class EngineCore:
             if not isinstance(beams, BeamGroup) or index not in beams.indexes:
                 continue
             if len(beams.indexes) == 1:
-                self._finish(group.members[0], "abort")
+                self._exits.finish(group.members[0], "abort")
                 return
             beams.indexes.remove(index)
             self._inflight.emit(inflight, Finished(index, "abort", num_cached_tokens=group.members[0].num_cached))
@@ -285,14 +264,13 @@ class EngineCore:
         return self._inflight.drain()
 
     def _run(self, runs: list[Run]) -> None:
-        self._step_began, self._batch_size = time.monotonic(), len(runs)
         known = [run.sequence.num_tokens for run in runs]
         try:
             self._forward(runs)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(runs))
             if len(runs) == 1:
-                self._fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
+                self._exits.fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
                 return
             # The KV of a run is simply written again: find the poison request by running each alone, except those
             # that have got their token already.
@@ -302,7 +280,8 @@ class EngineCore:
                     self._run([run])
 
     def _forward(self, runs: list[Run]) -> None:
-        """Run, score prompts, and sample at every place that a run has (``Run.places``): 0 to n tokens a sequence."""
+        """Run, and give out what came of it."""
+        began = time.monotonic()
         constrained = [run.sequence for run in runs if run.sequence.matching is not None and run.places]
         if constrained:
             self._masks.begin([one.matching for one in constrained if one.matching is not None])
@@ -312,187 +291,15 @@ class EngineCore:
             if constrained:
                 self._masks.end()
         alone = [sequence for sequence in constrained if sequence.group.beams is None]
-        over = self._end_complete(alone) if alone else frozenset()
-        rows: list[int] = []
-        places: list[Place] = []
-        shares: list[tuple[Run, int, int]] = []  # of the places: from, to
-        searches: dict[int, SequenceGroup] = {}  # all of whose beams have their logits
-        at = 0
-        for run in laid_out:
-            first, at = at, at + run.num_logits
-            here = run.places
-            beams = run.sequence.group.beams
-            if here and beams is not None:
-                if beams.take(run.sequence, logits[at - 1]):
-                    searches[id(beams)] = run.sequence.group
-            elif here and run.sequence not in over:
-                shares.append((run, len(places), len(places) + len(here)))
-                start = at - 1 - run.num_drafted
-                rows += range(start, start + len(here))
-                places += here
-            if run.sequence.reads_prompt and run.sequence.status == "running":
-                self._read_prompt(run, logits[first:at])
-        if places:
-            sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
-            for run, start, end in shares:
-                wanted = logits[rows[start:end]] if run.sequence.sampling.generation_logits else None
-                if run.num_drafted:
-                    self._deliver_verified(run, sampled[start:end], wanted)
-                else:
-                    self._deliver(run.sequence, sampled[start:end], wanted)
-        for group in searches.values():
-            self._search(group)
-
-    def _deliver_verified(self, run: Run, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give a sequence the tokens of a step with drafts: the KV of those that were taken is there."""
-        sequence, speculation = run.sequence, self._scheduler.speculation
-        if sequence.status != "running":
-            return
-        first = sequence.num_tokens
-        held = speculation.verify(sequence, sequence.slice(first, first + run.num_drafted).copy(), sampled)
-        sequence.num_computed = first + len(held) - 1
-        self._parts.cache.computed(sequence.id, sequence.slice(0, sequence.num_computed), sequence.num_computed)
-        self._deliver(sequence, held, logits)
-
-    def _search(self, group: SequenceGroup) -> None:
-        """A step of a beam search."""
-        beams = group.beams
-        assert isinstance(beams, BeamGroup)
-        if not group.members or group.members[0].status == "finished":  # a sibling failed the request in this step
-            return
-        first = group.members[0]
-        first.charge(beams.width)
-        try:
-            made = beams.advance(self._parts.cache, lambda: self._add_member(group, first.index))
-        except FloatingPointError:
-            self._fail_not_finite(first)
-            return
-        except ServingError as error:
-            if group.sampling.grammar is None:
-                self._fail(self._inflight.of(first), error)
-            else:
-                self._lose(first, error)
-            return
-        for beam in made:
-            self._scheduler.add(beam)
-        settled = beams.settled() if group.request.stream and not beams.search.done else ()
-        if settled:
-            self._count(first, sum(len(text.token_ids) for text in settled), charged=True)
-            self._inflight.send_texts(first, settled)
-        if beams.search.done or not beams.indexes:
-            self._finish(first, "stop")
-
-    def _end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
-        """Those that are found to be at their end, or at a dead one, when it is known what may come next."""
-        over = []
-        for sequence in sequences:
-            if sequence.status != "running":  # a sibling failed the request in this very step
-                over.append(sequence)
-                continue
-            assert sequence.matching is not None
-            try:
-                if not sequence.matching.check():
-                    over.append(sequence)
-                    self._finish(sequence, "stop")
-            except ServingError as error:
-                over.append(sequence)
-                self._lose(sequence, error)
-        return frozenset(over)
-
-    def _read_prompt(self, run: Run, logits: Any) -> None:
-        """Give out what is asked of the prompt's tokens in ``run``."""
-        sequence = run.sequence
-        if sequence.context_row is not None:
-            self._send_context(run, logits)
-        if sequence.prompt_scores is not None:
-            self._score(run, logits)
-        if sequence.status == "running" and not sequence.reads_prompt and not sequence.generates:
-            self._finish(sequence, "length")
-
-    def _send_context(self, run: Run, logits: Any) -> None:
-        sequence = run.sequence
-        row, end = sequence.context_row, min(sequence.num_computed, sequence.num_prompt)
-        assert row is not None
-        assert run.start <= row
-        if end <= row:  # it was preempted after these
-            return
-        wanted = logits[row - run.start : end - run.start]
-        if not bool(torch.isfinite(wanted.amax(-1)).all()):
-            self._fail_not_finite(sequence)
-            return
-        self._inflight.emit_logits(sequence, "context", row, wanted)
-        sequence.context_row = end if end < sequence.num_prompt else None
-
-    def _score(self, run: Run, logits: Any) -> None:
-        sequence = run.sequence
-        scores = sequence.prompt_scores
-        assert scores is not None
-        del scores[run.start :]  # of a step that failed and is run again
-        scores.extend(score_prompt(logits, run.start, sequence))
-        if sequence.num_computed < sequence.num_prompt:
-            return
-        sequence.prompt_scores = None
-        if any(math.isnan(score.logprob) for score in scores):
-            self._fail_not_finite(sequence)
-            return
-        beams = sequence.group.beams
-        for index in beams.indexes if isinstance(beams, BeamGroup) else (sequence.index,):
-            self._inflight.emit(self._inflight.of(sequence), PromptScored(index, tuple(scores)))
-
-    def _deliver(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give a sequence the tokens of one step; ``logits`` are those that they were drawn from, where it wants them,
-        else None."""
-        if sequence.status != "running":  # a sibling failed the request in this very step
-            return
-        if any(one.token_id < 0 for one in sampled):
-            self._deliver_before(sequence, sampled, logits)
-            return
-        before = sequence.num_tokens
-        reason = sequence.extend(sampled)
-        if sequence.timings is not None:
-            sequence.note_step(self._step_began, time.monotonic(), self._batch_size)
-        self._count(sequence, sequence.num_tokens - before)
-        if logits is not None:
-            taken = logits[: sequence.num_tokens - before]
-            self._inflight.emit_logits(sequence, "generation", before - sequence.num_prompt, taken)
-        if sequence.matching is not None:
-            try:
-                reason = self._follow(sequence, before, reason)
-            except ServingError as error:
-                self._lose(sequence, error)
-                return
-        if reason is not None:
-            self._finish(sequence, reason)
-        elif not sequence.may_hold:
-            self._inflight.flush(sequence)
-
-    def _deliver_before(self, sequence: SequenceState, sampled: Sequence[Sampled], logits: Any) -> None:
-        """Give it the tokens of a step up to where none could be drawn, where it fails unless they end it."""
-        at = next(i for i, one in enumerate(sampled) if one.token_id < 0)
-        if at:
-            self._deliver(sequence, sampled[:at], logits)
-        if sequence.status != "running":
-            return
-        if sampled[at].token_id == NOTHING_LEFT:
-            self._fail(self._inflight.of(sequence), nothing_left(sequence.sampling))
-        else:
-            self._fail_not_finite(sequence)
-
-    def _fail_not_finite(self, sequence: SequenceState) -> None:
-        """Of a beam: its search, whose beams may have copied what is not finite."""
-        for one in (sequence,) if sequence.group.beams is None else sequence.group.members:
-            if one.status == "running":
-                self._parts.cache.wipe(one.id)
-        logger.error("request %s: logits are not finite", sequence.request.request_id)
-        error = InternalError("the model produced numbers that are not finite")
-        self._fail(self._inflight.of(sequence), error)
+        over = self._delivery.end_complete(alone) if alone else frozenset()
+        self._delivery.give_out(laid_out, logits, over, began)
 
     def _end_waits(self) -> None:
         """Begin the requests whose grammars are compiled, and fail those whose grammars cannot be."""
         for request_id, compilation, error in self._grammars.take():
             inflight = self._inflight.get(request_id)
             if inflight is not None and error is not None:
-                self._fail(inflight, error)
+                self._exits.fail(inflight, error)
             elif inflight is not None:
                 self._begin(inflight, compilation)
 
@@ -507,9 +314,11 @@ class EngineCore:
             if deadline is None or now < deadline:
                 continue
             if inflight.request.task in POOLED:
-                self._fail(inflight, DeadlineExceeded("the time limit passed before the embeddings were computed"))
+                self._exits.fail(
+                    inflight, DeadlineExceeded("the time limit passed before the embeddings were computed")
+                )
             for sequence in inflight.unfinished:
-                self._finish(sequence, "deadline")
+                self._exits.finish(sequence, "deadline")
 
     def _embed(self) -> None:
         batch = self._embeddings.run()
@@ -519,41 +328,13 @@ class EngineCore:
                 continue
             if isinstance(outcome, Exception):
                 logger.error("embedding request %s failed: %s", request_id, outcome)
-                self._fail(inflight, InternalError(_brief(outcome)))
+                self._exits.fail(inflight, InternalError(_brief(outcome)))
                 continue
             self._inflight.emit(inflight, outcome)
         for request_id in {request_id for request_id, _ in batch}:  # a batch may hold several inputs of a request
             inflight = self._inflight.get(request_id)
             if inflight is not None and self._embeddings.is_done(request_id):
                 self._inflight.remove(inflight)
-
-    # -- the exits of a request -------------------------------------------------------------------------------------
-
-    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
-        """For a beam: its whole search, whose texts end as they do unless ``reason`` is "abort" or "deadline"."""
-        group = sequence.group
-        if isinstance(group.beams, BeamGroup):
-            if sequence.status != "finished":
-                self._finish_search(group, group.beams, reason)
-        else:
-            self._scheduler.finish(sequence)
-            self._inflight.finish(sequence, reason)
-        if self._grammars and sequence.request.request_id not in self._inflight:
-            self._grammars.forget(sequence.request.request_id)
-
-    def _finish_search(self, group: SequenceGroup, beams: BeamGroup, reason: FinishReason) -> None:
-        for number, beam in enumerate(group.members):
-            self._scheduler.finish(beam, keep=number == 0)
-        texts = beams.texts(reason)
-        self._count(group.members[0], sum(len(text.token_ids) for text in texts), charged=True)
-        self._inflight.finish_search(group, texts)
-
-    def _fail(self, inflight: InflightRequest, error: ServingError) -> None:
-        for sequence in inflight.unfinished:
-            self._scheduler.finish(sequence, keep=False)
-        self._embeddings.drop(inflight.request.request_id)
-        self._grammars.forget(inflight.request.request_id)
-        self._inflight.fail(inflight, error)
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
@@ -584,9 +365,9 @@ class EngineCore:
             prefix_query_tokens=scheduler.prefix_query_tokens if scheduler else 0,
             draft_tokens=speculation.num_proposed if speculation else 0,
             accepted_tokens=speculation.num_taken if speculation else 0,
-            generated_tokens=self._generated,
+            generated_tokens=self._exits.generated,
             num_provisioned=scheduler.num_provisioned if scheduler else 0,
-            provisioned_tokens=self._generated_provisioned,
+            provisioned_tokens=self._exits.generated_provisioned,
             provisioned_prompt_tokens=scheduler.provisioned_prompt_tokens if scheduler else 0,
             processor_wait=round(self._contention.waiting, 3),
             num_tenants_waiting=(scheduler.waiting.num_tenants if scheduler else 0) + self._embeddings.num_tenants,
@@ -614,7 +395,7 @@ class EngineCore:
         if not self._closed:
             self._closed = True
             for inflight in self._inflight:
-                self._fail(inflight, ShuttingDown("the engine is shutting down"))
+                self._exits.fail(inflight, ShuttingDown("the engine is shutting down"))
             self._grammars.close()
             self._masks.close()
             if self._parts.cache is not None:

@@ -235,7 +235,7 @@ def test_one_failing_request_harms_no_other(
 
 def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error after the forward is pinned on its request too; nothing is left without an end."""
-    from mlflow_llm.serving.engine import core as module
+    from mlflow_llm.serving.engine import delivery as module
 
     original = module.sample
 

@@ -142,7 +142,7 @@ def test_each_row_once_through_preemption(tiny_bundle: Bundle, tiny_llama: Any) 
 
 def test_each_row_once_through_a_failed_step(core: EngineCore, tiny_llama: Any, monkeypatch: Any) -> None:
     """A step that fails after rows were given out is run again, and they are not."""
-    from mlflow_llm.serving.engine import core as module
+    from mlflow_llm.serving.engine import delivery as module
 
     original, calls = module.sample, []
 

@@ -1,0 +1,80 @@
+"""How requests leave the engine: each sequence is finished, or its request has failed. Both tidy up after it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..errors import InternalError, ServingError
+from ..events import FinishReason
+from .beam_group import BeamGroup
+from .embedding_queue import EmbeddingQueue
+from .grammars import Grammars
+from .inflight import InflightRequest, InflightRequests
+from .sequence import SequenceGroup, SequenceState
+
+logger = logging.getLogger(__name__)
+
+
+class Exits:
+    """Over what holds a request while it is in the engine; ``scheduler`` and ``cache`` are None where no text is made.
+    ``generated`` tokens were given to requests, ``generated_provisioned`` of them to provisioned ones."""
+
+    def __init__(
+        self, inflight: InflightRequests, scheduler: Any, cache: Any, embeddings: EmbeddingQueue, grammars: Grammars
+    ) -> None:
+        self._inflight = inflight
+        self._scheduler = scheduler
+        self._cache = cache
+        self._embeddings = embeddings
+        self._grammars = grammars
+        self.generated = self.generated_provisioned = 0
+
+    def finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        """For a beam: its whole search, whose texts end as they do unless ``reason`` is "abort" or "deadline"."""
+        group = sequence.group
+        if isinstance(group.beams, BeamGroup):
+            if sequence.status != "finished":
+                self._finish_search(group, group.beams, reason)
+        else:
+            self._scheduler.finish(sequence)
+            self._inflight.finish(sequence, reason)
+        if self._grammars and sequence.request.request_id not in self._inflight:
+            self._grammars.forget(sequence.request.request_id)
+
+    def _finish_search(self, group: SequenceGroup, beams: BeamGroup, reason: FinishReason) -> None:
+        for number, beam in enumerate(group.members):
+            self._scheduler.finish(beam, keep=number == 0)
+        texts = beams.texts(reason)
+        self.count(group.members[0], sum(len(text.token_ids) for text in texts), charged=True)
+        self._inflight.finish_search(group, texts)
+
+    def fail(self, inflight: InflightRequest, error: ServingError) -> None:
+        for sequence in inflight.unfinished:
+            self._scheduler.finish(sequence, keep=False)
+        self._embeddings.drop(inflight.request.request_id)
+        self._grammars.forget(inflight.request.request_id)
+        self._inflight.fail(inflight, error)
+
+    def lose(self, sequence: SequenceState, error: ServingError) -> None:
+        """A sequence whose grammar has no way to go on; another request is to compile it anew."""
+        inflight = self._inflight.of(sequence)
+        logger.warning("request %s: %s", inflight.request.request_id, error.logged)
+        assert sequence.sampling.grammar is not None
+        self._grammars.spoil(sequence.sampling.grammar)
+        self.fail(inflight, error)
+
+    def fail_not_finite(self, sequence: SequenceState) -> None:
+        """Of a beam: its search, whose beams may have copied what is not finite."""
+        for one in (sequence,) if sequence.group.beams is None else sequence.group.members:
+            if one.status == "running":
+                self._cache.wipe(one.id)
+        logger.error("request %s: logits are not finite", sequence.request.request_id)
+        error = InternalError("the model produced numbers that are not finite")
+        self.fail(self._inflight.of(sequence), error)
+
+    def count(self, sequence: SequenceState, generated: int, *, charged: bool = False) -> None:
+        if not charged:
+            sequence.charge(generated)
+        self.generated += generated
+        self.generated_provisioned += generated * sequence.provisioned
