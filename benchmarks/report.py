@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
 PACKAGES = ("mlflow-llm", "torch", "transformers", "peft", "mlflow", "sentence-transformers", "openvino-genai")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in GiB, and the versions that matter."""
+    """Processor and what it can do of ``FLAGS``, cores this process may use, memory in GiB, versions that matter."""
     import psutil
 
     cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+    said = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    for line in said.splitlines():
         if line.startswith("model name"):
             cpu = line.split(":", 1)[1].strip()
             break
@@ -32,6 +34,7 @@ def machine() -> dict[str, Any]:
             continue
     return {
         "cpu": cpu,
+        "flags": [flag for flag in FLAGS if flag in said.split()],
         "cores": len(psutil.Process().cpu_affinity()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
@@ -56,12 +59,12 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def publish(name: str, rows: list[dict[str, Any]], **notes: Any) -> None:
-    """Print the table and write ``results/<name>.json``."""
+def publish(name: str, rows: list[dict[str, Any]], *, show: str | None = None, **notes: Any) -> None:
+    """Print the table, or ``show``, and write ``results/<name>.json``."""
     # Where the weights lie on this machine is nobody's business: a folder shows by its name alone.
     arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
     command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, arguments)])
-    print(table(rows), flush=True)
+    print(table(rows) if show is None else show, flush=True)
     RESULTS.mkdir(exist_ok=True)
     data = {"command": command, "machine": machine(), **notes, "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,1 @@
+"""A module a contender: it makes an `Engine` of `drive` and serves it, as ``python -m comparison.adapters.NAME``."""

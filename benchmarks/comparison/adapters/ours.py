@@ -1,0 +1,48 @@
+"""Our engine on this process's main thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comparison.drive import Piece, serve, versions
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.events import Failed, Finished, Tokens
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.settings import EngineSettings
+
+
+class Ours:
+    servers = False
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        bundle = Bundle(content_hash="compare", tasks=("completions",), model_dir=model, tokenizer_dir=model)
+        common = {"kv_cache_memory": 2 << 30, "packed_cache": 0, "speculation": "none"}
+        self._core = EngineCore(bundle, EngineSettings(**(common | options)))
+        info = self._core.info
+        self.versions = {**versions("mlflow-llm", "torch"), "kernels": info.kernels, "kv_cache": info.kv_cache_dtype}
+
+    def add(self, request: dict[str, Any]) -> None:
+        valid = ValidRequest(
+            request_id=request["id"],
+            task="completions",
+            model="m",
+            sequences=(Sequence(prompt_token_ids=tuple(request["prompt"])),),
+            sampling=Sampling(max_tokens=request["max_tokens"], temperature=0.0),
+        )
+        self._core.add(valid, b"compare")
+
+    def step(self, wait: float) -> list[Piece]:
+        pieces = []
+        for _, request, event in self._core.step():
+            if isinstance(event, Tokens):
+                pieces.append(Piece(request, list(event.token_ids), "", False))
+            elif isinstance(event, Finished):
+                pieces.append(Piece(request, [], "", True))
+            elif isinstance(event, Failed):
+                raise RuntimeError(f"{event}")
+        return pieces
+
+
+if __name__ == "__main__":
+    serve(Ours)

@@ -1,0 +1,93 @@
+"""The results as Markdown: one table a processor, contender by contender."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from report import table
+
+BEGIN, END = "<!-- comparison: python benchmarks/compare.py --table -->", "<!-- end of comparison -->"
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def several(values: list[float | None], show: Any = number) -> str:
+    """Of several workloads in one cell; empty where there is nothing at all."""
+    return " / ".join(show(value) for value in values) if any(value is not None for value in values) else ""
+
+
+def times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def texts(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    shown = f"{found['same']} of {found['of']}"
+    return f"**nonsense** ({shown})" if found["nonsense"] else shown
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The machine and the two tables of one run."""
+    steady = [one for one in result["workloads"] if one["kind"] == "steady"]
+    loops = [one["name"] for one in steady if one["name"].endswith("callers")]
+    prompts = [one["name"] for one in steady if one["name"].startswith("prompt")]
+    traffic = [one["name"] for one in result["workloads"] if one["kind"] == "traffic"]
+    sizes = " / ".join(name.split()[0] for name in loops)
+    lengths = " / ".join(f"{int(name.split()[-1]):,}" for name in prompts)
+    rows, others, notes = [], [], []
+    for one in result["rows"]:
+        found, name = one["workloads"], one["contender"]
+        if one.get("error"):
+            notes.append(f"{name}: {one['error']}")
+        if not found:
+            continue
+
+        def of(names: list[str], what: str, found: Any = found) -> list[float | None]:
+            return [found.get(each, {}).get(what) for each in names]
+
+        rows.append(
+            {
+                "": name,
+                f"tokens/s at {sizes}": several(of(loops, "tokens_per_second")),
+                "× ours int8": several(of(loops, "ratio"), times),
+                "a second of processor": several(of(loops, "tokens_per_processor_second")),
+                f"TTFT p50 at {sizes}, ms": several(of(loops, "ttft_p50")),
+                f"of {lengths} tokens": several(of(prompts, "ttft_p50")),
+                "same tokens": texts(one.get("texts")),
+            }
+        )
+        if any(each in found for each in traffic):
+            others.append(
+                {
+                    "": name,
+                    "tokens/s": several(of(traffic, "tokens_per_second")),
+                    "TTFT p50, ms": several(of(traffic, "ttft_p50")),
+                    "TTFT p99": several(of(traffic, "ttft_p99")),
+                    "TPOT p50": several(of(traffic, "tpot_p50")),
+                    "gap p99": several(of(traffic, "gap_p99")),
+                }
+            )
+    machine = result["machine"]
+    flags = ", ".join(machine["flags"]) or "none of AVX2, AVX-512, VNNI, AMX"
+    load = " and ".join(f"{value:.1f}" for value in result["load_average"])
+    said = [f"{machine['cpu']} ({flags}), {machine['cores']} cores; load {load} at begin and end; {result['load']}."]
+    parts = [" ".join(said), table(rows)] if rows else said
+    if others:
+        parts += ["Requests that come when they come: " + " / ".join(traffic) + ".", table(others)]
+    if notes:
+        parts.append("\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def insert(document: str, text: str) -> str:
+    """``document`` with ``text`` between the two marks. Raises ``ValueError`` where they are not there."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"no {BEGIN} … {END} in it")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"

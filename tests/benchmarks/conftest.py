@@ -1,0 +1,8 @@
+"""The benchmarks are scripts beside the package; their parts are imported as they import one another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,0 +1,37 @@
+"""A contender that says one token a step to each request; what the prompt's first token asks for goes wrong."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from comparison.drive import Piece, serve
+
+
+class Fake:
+    servers = False
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        if "fails" in options:
+            raise ValueError(options["fails"])
+        print("a library says hello on stdout")
+        self.versions = {"model": model}
+        self._left: dict[str, int] = {}
+
+    def add(self, request: dict[str, Any]) -> None:
+        if request["prompt"][0] == 666:
+            os._exit(3)
+        self._left[request["id"]] = request["max_tokens"]
+
+    def step(self, wait: float) -> list[Piece]:
+        pieces = []
+        for name in list(self._left):
+            self._left[name] -= 1
+            pieces.append(Piece(name, [self._left[name]], "", not self._left[name]))
+            if not self._left[name]:
+                del self._left[name]
+        return pieces
+
+
+if __name__ == "__main__":
+    serve(Fake)
