@@ -42,18 +42,24 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**WIDE, head_dim=16),
 }
 NAMES = {
+    "axk1": "A.X K1 (latent attention, experts)",
     "deepseek_v2": "DeepSeek V2 (latent attention, experts)",
     "deepseek_v3": "DeepSeek V3, R1 (latent attention, experts)",
+    "deepseek_v32": "DeepSeek V3.2",
     "gemma4": "Gemma 4, text",
     "gemma3": "Gemma 3, text",
     "gemma3n": "Gemma 3n, text",
+    "glm4_moe_lite": "GLM-4 MoE lite (latent attention, experts)",
     "gpt_oss": "gpt-oss (sinks, experts)",
     "granitemoehybrid": "Granite 4 hybrids",
     "llama4": "Llama 4, text",
     "llama_wide": "Llama, heads of 16",
     "phi3": "Phi-3",
     "phi4": "Phi-4 (rotation of a part)",
+    "longcat_flash": "LongCat Flash (latent attention, experts)",
+    "minicpm3": "MiniCPM3 (latent attention)",
     "mpt": "MPT",
+    "youtu": "Youtu (latent attention)",
 }
 HEAD = """\
 # Architectures
@@ -73,9 +79,15 @@ elsewhere, and for the others, the model's own code runs in torch. `/health` say
 NOTES = """
 - **Sinks** (gpt-oss) take their part of the softmax and give no value; they go through torch's plain operations, as
   soft-capped scores do, not through its fused attention.
-- **Multi-head latent attention** (DeepSeek) runs by the model's own code, which makes keys and values of every head
-  from what is compressed: the KV cache holds those, not the compressed ones, so it is many times larger than it would
-  have to be. The self-test and the tokens are those of `generate()`.
+- **Multi-head latent attention** (DeepSeek V2 and V3, A.X K1, GLM-4 MoE lite, LongCat Flash, MiniCPM3, Youtu): of a
+  token the KV cache keeps the latent and the rotated key that all heads share, `kv_lora_rank + qk_rope_head_dim`
+  numbers a layer, instead of the keys and values of every head: with DeepSeek V2's and V3's widths 71 times less.
+  `kv_b_proj` is multiplied into queries and sums (absorbed), or makes keys and values of a long run of a prompt while
+  it is computed, whichever takes fewer products for a run of its length at its place; with `batch_invariant` those are
+  the same in any batch. It stays in floats under `quantization: int8`, since its parts are used in other orders;
+  adapters may be on it and on every other projection. A model with latent attention in another form runs by its own
+  code with whole keys and values, and the log and `/health` (`kv_cache_reason`) say why. DeepSeek V3.2's choice of
+  tokens by an index (`indexed_attention`) is refused.
 - **ALiBi** (Bloom, MPT, Falcon's first ones), recurrent layers, convolutions and attention in chunks are refused by
   name: transformers offers no way to replace the first, and the others keep a state that is no KV cache.
 - **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they

@@ -33,13 +33,13 @@ EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 WINDOWS: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 # multi-head latent attention: every head has keys and values of its own, made of what is compressed
-LATENT: dict[str, Any] = COMMON | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
+LATENT_WIDTHS: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **COMMON,
+    **LATENT_WIDTHS,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -91,6 +91,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 MORE_FAMILIES: dict[str, Callable[[], Any]] = {
     "apertus": lambda: tf.ApertusConfig(**COMMON),
     "arcee": lambda: tf.ArceeConfig(**COMMON),
+    "axk1": lambda: tf.AXK1Config(**LATENT),
     "cohere": lambda: tf.CohereConfig(**COMMON),
     "ernie4_5": lambda: tf.Ernie4_5Config(**COMMON, head_dim=8),
     "exaone4": lambda: tf.Exaone4Config(**COMMON, **WINDOWS, sliding_window_pattern=2),
@@ -104,6 +105,7 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
         **COMMON, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1,
         first_k_dense_replace=1,
     ),
+    "glm4_moe_lite": lambda: tf.Glm4MoeLiteConfig(**LATENT),
     "gpt_bigcode": lambda: tf.GPTBigCodeConfig(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4
     ),
@@ -113,6 +115,12 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "granitemoeshared": lambda: tf.GraniteMoeSharedConfig(**COMMON, **EXPERTS, shared_intermediate_size=24),
     "hunyuan_v1_dense": lambda: tf.HunYuanDenseV1Config(**COMMON, head_dim=8),
+    "longcat_flash": lambda: tf.LongcatFlashConfig(
+        **{name: value for name, value in (COMMON | LATENT_WIDTHS).items() if name not in ("num_hidden_layers",
+        "intermediate_size")}, head_dim=8, num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=24,
+        n_routed_experts=4, moe_topk=2, zero_expert_num=2,
+    ),
+    "minicpm3": lambda: tf.MiniCPM3Config(**COMMON | LATENT_WIDTHS),
     "minimax_m2": lambda: tf.MiniMaxM2Config(**COMMON, head_dim=8, **EXPERTS, rotary_dim=8),
     "ministral": lambda: tf.MinistralConfig(**COMMON, head_dim=8, **WINDOWS),
     "ministral3": lambda: tf.Ministral3Config(**COMMON, head_dim=8),
@@ -130,11 +138,13 @@ MORE_FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_moe": lambda: tf.Qwen2MoeConfig(**COMMON, **ROUTED, shared_expert_intermediate_size=24),
     "seed_oss": lambda: tf.SeedOssConfig(**COMMON, head_dim=8),
     "starcoder2": lambda: tf.Starcoder2Config(**COMMON),
+    "youtu": lambda: tf.YoutuConfig(**COMMON | LATENT_WIDTHS, embedding_initializer_range=0.4),
 }  # fmt: skip
 
 # What the engine refuses by name at load: its own code could not be run right within ours.
 REFUSED: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    "deepseek_v32": lambda: tf.DeepseekV32Config(**LATENT),
     "falcon": lambda: tf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "gptj": lambda: tf.GPTJConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4),
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(

@@ -76,6 +76,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         kernels_reason=loaded.kernels_reason,
         kv_cache_memory=memory,
         kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
+        kv_cache_reason=loaded.kv_cache_reason,
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         max_logits_bytes=settings.max_logits_bytes,

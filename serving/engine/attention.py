@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AttentionInterface
 
+from . import latent_attention
 from .forward_context import ContextHolder
 
 NAME = "mlflow_llm"
@@ -45,13 +47,21 @@ def attend(
     s_aux: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights). ``s_aux``: the heads' sinks."""
+    """query [1, H, T, D], key and value [1, Hkv, T, D] → ([1, T, H, Dv], no weights). ``s_aux``: the heads' sinks.
+
+    Of a module that has a latent form: key [1, 1, T, R] and value [1, 1, T, P] are what is kept of a token."""
     refuse_unknown(module, attention_mask, kwargs)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(f"{type(module).__name__} is not causal")
     context = getattr(module, HOLDER).context
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = context.attention
+    if getattr(module, latent_attention.FORM, None) is not None:
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedAttentionError(f"{type(module).__name__} caps its scores or has sinks")
+        kept = torch.cat((key, value), -1)
+        projections = latent_attention.projections_of(module, context.lora)
+        return plan.attend_latent(module.layer_idx, query, kept, projections, scale, sliding_window), None
     return plan.attend(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux), None
 
 

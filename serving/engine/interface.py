@@ -60,6 +60,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
+    ``kv_cache_reason``: why a latent attention keeps whole keys and values; empty where it does not.
     ``max_logits_bytes``: of one request; 0 where none are given.
     """
 
@@ -78,6 +79,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     kernels_reason: str = ""
     kv_cache_memory: int = 0
     kv_cache_dtype: str = ""
+    kv_cache_reason: str = ""
     num_standbys: int = 0
     threads: int = 1
     pid: int = 0

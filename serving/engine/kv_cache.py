@@ -9,10 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .latent_attention import Projections
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -30,16 +33,19 @@ class PrefixKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads and widths of one layer's keys and values: K is [num_kv_heads, tokens, key_dim]."""
+    """Heads and widths of one layer's keys and values: K is [num_kv_heads, tokens, key_dim].
+
+    ``shared``: values are the keys themselves, and kept once (``latent_attention``)."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    shared: bool = False
 
     @property
     def elements_per_token(self) -> int:
         """Of keys and values together."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim if self.shared else self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,12 @@ class AttentionPlan(Protocol):
 
         ``sinks`` [H] are scores of a key that every token sees and that has no value.
         """
+        ...
+
+    def attend_latent(
+        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
+    ) -> Any:
+        """Store ``kept`` ``[1, 1, T, R + P]`` and attend with q ``[1, H, T, N + P]`` → ``[1, T, H, Dv]``."""
         ...
 
 

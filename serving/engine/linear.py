@@ -11,7 +11,7 @@ multiplies anew. So a module that feeds its siblings different tensors is slower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..settings import EngineSettings
 from .forward_context import ContextHolder
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
-from .weight_layouts import PackedWeight, pack_float
+from .weight_layouts import PackedWeight, PlainWeight, pack_float
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -169,8 +169,15 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
 Pack = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None, bool], PackedWeight]
 
 
-def install(model: nn.Module, holder: ContextHolder, settings: EngineSettings, pack: Pack | None = None) -> LinearSet:
+def install(
+    model: nn.Module,
+    holder: ContextHolder,
+    settings: EngineSettings,
+    pack: Pack | None = None,
+    plain: Collection[str] = (),
+) -> LinearSet:
     """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
+    Those named in ``plain`` stay floats in torch's layout: their weights are read by others.
 
     ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -185,7 +192,11 @@ def install(model: nn.Module, holder: ContextHolder, settings: EngineSettings, p
             is_head = head is not None and modules[0] is head
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = _joined_bias(modules, sizes)
-            packed = _pack(weight, bias, settings, is_head) if pack is None else pack(paths, weight, bias, is_head)
+            packed: PackedWeight
+            if paths[0] in plain:
+                packed = PlainWeight(weight, bias)
+            else:
+                packed = _pack(weight, bias, settings, is_head) if pack is None else pack(paths, weight, bias, is_head)
             group = LinearGroup(paths, packed, sizes, holder)
             if is_head:
                 head_name = paths[0]

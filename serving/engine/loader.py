@@ -15,7 +15,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
-from . import attention, linear, openmp
+from . import attention, latent_attention, linear, openmp
 from .config_bounds import in_proportion
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
@@ -37,7 +37,8 @@ LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the l
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """``layers`` are the KV shapes found by running the model; ``linears`` what ``linear.install`` returned,
-    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none, ``kept`` how its KV cache keeps."""
+    ``decoder`` what a native step runs on, ``kernels_reason`` why there is none, ``kept`` how its KV cache keeps,
+    ``kv_cache_reason`` why one of latent attention keeps whole keys and values."""
 
     model: Any
     config: Any
@@ -51,6 +52,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     kept: Mapping[str, Any]
+    kv_cache_reason: str = ""
 
 
 def resolve_device(settings: EngineSettings) -> Any:
@@ -112,14 +114,20 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
     holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)
+    latent, why_whole = latent_attention.install(model)
     try:
-        uses = probe_layers(model, holder, config)
-        layers = [use.shape for use in uses]
-        like = next(model.parameters())
-        test.check(model_forward(model, holder), layers, like)
-    except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
-        raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
-    linears = linear.install(model, holder, settings)
+        uses = _uses(model, holder, config, test)
+    except (PackagingError, RuntimeError) as error:
+        if not latent or isinstance(error, torch.OutOfMemoryError):
+            raise
+        latent_attention.remove(model)
+        latent, why_whole = [], str(error)
+        uses = _uses(model, holder, config, test)
+    if why_whole:
+        logger.warning("%s keeps whole keys and values, not the latent ones: %s", type(model).__name__, why_whole)
+    layers = [use.shape for use in uses]
+    like = next(model.parameters())
+    linears = linear.install(model, holder, settings, plain=latent)
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8", rounded=rounded)
     decoder, reason, kept = native_decoder(model, uses, test, like, settings)
     if rounded and decoder is None and like.dtype == torch.float32:
@@ -134,12 +142,23 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
         linears=linears,
         decoder=decoder,
         kernels_reason=reason,
+        kv_cache_reason=f"whole keys and values, not the latent ones: {why_whole}" if why_whole else "",
         dtype=resolve_dtype(settings, device),
         device=device,
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
         kept=kept,
     )
+
+
+def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> list[LayerUse]:
+    """What the model's layers ask of our attention, which passes the test. Raises ``PackagingError``."""
+    try:
+        uses = probe_layers(model, holder, config)
+        test.check(model_forward(model, holder), [use.shape for use in uses], next(model.parameters()))
+    except (attention.UnsupportedAttentionError, AttributeError, TypeError) as error:
+        raise PackagingError(f"{type(model).__name__}: the engine cannot run its attention: {error}") from error
+    return uses
 
 
 def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:

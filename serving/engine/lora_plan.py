@@ -65,6 +65,31 @@ class GroupFactors:
     scaled: tuple[tuple[int, int, int, torch.Tensor, torch.Tensor], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RowFactors:
+    """One adapter on a linear that is multiplied in another order: its ``rows`` of the step, ``a`` [K, r], ``b``
+    [r, N], ``gain`` and ``shift`` [N] as in ``Factors``."""
+
+    rows: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    gain: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+
+
+def _apart(group: GroupFactors, rows_of: Callable[[int], torch.Tensor]) -> list[RowFactors]:
+    """By adapter, of a linear that shares its GEMM with none."""
+    ((_, _, _, _, b),) = group.members
+    more = {slot: (gain, shift) for slot, _, _, gain, shift in group.scaled}
+    found, first = [], 0
+    for slot, rank, scaling in group.columns:
+        last = first + rank
+        found.append(RowFactors(rows_of(slot), group.a[:, first:last], b[first:last], scaling, *more.get(slot, ())))
+        first = last
+    return found
+
+
 class MaskedPlan:
     """What one step adds: the concatenations of its active adapters and whose each row is.
 
@@ -91,6 +116,11 @@ class MaskedPlan:
         for slot, start, end, gain, shift in group.scaled:
             rows = (self._slots[:, 0] == slot).nonzero()[:, 0]
             y[rows, start:end] = y[rows, start:end] * gain + shift
+
+    def by_rows(self, key: tuple[str, ...]) -> list[RowFactors]:
+        """What each active adapter has on the linear ``key``, which is alone in its group."""
+        group = self._groups.get(key)
+        return [] if group is None else _apart(group, lambda slot: (self._slots[:, 0] == slot).nonzero()[:, 0])
 
     def _mask(self, columns: Columns, dtype: torch.dtype) -> torch.Tensor:
         mask = self._masks.get(columns)
@@ -129,6 +159,16 @@ class SegmentPlan:
                 y[first:last, start:end].addmm_(h[:, low:high], b)
             for _, start, end, gain, shift in group.scaled:
                 y[first:last, start:end].mul_(gain).add_(shift)
+
+    def by_rows(self, key: tuple[str, ...]) -> list[RowFactors]:
+        """See ``MaskedPlan.by_rows``."""
+        found: list[RowFactors] = []
+        for name, first, last in self._segments:
+            group = self._groups[name].get(key)
+            if group is not None:
+                rows = torch.arange(first, last, device=group.a.device)
+                found += _apart(group, lambda _, rows=rows: rows)  # type: ignore[misc]
+        return found
 
     def _scale(self, columns: Columns, like: torch.Tensor) -> torch.Tensor:
         scale = self._scales.get(columns)

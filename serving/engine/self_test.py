@@ -17,6 +17,7 @@ import torch
 from ..errors import PackagingError
 from .forward_context import ContextHolder, ForwardContext
 from .kv_cache import LayerShape, PrefixKey, Row
+from .latent_attention import Projections
 from .slot_cache import SlotKVCache
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,13 @@ class ProbePlan:
     ) -> Any:
         self.uses[layer] = LayerUse(LayerShape(k.shape[1], k.shape[3], v.shape[3]), scaling, window, softcap)
         return q.new_zeros((1, q.shape[2], q.shape[1], v.shape[3]))
+
+    def attend_latent(
+        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
+    ) -> Any:
+        shape = LayerShape(1, kept.shape[3], kept.shape[3], shared=True)
+        self.uses[layer] = LayerUse(shape, scaling, window, None)
+        return q.new_zeros((1, q.shape[2], q.shape[1], projections.form.value_dim))
 
 
 def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUse]:

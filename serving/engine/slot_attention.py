@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from .kv_cache import LayerShape, Row
+
+if TYPE_CHECKING:
+    from .latent_attention import Projections
 
 SEGMENT_COST = 256  # tokens one could read in the time that one more attention call costs
 
@@ -68,20 +71,20 @@ class LayerViews:
             return cube, rows
 
         k, k_rows = views(offset, shape.key_dim)
-        v, v_rows = views(offset + H * S * shape.key_dim, shape.value_dim)
+        v, v_rows = (k, k_rows) if shape.shared else views(offset + H * S * shape.key_dim, shape.value_dim)
         return cls(shape, k, v, k_rows, v_rows, slot_elements, offset, S, block)
 
     def copy(self, source: int, target: int, start: int, stop: int) -> None:
         """Copy tokens ``[start, stop)`` of slot ``source`` to their places in slot ``target``; those before are the
         same in both."""
         start, stop = start // self.block * self.block, self._whole(stop)
-        self.k[target, :, start:stop] = self.k[source, :, start:stop]
-        self.v[target, :, start:stop] = self.v[source, :, start:stop]
+        for cube in self._cubes:
+            cube[target, :, start:stop] = cube[source, :, start:stop]
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange the first ``length_a`` tokens of slot ``a`` with the first ``length_b`` of slot ``b``."""
         length_a, length_b = self._whole(length_a), self._whole(length_b)
-        for cube in (self.k, self.v):
+        for cube in self._cubes:
             kept = cube[b, :, :length_b].clone()
             cube[b, :, :length_a] = cube[a, :, :length_a]
             cube[a, :, :length_b] = kept
@@ -90,11 +93,15 @@ class LayerViews:
         """Elements within a slot that hold tokens ``[first, last)`` and none before: one range a head."""
         first, last = self._whole(first), self._whole(last)
         S, at, ranges = self.slot_tokens, self.offset, []
-        for dim in (self.shape.key_dim, self.shape.value_dim):
+        for dim in (cube.shape[-1] for cube in self._cubes):
             for head in range(self.shape.num_kv_heads):
                 ranges.append((at + (head * S + first) * dim, at + (head * S + last) * dim))
             at += self.shape.num_kv_heads * S * dim
         return ranges
+
+    @property
+    def _cubes(self) -> tuple[Any, ...]:
+        return (self.k,) if self.shape.shared else (self.k, self.v)
 
     def _whole(self, tokens: int) -> int:
         return -(-tokens // self.block) * self.block
@@ -233,7 +240,26 @@ class SlotPlan:
         for segment in segments:
             out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap, sinks).flatten(1, 2)
         for chunk in chunks:
-            out[0, chunk.a : chunk.b] = _prefill(views, chunk, q, scaling, softcap, sinks)
+            k, v = (cube[chunk.slot, :, chunk.lo : chunk.hi] for cube in (views.k, views.v))
+            out[0, chunk.a : chunk.b] = _prefill(k, v, q[0, :, chunk.a : chunk.b], chunk.mask, scaling, softcap, sinks)
+        return out
+
+    def attend_latent(
+        self, layer: int, q: Any, kept: Any, projections: Projections, scaling: float, window: int | None
+    ) -> Any:
+        """See ``AttentionPlan.attend_latent``."""
+        views = self._layers[layer]
+        width = views.shape.key_dim
+        views.k_rows.index_copy_(0, self._index(views, width), _rows(kept, width))
+        segments, chunks = self._work_for(window)
+        H, n = q.shape[1], self._num_decodes
+        out = q.new_empty((1, q.shape[2], H, projections.form.value_dim))
+        if n:
+            absorbed = projections.absorbed(q[0, :, :n], 0)[None]
+            sums = [_decode(views, part, absorbed, scaling, None, None)[:, 0] for part in segments]
+            out[0, :n] = projections.values(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
+        for chunk in chunks:
+            out[0, chunk.a : chunk.b] = _prefill_latent(views, chunk, q[0, :, chunk.a : chunk.b], projections, scaling)
         return out
 
 
@@ -255,15 +281,27 @@ def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: f
     return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
 
 
-def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
-    """→ [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs nothing when n is large."""
-    Hkv, n, D = views.shape.num_kv_heads, part.b - part.a, q.shape[-1]
-    grouped = q[0, :, part.a : part.b].reshape(Hkv, -1, n, D)
+def _prefill_latent(views: LayerViews, part: Chunk, q: Any, projections: Projections, scaling: float) -> Any:
+    """q [H, n, N + P] → [n, H, Dv]."""
+    kept = views.k[part.slot, :, part.lo : part.hi]
+    n, length, form = part.b - part.a, part.hi - part.lo, projections.form
+    if not form.prefers_expanded(n, length):
+        sums = _prefill(kept, kept, projections.absorbed(q, part.a), part.mask, scaling, None, None)
+        return projections.values(sums, part.a)
+    out = q.new_empty((n, q.shape[0], form.value_dim))
+    for heads in projections.head_groups(length):
+        k, v = projections.expanded(kept[0], part.a, heads)
+        out[:, heads] = _prefill(k, v, q[heads], part.mask, scaling, None, None)[..., : form.value_dim]
+    return out
+
+
+def _prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+    """k, v [Hkv, L, D], q [H, n, D] → [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs
+    nothing when n is large."""
+    Hkv, (n, D) = k.shape[0], q.shape[1:]
+    grouped = q.reshape(Hkv, -1, n, D)
     group = grouped.shape[1]
-    k = views.k[part.slot, :, part.lo : part.hi]
-    v = views.v[part.slot, :, part.lo : part.hi]
     if softcap is not None or sinks is not None:
-        mask = part.mask
         if mask is None:
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         packed = grouped.reshape(Hkv, group * n, D)
@@ -273,7 +311,7 @@ def _prefill(views: LayerViews, part: Chunk, q: Any, scaling: float, softcap: fl
         many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
         many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
         out = F.scaled_dot_product_attention(
-            grouped, many_k, many_v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling
+            grouped, many_k, many_v, attn_mask=mask, is_causal=mask is None, scale=scaling
         )
     return out.reshape(Hkv * group, n, -1).transpose(0, 1)
 

@@ -19,7 +19,8 @@ from .answer import Answer, json_answer
 from .route import Auth, Listener, Request, Route
 from .server import Server
 
-SHOWN_TO_ALL = ("status", "kernels", "kernels_reason")  # of an endpoint's health; the rest counts every tenant's work
+# of an endpoint's health; the rest counts every tenant's work
+SHOWN_TO_ALL = ("status", "kernels", "kernels_reason", "kv_cache_reason")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
@@ -121,8 +122,8 @@ def _facts(entity: ServedEntity) -> dict[str, Any]:
 
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
-    reason = {"kernels_reason": info.kernels_reason} if info.kernels_reason else {}
-    return {"kernels": info.kernels, **reason}
+    reasons = {"kernels_reason": info.kernels_reason, "kv_cache_reason": info.kv_cache_reason}
+    return {"kernels": info.kernels} | {name: reason for name, reason in reasons.items() if reason}
 
 
 def _memory(entity: ServedEntity) -> dict[str, Any]:

@@ -90,6 +90,9 @@ def test_health_names_the_engines_kernels() -> None:
     assert found["one"].items() >= reported_of.items()
     assert found["two"]["entities"]["v2"].items() >= reported_of.items()
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
+    assert "kv_cache_reason" not in found["one"]
+    slow.info = msgspec.structs.replace(NATIVE, kv_cache_reason="whole keys and values")
+    assert health_of(one={"v1": slow})[1]["one"]["kv_cache_reason"] == "whole keys and values"
 
 
 def test_health_counts_standbys_where_they_are_configured() -> None:
