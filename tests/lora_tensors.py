@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -15,8 +17,9 @@ IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down
 MODULE = re.compile(r".*\.(\d+)\.[\w.]*?(\w+)\.lora_A\.weight")
 
 
-def task_of(folder: str | Path, task_id: int, *, columns: int = 3) -> LoraTask:
-    """The adapter of ``folder`` (no patterns): scaling in B, rows padded to the longest."""
+def task_of(folder: str | Path, task_id: int, *, columns: int = 3, base: Mapping[str, Any] | None = None) -> LoraTask:
+    """The adapter of ``folder`` (no patterns): scaling in B, rows padded to the longest. DoRA's magnitudes are divided
+    by the norms of the weights of ``base``, by name, with the adapter's in them."""
     config = json.loads((Path(folder) / "adapter_config.json").read_text())
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     rows, shapes = [], []
@@ -27,8 +30,13 @@ def task_of(folder: str | Path, task_id: int, *, columns: int = 3) -> LoraTask:
         rank = a.shape[0]
         scaling = config["lora_alpha"] / (np.sqrt(rank) if config["use_rslora"] else rank)
         b = tensors[key.replace("lora_A", "lora_B")] * scaling
-        rows.append(np.concatenate([a.ravel(), b.ravel()]))
-        shapes.append((IDS[match[2]], int(match[1]), rank, 0)[:columns])
+        parts = [a.ravel(), b.ravel()]
+        if base is not None:
+            module = key.removesuffix(".lora_A.weight")
+            adapted = base[f"{module.removeprefix('base_model.model.')}.weight"].numpy() + b @ a
+            parts.append(tensors[f"{module}.lora_magnitude_vector"] / np.linalg.norm(adapted, axis=1))
+        rows.append(np.concatenate(parts))
+        shapes.append((IDS[match[2]], int(match[1]), rank, int(base is not None))[:columns])
     width = max(map(len, rows))
     weights = np.stack([np.pad(row, (0, width - len(row))) for row in rows]).astype("<f4")
     return LoraTask(task_id=task_id, weights=weights.tobytes(), config=tuple(shapes))

@@ -83,11 +83,23 @@ class LoraPool:
     def read_task(self, task: LoraTask) -> Adapter:
         """Weights that came with a request, onto the device. Raises ``InvalidField`` where they do not fit."""
         read = self._tasks.read(task)
-        placed = {
-            name: Factors(f.a.to(self._device, self._dtype), f.b.to(self._device, self._dtype), f.scaling)
-            for name, f in read.factors.items()
-        }
-        return Adapter(placed, read.rank)
+        return Adapter({name: self._placed(name, factors) for name, factors in read.factors.items()}, read.rank)
+
+    def _placed(self, module: str, factors: Factors) -> Factors:
+        """A task's ``factors`` on the device. DoRA leaves the linear's own bias as it is."""
+        gain = shift = None
+        if factors.gain is not None:
+            gain = factors.gain.to(self._device)
+            shift = self._own_bias(module) * (1 - gain)
+            gain, shift = gain.to(self._dtype).contiguous(), shift.to(self._dtype).contiguous()
+        a, b = (factor.to(self._device, self._dtype) for factor in (factors.a, factors.b))
+        return Factors(a, b, factors.scaling, gain, shift)
+
+    def _own_bias(self, module: str) -> torch.Tensor:
+        """Of a linear, in float32; zeros where it has none."""
+        linear = self._linears[module]
+        bias = linear.bias
+        return torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
 
     def add(self, key: str, adapter: Adapter) -> None:
         """``key`` is of no adapter here."""
@@ -169,8 +181,7 @@ class LoraPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``Factors`` has of them, for DoRA's magnitudes m, m / |W + scaling B A| by row (Liu et al. 2024)."""
         linear = self._linears[module]
-        bias = linear.bias
-        own = torch.zeros(linear.out_features, device=self._device) if bias is None else bias.detach().float()
+        own = self._own_bias(module)
         gain = torch.ones_like(own)
         if "magnitude" in more:
             adapted = linear.weight.to(self._device, torch.float32) + entry.scaling * (b.float() @ a.float())

@@ -1,9 +1,11 @@
 """An adapter that comes with a request, in TensorRT-LLM's form, as the factors of a model's linears.
 
     lora_config    a row [module_id, layer, rank] or [module_id, layer, rank, is_dora] for each row of weights
-    lora_weights   [rows, width], a row is A [rank, in], B [out, rank], zeros up to the width
+    lora_weights   [rows, width], a row is A [rank, in], B [out, rank], with DoRA then m / |W + B A| by row [out]; zeros
+                   up to the width
 
-The scaling is in B already. A module id names a linear of the layer by its place in the network, whatever the model
+The scaling is in B already, and the magnitudes m are divided by the norms already: TensorRT-LLM's normalize_weights.py
+does that to peft's. A module id names a linear of the layer by its place in the network, whatever the model
 calls it; 0, the fused q, k and v, is also one A with three Bs where a model has the three apart. In gated MLPs 5 is
 what goes through the activation (peft's ``gate_proj``) and 7 its ``up_proj``, against their names of TensorRT-LLM,
 ``mlp_h_to_4h`` and ``mlp_gate``. The form: https://nvidia.github.io/TensorRT-LLM/advanced/lora.html
@@ -42,7 +44,8 @@ LAYER = re.compile(r"(?P<prefix>(?:\w+\.)*?)(?P<layer>\d+)\.(?P<module>[\w.]+)")
 
 @dataclass(frozen=True, slots=True)
 class TaskWeights:
-    """What a task's weights are for this model: ``factors`` by module name, ``rank`` the largest."""
+    """What a task's weights are for this model: ``factors`` by module name, with DoRA a ``gain`` but no ``shift`` yet;
+    ``rank`` the largest."""
 
     factors: dict[str, Factors]
     rank: int
@@ -86,22 +89,29 @@ class TaskReader:
         if len(row) not in (3, 4):
             raise InvalidField(field, list(row), "[module_id, layer_idx, adapter_size], or is_dora too")
         module, layer, rank = row[:3]
-        if row[3:] not in ((), (0,)):
-            raise InvalidField(f"{field}[3]", row[3], "0: DoRA is not taken with a request")
+        if row[3:] not in ((), (0,), (1,)):
+            raise InvalidField(f"{field}[3]", row[3], "0, or 1 for DoRA")
+        is_dora = row[3:] == (1,)
         target = self._target(field, module, layer)
         inputs = self._shapes[target[0][0]][1]
         outputs = target[-1][2]
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidField(f"{field}[2]", rank, f"an adapter size from 1 to {min(inputs, outputs)}")
-        size = rank * (inputs + outputs)
+        factors, size = rank * (inputs + outputs), rank * (inputs + outputs) + outputs * is_dora
+        wanted = f"A [{rank}, {inputs}] and B [{outputs}, {rank}]" + f" and magnitudes [{outputs}]" * is_dora
         if len(weights) < size:
-            wanted = f"{size} numbers or more: A [{rank}, {inputs}] and B [{outputs}, {rank}]"
+            wanted = f"{size} numbers or more: {wanted}"
             raise InvalidField(f"lora_weights[{index}]", f"{len(weights)} numbers", wanted)
         if weights[size:].any():
-            raise InvalidField(f"lora_weights[{index}]", f"numbers after {size}", "zeros there: A and B are that long")
+            allowed = f"zeros there: {wanted} are that long"
+            raise InvalidField(f"lora_weights[{index}]", f"numbers after {size}", allowed)
         a = torch.from_numpy(weights[: rank * inputs].reshape(rank, inputs).copy())
-        b = torch.from_numpy(weights[rank * inputs : size].reshape(outputs, rank).copy())
-        return {name: Factors(a, b[first:last], 1.0) for name, first, last in target}
+        b = torch.from_numpy(weights[rank * inputs : factors].reshape(outputs, rank).copy())
+        gain = torch.from_numpy(weights[factors:size].copy()) if is_dora else None
+        return {
+            name: Factors(a, b[first:last], 1.0, None if gain is None else gain[first:last])
+            for name, first, last in target
+        }
 
     def _target(self, field: str, module: int, layer: int) -> Target:
         known = self._layers.get(layer)

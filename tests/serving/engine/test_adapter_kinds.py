@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import run
+from lora_tensors import task_of
 from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
@@ -79,6 +80,33 @@ def test_each_kind_continues_as_pefts_model(family: str, tmp_path: Path) -> None
     outcomes = run(core, *requests)
     for i, name in enumerate(names):
         assert outcomes[f"{i}"].tokens[0] == wanted[name], name
+    core.close()
+
+
+@pytest.mark.parametrize("family", ["llama_wide", "qwen2"])
+def test_dora_that_comes_with_a_request_continues_as_pefts_model(family: str, tmp_path: Path) -> None:
+    """Beside the same weights as plain LoRA, and the base; linears keep their own biases (qwen2 has some)."""
+    base = make_model(FAMILIES[family]())
+    core = EngineCore(save_bundle(base, tmp_path / "model"), EngineSettings(kv_cache_memory=1 << 24))
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear", use_dora=True)
+    model = get_peft_model(make_model(FAMILIES[family]()), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+    model.save_pretrained(tmp_path / "dora")
+    prompt = prompt_of(21, 3)
+    dora = task_of(tmp_path / "dora", 1, columns=4, base=base.state_dict())
+    outcomes = run(
+        core,
+        request_of("dora", prompt, max_tokens=MAX_TOKENS, lora_task=dora),
+        request_of("plain", prompt, max_tokens=MAX_TOKENS, lora_task=task_of(tmp_path / "dora", 2, columns=4)),
+        request_of("base", prompt, max_tokens=MAX_TOKENS),
+    )
+    assert outcomes["dora"].tokens[0] == greedy(model, prompt, MAX_TOKENS)
+    assert outcomes["base"].tokens[0] == greedy(base, prompt, MAX_TOKENS)
+    assert len({tuple(outcome.tokens[0]) for outcome in outcomes.values()}) == 3
     core.close()
 
 

@@ -78,18 +78,31 @@ def test_fused_qkv_is_one_a_and_the_rows_of_three_bs() -> None:
         ([(1, -1, 1)], "lora_config[0][1]: -1"),
         ([(1, 0, 0)], "lora_config[0][2]: 0 is not allowed; expected an adapter size from 1 to 6"),
         ([(1, 0, 7)], "lora_config[0][2]: 7"),
-        ([(1, 0, 1, 1)], "lora_config[0][3]: 1 is not allowed; expected 0: DoRA"),
+        ([(1, 0, 1, 2)], "lora_config[0][3]: 2 is not allowed; expected 0, or 1 for DoRA"),
         ([(1, 0, 1, 0, 0)], "lora_config[0]: [1, 0, 1, 0, 0] is not allowed"),
         ([(1, 0, 1), (1, 0, 1)], "lora_config[1]: [1, 0, 1] is not allowed; expected a module once"),
         ([(1, 0, 1), (0, 0, 1)], "lora_config[1]: [0, 0, 1] is not allowed; expected a module once"),
     ],
 )
 def test_a_row_that_does_not_fit_the_model_is_named(config: list[tuple[int, ...]], message: str) -> None:
-    """Unknown modules and layers, ranks out of bounds, DoRA, one module twice."""
+    """Unknown modules and layers, ranks out of bounds, a DoRA column that is no flag, one module twice."""
     task = LoraTask(task_id=1, weights=np.zeros((len(config), 30), "<f4").tobytes(), config=tuple(config))
     with pytest.raises(InvalidField) as error:
         TaskReader(APART).read(task)
     assert error.value.message.startswith(message)
+
+
+def test_the_fourth_column_says_that_magnitudes_come_after_b() -> None:
+    """Already divided by the norms; those of a fused row are of the three linears. Without them the row is short."""
+    random = np.random.default_rng(0)
+    values = random.normal(size=2 * 6 + 16 * 2 + 16).astype("<f4")
+    task = LoraTask(task_id=1, weights=np.append(values, [0, 0]).astype("<f4").tobytes(), config=((0, 1, 2, 1),))
+    factors = TaskReader(APART).read(task).factors
+    parts = [factors[f"model.layers.1.self_attn.{name}_proj"] for name in "qkv"]
+    assert torch.equal(torch.cat([one.gain for one in parts if one.gain is not None]), torch.from_numpy(values[44:]))
+    assert torch.equal(torch.cat([one.b for one in parts]), torch.from_numpy(values[12:44].reshape(16, 2)))
+    with pytest.raises(InvalidField, match=r"44 numbers.* expected 60 numbers or more: .* and magnitudes \[16\]"):
+        TaskReader(APART).read(LoraTask(task_id=1, weights=values[:44].tobytes(), config=((0, 1, 2, 1),)))
 
 
 @pytest.mark.parametrize(
