@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from ..confined import MAX_TEMPLATE, POOL, Ended, Exceeded, NoProcess, Share, render_limits
 from ..errors import Overloaded, PackagingError, RequestError
 from ..request import ChatEnd
@@ -23,6 +21,8 @@ class Renderer:
     is asked itself."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers import PreTrainedTokenizerBase
+
         self._tokenizer = tokenizer
         self._own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
         self._share = Share()

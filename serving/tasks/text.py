@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from ..bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
 from ..confined import Refused
@@ -338,6 +337,8 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: b
 
 
 def _load_tokenizer(path: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer  # which imports torch: not for who only logs, finds or names a model
+
     check_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
