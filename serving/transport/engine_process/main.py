@@ -28,7 +28,7 @@ from ...processors import num_threads
 from ...settings import EngineSettings
 from ...visible import configure
 from ..discovery.state_directory import LOG, SOCKET, StateDirectory, Status, check_private
-from ..process_spec import MODULE, ProcessSpec
+from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .standby import Successor, WarmStandby, standby_settings
 
 logger = logging.getLogger("mlflow_llm.engine")
@@ -93,6 +93,10 @@ def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: 
 
     context = zmq.Context()
     socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
+    if spec.core == ENGINE_CORE:
+        from ...engine.lean_imports import import_lean
+
+        import_lean()
     module, _, name = spec.core.partition(":")
     factory: CoreFactory = getattr(importlib.import_module(module), name)
     try:
