@@ -29,7 +29,7 @@ from .native.library import NotNative
 from .native_encoder import NativeEncoder, native_encoder
 from .packed_cache import MappedEncoder, keep_encoder, packed_key
 from .pooling import MODES, pool, transformer_dir
-from .self_test import INT8_TOLERANCE, relative_maximum, relative_norm
+from .self_test import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ def run_natively(
 
 
 def check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:
-    allowed = INT8_TOLERANCE if int8 else TOLERANCE[expected.dtype]
+    allowed = WHOLE_TOLERANCE if int8 else TOLERANCE[expected.dtype]
     found = embedder.hidden(tests).float()
     distance = (relative_norm if int8 else relative_maximum)(found, expected.float())
     if not distance <= allowed:  # also true for NaN

@@ -261,3 +261,12 @@ def test_code_that_offers_no_place_says_so() -> None:
     assert config.kv_lora_rank
     assert latent_attention.install(make_model(config)) == ([], "its code makes whole keys and values at once")
     assert latent_attention.install(make_model(FAMILIES["llama"]())) == ([], "")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(bundle: Bundle, dtype: str) -> None:
+    """Last bits that choose another expert are no other model: the latent is kept, a token takes half as much."""
+    core = EngineCore(bundle, EngineSettings(dtype=dtype, kv_cache_memory=50 * TOKEN_BYTES))
+    assert (core.info.kv_cache_reason, core.info.max_kv_tokens) == ("", 100)
+    assert len(texts(core, PROMPTS[2:3])[0]) == 12
+    core.close()
