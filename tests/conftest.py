@@ -40,6 +40,7 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
             "test_server_ending.py",
             "test_local_deployment.py",
             "test_management_sdk.py",
+            "test_openapi_server.py",
             "test_exactness.py",
             "test_deployment_commands.py",
             "test_models_serve.py",

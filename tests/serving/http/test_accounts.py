@@ -17,15 +17,14 @@ from flask.testing import FlaskClient
 
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.http.app import create_app
-from mlflow_llm.serving.http.openapi import document
 from mlflow_llm.serving.http.paths import AUDIT, CURRENCY, KEYS, LIMITS, PRICES
-from mlflow_llm.serving.http.routes import ROUTES
 from mlflow_llm.serving.http.server import Server
 from mlflow_llm.serving.metering import Audit, AuditFilter, Keys, Ledger, Limits, Price, Prices, Reservation, Store
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    schemathesis = pytest.importorskip("schemathesis")
+    pytest.importorskip("schemathesis")
+    import described
     from hypothesis import HealthCheck, settings
 
 
@@ -171,12 +170,13 @@ def test_mistakes_are_named(client: FlaskClient, method: str, path: str, body: o
     assert len(client.get(AUDIT).json["audit"]) == before
 
 
-MANAGED = "^/api/2.0/(keys|limits|prices|currency|audit)"
-schema = schemathesis.openapi.from_dict(document(ROUTES)).include(path_regex=MANAGED)
+@pytest.fixture(params=described.operations(of="^/api/2.0/(keys|limits|prices|currency|audit)"))
+def operation(request: pytest.FixtureRequest) -> object:
+    return described.described(request.param)
 
 
-@schema.parametrize()
 @settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@described.by_fixture("operation").parametrize()
 def test_no_request_is_a_5xx(case, client: FlaskClient) -> None:
     """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
     kwargs = case.as_transport_kwargs(base_url="http://localhost")

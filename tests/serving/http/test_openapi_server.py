@@ -12,26 +12,34 @@ from instant_model import write_instant_model
 from serving_process import running
 
 from mlflow_llm.serving.http.invoke import TIMEOUT_HEADER
-from mlflow_llm.serving.http.openapi import document
-from mlflow_llm.serving.http.routes import ROUTES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    schemathesis = pytest.importorskip("schemathesis")
+    pytest.importorskip("schemathesis")
+    import described
     import requests
     from hypothesis import HealthCheck, settings
 
 # Routes that get examples alone, not each field's bounds: their bodies other routes have too, or test_management and
 # test_accounts try them without a server around.
 LESS = (
-    "^/(invocations|serving-endpoints/(chat/completions|completions|embeddings)|api/2.0/serving-endpoints)$"
-    "|^/api/2.0/(keys|limits|prices|currency|audit)"
+    "^/(invocations|endpoints/{name}/invocations|serving-endpoints/(chat/completions|completions|embeddings)"
+    "|score|v[12]/rerank|v1/messages/count_tokens|v1/responses/input_tokens|v3/embeddings)$"
+    "|^/v2/models/{name}/versions/"
+    "|^/api/2.0/(serving-endpoints|keys|limits|prices|currency|audit)"
 )
 SMALLEST = "5e-324"  # seconds: what schemathesis takes for "above 0"
-bounds = schemathesis.openapi.from_dict(document(ROUTES))
-examples = schemathesis.openapi.from_dict(document(ROUTES))
-examples.config.phases.coverage.enabled = False
 tried = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(params=described.operations(without=LESS))
+def with_bounds(request: pytest.FixtureRequest) -> Any:
+    return described.described(request.param)
+
+
+@pytest.fixture(params=described.operations(of=LESS))
+def examples_alone(request: pytest.FixtureRequest) -> Any:
+    return described.described(request.param, coverage=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +56,15 @@ def send(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             assert "Traceback" not in server.log()
 
 
-@bounds.exclude(path_regex=LESS).parametrize()
 @tried
+@described.by_fixture("with_bounds").parametrize()
 def test_no_request_is_a_5xx(case: Any, send: Any) -> None:
     """Whatever the document allows, and near it, gets an answer that is no fault of ours."""
     check(case, send(case))
 
 
-@examples.include(path_regex=LESS).parametrize()
 @tried
+@described.by_fixture("examples_alone").parametrize()
 def test_no_example_is_a_5xx(case: Any, send: Any) -> None:
     """On the other routes."""
     check(case, send(case))
