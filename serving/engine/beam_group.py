@@ -67,6 +67,8 @@ class BeamGroup:
         if self._rule.has_runs:
             self._texts = BeamTexts(group.request, self._rule, None)
         self._begin: Matching | None = None  # where the grammar begins
+        self._is_empty = False  # all that the grammar has is the text without tokens
+        self._may_rise = _may_rise(root)
 
     def read_texts(self, tokenizer: GrammarTokenizer) -> None:
         """What tokens write is known from here on: before the first step, where there are stop strings."""
@@ -96,35 +98,38 @@ class BeamGroup:
         sampling = self.group.sampling
         plain = scores.clone() if sampling.logprobs is not None else None
         length, texts = self.search.length, self._texts
-        self._restrict(scores)
+        if sampling.grammar is not None and not length:
+            assert self._beams[0].matching is not None
+            self._begin = self._beams[0].matching.fork()
         noted = sampling.generation_logits or plain is not None
         note = partial(self._notes, plain, rows) if noted else None
-        forks = self.search.step(scores, note, None if texts is None else partial(texts.ending, self.search))
-        if self.search.done and not self.search.best(1):
+        ending = None if texts is None else partial(texts.ending, self.search)
+        forks = self.search.step(scores, note, ending, self._process)
+        if self.search.done and not self.search.best(1) and not self._is_empty:
             raise self._stuck()
         if texts is not None:
             texts.fork(forks, length)
         return self._fork(forks, cache, add) if forks else []
 
-    def _restrict(self, scores: Any) -> None:
-        """Penalties, what is forbidden and each beam's grammar on the log probabilities [beams, V], in place."""
+    def _process(self, places: range, scores: Any) -> None:
+        """Penalties, what is forbidden and each beam's grammar on the log probabilities [beams, V] of the beams at
+        ``places``, in place."""
+        beams = self._beams[places.start : places.stop]
         if self.group.sampling.grammar is None:
-            adjust(scores, self._beams)
+            adjust(scores, beams)
             return
-        if not self.search.length:
-            assert self._beams[0].matching is not None
-            self._begin = self._beams[0].matching.fork()
-        ending = {i: scores[i].clone() for i, beam in enumerate(self._beams) if not self._may_go_on(beam)}
-        adjust(scores, self._beams)
-        restrict(scores, self._beams)
+        ending = {i: scores[i].clone() for i, beam in enumerate(beams) if not self._may_go_on(beam)}
+        adjust(scores, beams)
+        restrict(scores, beams)
         for i, before in ending.items():
-            matching = self._beams[i].matching
+            matching = beams[i].matching
             scores[i] = float("-inf")
             if matching is not None and not matching.is_dead:
                 ends = list(matching.ends)
                 scores[i, ends] = before[ends]
-                if not ends:
-                    self.search.complete(i)
+                if not ends and self.search.length:
+                    self.search.complete(places[i])
+                self._is_empty = not ends and not self.search.length
 
     def _may_go_on(self, beam: SequenceState) -> bool:
         """Whether its text can go on within the grammar. Raises ``ServingError`` for a limit that is reached."""
@@ -191,11 +196,10 @@ class BeamGroup:
 
     def settled(self) -> list[SearchedText]:
         """The texts that are certain before the search has ended, and have not been given out; they leave it."""
-        search, p = self.search, self.group.sampling
-        raised = p.logit_bias or p.embedding_bias is not None or p.presence_penalty or p.frequency_penalty
-        if not isinstance(search, BeamSearch) or raised:  # which may make sums greater
+        if self._may_rise:
             return []
-        certain = [index for index in self.indexes if self._ranks[index] < search.num_certain]
+        num_certain = self.search.num_certain
+        certain = [index for index in self.indexes if self._ranks[index] < num_certain]
         found = self._texts_of(certain, "stop") if certain else []
         self.indexes = [index for index in self.indexes if index not in certain]
         return found
@@ -233,3 +237,12 @@ class BeamGroup:
         except ServingError:
             return False
         return matching.is_complete
+
+
+def _may_rise(sequence: SequenceState) -> bool:
+    """Whether a request's biases and penalties may make log probabilities greater than 0, so that a text's sum grows
+    with a token and nothing is certain before the end of its search."""
+    p, processors = sequence.sampling, sequence.processors
+    if p.presence_penalty < 0.0 or p.frequency_penalty < 0.0 or any(bias > 0.0 for _, bias in p.logit_bias):
+        return True
+    return processors is not None and processors.bias is not None and bool((processors.bias > 0.0).any())

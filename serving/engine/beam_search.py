@@ -39,6 +39,11 @@ Ending: TypeAlias = Callable[[list[Fork]], list[bool]]
 """Asked in each step which candidates end their texts, beside those whose last token does."""
 
 
+Process: TypeAlias = Callable[[range, Any], None]
+"""Asked in each step to change the log probabilities of some of the beams, [beams, V], in place: what a request adds to
+them or forbids. At the first step they are one beam, the prompt."""
+
+
 class Trail(NamedTuple):
     """What was remembered of a text's tokens, the last one first."""
 
@@ -99,6 +104,12 @@ class RunningBeams:
         """The text of a running beam is whole as it is: a hypothesis, and no beam any more."""
         raise NotImplementedError
 
+    @property
+    def num_certain(self) -> int:
+        """How many hypotheses, from the best one on, no running beam can come before, where log probabilities are no
+        greater than 0."""
+        raise NotImplementedError
+
 
 class BeamSearch(RunningBeams):
     """``width`` beams of one prompt, of at most ``max_tokens`` tokens; any of ``ends`` ends a text.
@@ -136,18 +147,24 @@ class BeamSearch(RunningBeams):
 
     @property
     def num_certain(self) -> int:
-        """How many hypotheses, from the best one on, no running beam can come before, where log probabilities are no
-        greater than 0."""
         length = self._max_tokens if self._penalty > 0.0 else self.length
         most = self._scores.max() / np.float32(length**self._penalty)
         return sum(bool(one.token_ids) and bool(one.score >= most) for one in self._finished)
 
-    def step(self, log_probs: Any, note: Note | None = None, ending: Ending | None = None) -> Sequence[Fork]:
+    def step(
+        self,
+        log_probs: Any,
+        note: Note | None = None,
+        ending: Ending | None = None,
+        process: Process | None = None,
+    ) -> Sequence[Fork]:
         """The beams that go on, best first; none when the search is ``done``.
 
         ``log_probs`` is a float32 tensor [width, V]: after the first token of each beam; at the first step of the
-        prompt alone, [1, V] or any number of equal rows.
+        prompt alone, [1, V] or any number of equal rows. With ``process`` they change.
         """
+        if process is not None:
+            process(range(len(log_probs)), log_probs)
         scores = torch.from_numpy(self._scores[: len(log_probs)]).to(log_probs.device)
         sums = (log_probs + scores[:, None]).reshape(-1)
         size = log_probs.shape[-1]

@@ -2,7 +2,8 @@
 
 The rules are those of transformers 4.55 (``_group_beam_search``, ``BeamSearchScorer``, Hamming diversity), the last
 release that had it: groups choose one after the other in each step, each keeps its own hypotheses, and the best of all
-are the result.
+are the result. What a request adds to log probabilities or forbids comes after the diversity, as there: a repetition
+penalty multiplies it too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from ..request import EarlyStopping
-from .beam_search import DEAD, NONE, Ending, Fork, Hypothesis, Note, RunningBeams, Trail
+from .beam_search import DEAD, NONE, Ending, Fork, Hypothesis, Note, Process, RunningBeams, Trail
 
 
 class _Group:
@@ -40,6 +41,12 @@ class _Group:
                 return
             self.hypotheses.remove(min(self.hypotheses, key=lambda one: one.score))
         self.hypotheses.append(Hypothesis(token_ids, score, Trail.notes(trail)))
+
+    def bound(self, length: int) -> float:
+        """What no hypothesis that is yet to come has more than, of beams of ``length`` tokens."""
+        if self.done:
+            return -np.inf
+        return float(self.scores.max()) / (self._max_tokens if self._penalty > 0.0 else length) ** self._penalty
 
     def judge(self, best: float, length: int) -> None:
         """``best`` is the greatest sum of log probabilities of this step's candidates, of ``length`` tokens."""
@@ -92,11 +99,24 @@ class GroupBeamSearch(RunningBeams):
     def _place(self, beam: int) -> tuple[_Group, int]:
         return self._groups[beam // self._size], beam % self._size
 
-    def step(self, log_probs: Any, note: Note | None = None, ending: Ending | None = None) -> Sequence[Fork]:
+    @property
+    def num_certain(self) -> int:
+        """As ``BeamSearch.num_certain``: of all groups' hypotheses, beside what the groups that go on may still find.
+        Of equal ones the later comes first."""
+        if not self.length:
+            return 0
+        most = max(group.bound(self.length) for group in self._groups)
+        return sum(one.score > most for group in self._groups for one in group.hypotheses)
+
+    def step(
+        self,
+        log_probs: Any,
+        note: Note | None = None,
+        ending: Ending | None = None,
+        process: Process | None = None,
+    ) -> Sequence[Fork]:
         """The beams that go on, group by group, as ``BeamSearch.step``. Those of a group that is done go on with the
         filler and count for nothing."""
-        if len(log_probs) < self.width:
-            log_probs = log_probs[:1].expand(self.width, -1)
         chosen: list[int] = []
         forks: list[Fork] = []
         trails: list[Trail | None] = []
@@ -104,8 +124,9 @@ class GroupBeamSearch(RunningBeams):
             first = number * self._size
             mine, trail = [Fork(first, self._filler)] * self._size, [self._trails[first]] * self._size
             if not group.done:
-                rows = log_probs[first : first + self._size]
-                mine, trail = self._choose(group, first, rows, chosen, note, ending)
+                beams = range(first, first + self._size) if self.length else range(1)
+                rows = self._processed(log_probs[beams.start : beams.stop], beams, chosen, process)
+                mine, trail = self._choose(group, first, rows.expand(self._size, -1), note, ending)
             forks += mine
             trails += trail
             chosen += [fork.token_id for fork in mine]
@@ -119,13 +140,20 @@ class GroupBeamSearch(RunningBeams):
             self._finish()
         return () if self.done else forks
 
-    def _choose(
-        self, group: _Group, first: int, log_probs: Any, chosen: list[int], note: Note | None, ending: Ending | None
-    ) -> tuple[list[Fork], list[Trail | None]]:
-        """What one group goes on with; texts that end are kept."""
+    def _processed(self, log_probs: Any, beams: range, chosen: list[int], process: Process | None) -> Any:
+        """A group's log probabilities without what the tokens ``chosen`` by earlier groups cost, then processed."""
         if chosen:
             counts = torch.bincount(torch.tensor(chosen), minlength=log_probs.shape[-1]).to(log_probs.device)
             log_probs = log_probs - float(self._diversity) * counts
+        if process is not None:
+            log_probs = log_probs if chosen else log_probs.clone()
+            process(beams, log_probs)
+        return log_probs
+
+    def _choose(
+        self, group: _Group, first: int, log_probs: Any, note: Note | None, ending: Ending | None
+    ) -> tuple[list[Fork], list[Trail | None]]:
+        """What one group goes on with; texts that end are kept."""
         sums = (log_probs + torch.from_numpy(group.scores).to(log_probs.device)[:, None]).reshape(-1)
         found = torch.topk(sums, min(max(2, 1 + len(self._ends)) * self._size, len(sums)))
         length, size = self.length + 1, log_probs.shape[-1]

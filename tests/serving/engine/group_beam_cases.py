@@ -1,7 +1,10 @@
-"""Makes ``group_beam_cases.json``: diverse beam searches of transformers 4.55, the last release that had them.
+"""Makes ``group_beam_cases.json`` and ``group_processor_cases.json``: diverse beam searches of transformers 4.55, the
+last release that had them, the latter with logits processors.
 
     pip install --no-deps --target OLD transformers==4.55.4 tokenizers==0.21.4 huggingface_hub==0.34.4
     PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 100 > tests/serving/engine/group_beam_cases.json
+    PYTHONPATH=OLD python tests/serving/engine/group_beam_cases.py 60 processors > \
+        tests/serving/engine/group_processor_cases.json
 
 ``model`` is the same in both releases: its weights are drawn by numpy's legacy generator, whose numbers never change.
 """
@@ -36,13 +39,43 @@ def model() -> Any:
     return made
 
 
+def bias_of(seed: int) -> Any:
+    """A bias of every token, float32 [VOCAB]: by 0.5 or so, up and down."""
+    return np.random.RandomState(seed).normal(0, 0.5, VOCAB).astype(np.float32)
+
+
+def processors(rng: random.Random, likely: list[int]) -> dict[str, Any]:
+    """What a case adds to log probabilities or forbids; tokens are likely ones."""
+    return {
+        "repetition_penalty": rng.choice([1.0, 0.7, 1.3, 2.0]),
+        "no_repeat_ngram_size": rng.choice([0, 0, 1, 2, 3]),
+        "bad_words": [rng.sample(likely, rng.choice([1, 1, 2])) for _ in range(rng.choice([0, 0, 12]))],
+        "min_tokens": rng.choice([0, 0, 2, 5]),
+        "bias_seed": rng.choice([None, rng.randint(1, 1000)]),
+    }
+
+
+def as_generate_takes_them(case: dict[str, Any]) -> dict[str, Any]:
+    bias = None
+    if case["bias_seed"] is not None:
+        bias = {(token,): value for token, value in enumerate(bias_of(case["bias_seed"]).tolist())}
+    return {
+        "repetition_penalty": case["repetition_penalty"],
+        "no_repeat_ngram_size": case["no_repeat_ngram_size"],
+        "bad_words_ids": case["bad_words"] or None,
+        "min_new_tokens": case["min_tokens"] or None,
+        "sequence_bias": bias,
+    }
+
+
 @torch.inference_mode()
-def case(made: Any, rng: random.Random) -> dict[str, Any]:
+def case(made: Any, rng: random.Random, *, processed: bool) -> dict[str, Any]:
     """A random search and its outcome; end tokens are such as are likely."""
     groups = rng.randint(2, 4)
     width = groups * rng.randint(1, 3)
     prompt = [rng.randint(3, VOCAB - 1) for _ in range(rng.randint(1, 12))]
     ids = torch.tensor([prompt])
+    likely = made(ids).logits[0, -1].topk(30).indices.tolist()
     asked = {
         "width": width,
         "num_groups": groups,
@@ -51,8 +84,12 @@ def case(made: Any, rng: random.Random) -> dict[str, Any]:
         "early_stopping": rng.choice([False, True, "never"]),
         "max_tokens": rng.randint(1, 14),
         "n": rng.randint(1, width),
-        "ends": rng.sample(made(ids).logits[0, -1].topk(30).indices.tolist(), rng.choice([1, 1, 2, 3])),
+        "ends": rng.sample(likely, rng.choice([1, 1, 2, 3])),
     }
+    more: dict[str, Any] = {"pad_token_id": 0}
+    if processed:
+        asked |= processors(rng, likely)
+        more = {"pad_token_id": asked["ends"][0]} | as_generate_takes_them(asked)  # its own where a model has none
     out = made.generate(
         ids,
         num_beams=width,
@@ -62,11 +99,11 @@ def case(made: Any, rng: random.Random) -> dict[str, Any]:
         length_penalty=asked["length_penalty"],
         early_stopping=asked["early_stopping"],
         eos_token_id=asked["ends"],
-        pad_token_id=0,
         max_new_tokens=asked["max_tokens"],
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
+        **more,
     )
     texts = out.sequences[:, len(prompt) :].tolist()
     return asked | {"prompt": prompt, "texts": texts, "scores": out.sequences_scores.tolist()}
@@ -76,4 +113,5 @@ if __name__ == "__main__":
     assert tf.__version__.startswith("4.55."), tf.__version__
     tf.logging.set_verbosity_error()
     rng, made = random.Random(1), model()
-    print(json.dumps([case(made, rng) for _ in range(int(sys.argv[1]))], separators=(",", ":")))
+    processed = sys.argv[2:] == ["processors"]
+    print(json.dumps([case(made, rng, processed=processed) for _ in range(int(sys.argv[1]))], separators=(",", ":")))

@@ -421,3 +421,14 @@ def test_searches_for_calls(spoken: tuple[Bundle, Any, Texts]) -> None:
     assert seen.endswith(" yes")
     assert seen.count(" yes") == 1
     core.close()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_form_of_no_text(spoken: tuple[Bundle, Any, Texts], groups: int) -> None:
+    """Where the grammar has the empty text alone, and no token ends it, all choices are empty and whole."""
+    core = make_core(spoken[0])
+    beams = Beams(width=4, num_groups=groups, diversity_penalty=0.5 * (groups - 1))
+    found = run(core, request_of("a", prompt_of(5, 1), n=2, grammar=regex(""), beams=beams))["a"]
+    assert found.failed is None
+    assert [(one.reason, one.num_generated_tokens) for one in found.finished.values()] == [("stop", 0)] * 2
+    core.close()
