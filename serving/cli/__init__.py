@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
+from importlib import import_module
+from typing import Any
 
 import click
 
@@ -10,28 +13,41 @@ from mlflow_llm import __version__
 
 from ..errors import PackagingError, ServingError
 from ..visible import visible
-from .audit import audit
-from .batch import batch
-from .bench import bench
-from .chat import chat
-from .doctor import doctor
-from .endpoints import endpoints
-from .engine import engine, engine_key
-from .keys import keys
-from .limits import limits
-from .prices import prices
-from .serve import serve
-from .usage import usage
+
+COMMANDS = {  # the module of each, and its name in there where that is another
+    "serve": "serve",
+    "engine": "engine",
+    "engine-key": "engine:engine_key",
+    "keys": "keys",
+    "limits": "limits",
+    "prices": "prices",
+    "usage": "usage",
+    "audit": "audit",
+    "endpoints": "endpoints",
+    "chat": "chat",
+    "batch": "batch",
+    "bench": "bench",
+    "doctor": "doctor",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Commands(UserDict[str, click.Command]):
+    """Each command by name. Its module is imported when it is asked for: no other's libraries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data: dict[str, Any] = dict.fromkeys(COMMANDS)
+
+    def __getitem__(self, name: str) -> click.Command:
+        place, _, attribute = COMMANDS[name].partition(":")
+        command: click.Command = getattr(import_module(f"{__name__}.{place}"), attribute or place)
+        return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, commands=Commands())
 @click.version_option(__version__)
 def cli() -> None:
     """Serve language models logged with MLflow."""
-
-
-for command in (serve, engine, engine_key, keys, limits, prices, usage, audit, endpoints, chat, batch, bench, doctor):
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ from ..transport.auth import check_address, read_key
 from .dialect_options import dialect_options, dialects_of
 from .sizes import Size
 from .spec_files import read_serve_spec
-from .store import opened
 
 DEFAULTS = ServerSettings()
 SIZE = Size()
@@ -308,6 +307,8 @@ def _check_place(settings: ServerSettings) -> None:
     _check_tokens(settings)
     _check_grpc(settings)
     if settings.database is not None:
+        from .store import opened  # and SQLAlchemy
+
         ledger_dir(settings)
         with opened(settings.database, make=True):
             pass

@@ -12,13 +12,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -133,20 +129,17 @@ class Store:
         cursor.close()
 
     def _migrate(self, *, make: bool, hopeful: Callable[[Exception], bool]) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
-        scripts = ScriptDirectory.from_config(config)
-        head, patience = scripts.get_current_head(), 6 * self.timeout
+        known = store_checks.revisions()
+        head, patience = known[-1], 6 * self.timeout
 
         def current(connection: sa.Connection) -> str | None:
-            return store_checks.revision(connection, scripts)
+            return store_checks.revision(connection, known)
 
         def upgrade(connection: sa.Connection) -> None:
             if not self.is_sqlite:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             if current(connection) != head:
-                config.attributes["connection"] = connection
-                command.upgrade(config, "head")
+                _upgrade(connection)
 
         found = self._retry(current, patience, read=True, hopeful=hopeful)
         if found is None and not make:
@@ -214,6 +207,16 @@ class Store:
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def _upgrade(connection: sa.Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(store_checks.MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 def _begin(connection: sa.Connection) -> None:

@@ -6,15 +6,17 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from ..errors import Unavailable, without_password
 
 BACKENDS = ("sqlite", "postgresql")
+MIGRATIONS = Path(__file__).parent / "migrations"
+_VERSIONS_TABLE = "alembic_version"
+_VERSIONS: sa.Select[Any] = sa.select(sa.column("version_num")).select_from(sa.table(_VERSIONS_TABLE))
 _TRANSIENT_SQLITE = {5, 6, 15, 17}  # SQLITE_BUSY, _LOCKED, _PROTOCOL, _SCHEMA: others are at work
 _TRANSIENT_POSTGRES = ("40", "53300", "55P03")  # deadlocks, too many clients, a lock's timeout
 
@@ -59,17 +61,23 @@ def _make_private(file: Path) -> None:
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def revision(connection: sa.Connection, scripts: ScriptDirectory) -> str | None:
+def revisions() -> list[str]:
+    """Of the migrations, in their order, which is that of their files. Without alembic: a process that opens a store
+    which is up to date need not import it."""
+    return sorted(file.name.partition("_")[0] for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))
+
+
+def revision(connection: sa.Connection, known: list[str]) -> str | None:
     """The schema's revision, None before the first migration. Raises ``ValueError`` for another program's database."""
-    found = MigrationContext.configure(connection).get_current_heads()
-    known = {script.revision for script in scripts.walk_revisions()}
+    tables = sa.inspect(connection)
+    found = connection.scalars(_VERSIONS).all() if tables.has_table(_VERSIONS_TABLE) else ()
     if not found:
-        if connection.dialect.name == "sqlite" and sa.inspect(connection).get_table_names():
+        if connection.dialect.name == "sqlite" and tables.get_table_names():
             raise ValueError("is another program's database")
         return None
-    if set(found) <= known:
+    if set(found) <= set(known):
         return str(found[0])
-    if sa.inspect(connection).has_table("ledger"):
+    if tables.has_table("ledger"):
         raise ValueError("was made by a later version of mlflow-llm")
     raise ValueError("is another program's database")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import json
 import os
 import signal
@@ -79,7 +80,7 @@ def refusal(status: int) -> dict[str, Any]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(sys.modules["mlflow_llm.serving.cli.batch"], "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(importlib.import_module("mlflow_llm.serving.cli.batch"), "FIRST_WAIT", 0.001)
     fake = FakeServer()
     yield fake
     fake.release.set()

@@ -11,17 +11,21 @@ from click.testing import CliRunner
 from mlflow_llm.serving.cli import cli
 
 HEAVY = ("torch", "transformers", "tokenizers", "mlflow", "numpy", "pandas")
+SQL = ("sqlalchemy", "alembic")
 CODE = f"""
 import sys
-import mlflow_llm.serving.cli, mlflow_llm.serving.http.gunicorn.server, mlflow_llm.serving.http.gunicorn.worker
-print(*(name for name in {HEAVY!r} if name in sys.modules))
+import mlflow_llm.serving.cli.serve, mlflow_llm.serving.http.gunicorn.server
+print(*(name for name in {HEAVY + SQL!r} if name in sys.modules))
+import mlflow_llm.serving.http.gunicorn.worker, mlflow_llm.serving.control.main
+print(*(name for name in {HEAVY + SQL!r} if name in sys.modules))
 """
 
 
 def test_commands_and_arbiter_import_no_heavy_library() -> None:
-    """The command line, and the process that starts a server's workers, have neither torch nor MLflow in memory."""
+    """The command line, the process that starts a server's workers, and the controller have neither torch nor MLflow in
+    memory; a command has SQL where it asks a store, and only who makes or migrates one has alembic."""
     asked = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert asked.stdout.split() == []
+    assert asked.stdout.splitlines() == ["", "sqlalchemy"]
 
 
 @pytest.mark.parametrize("name", ["", "keys", "limits", "prices", "usage"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import importlib
 import json
 import os
 import pty
@@ -200,7 +201,7 @@ def test_bench_counts_errors(command: Command) -> None:
 
 def test_bench_asks_other_prompts_in_each_run(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a run left in the prefix cache is not found by the next one, unless its --seed is given."""
-    module = sys.modules["mlflow_llm.serving.cli.bench"]
+    module = importlib.import_module("mlflow_llm.serving.cli.bench")
     runs: list[list[str]] = []
 
     def ask(client: Client, body: dict) -> Sample:
@@ -221,7 +222,7 @@ def test_bench_asks_other_prompts_in_each_run(command: Command, monkeypatch: pyt
 
 def test_bench_opens_its_file_first(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that cannot be written costs no measurement."""
-    monkeypatch.setattr(sys.modules["mlflow_llm.serving.cli.bench"], "streamed", None)
+    monkeypatch.setattr(importlib.import_module("mlflow_llm.serving.cli.bench"), "streamed", None)
     done = command("bench", "--json", "/nonexistent/x.json")
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: Could not open file '/nonexistent/x.json'")
@@ -261,7 +262,7 @@ def test_doctor() -> None:
 
 def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is a problem with exit status 1."""
-    module = sys.modules["mlflow_llm.serving.cli.doctor"]  # its name in the package is the command's
+    module = importlib.import_module("mlflow_llm.serving.cli.doctor")
     monkeypatch.setattr(module, "PACKAGES", ("mlflow-llm", "no-such-package"))
     done = CliRunner().invoke(cli, ["doctor"])
     assert done.exit_code == 1

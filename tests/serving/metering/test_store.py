@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 
 from mlflow_llm.serving.errors import InvalidField, Unavailable, without_password
-from mlflow_llm.serving.metering import Limits, Store, tables
+from mlflow_llm.serving.metering import Limits, Store, store_checks, tables
 from mlflow_llm.serving.metering.money import Price, cost
 from mlflow_llm.serving.metering.store_checks import NoStore
 
@@ -102,6 +104,14 @@ def test_files_that_are_no_store(made, reason, tmp_path, monkeypatch):
     with pytest.raises(NoStore, match=f"^database {re.escape(url)}: {reason}"):
         Store(url)
     assert (file.is_file() and file.read_bytes()) == before
+
+
+def test_revisions_are_alembics():
+    """What is read off the names of the migrations' files is what alembic reads in them, in its order."""
+    config = Config()
+    config.set_main_option("script_location", str(store_checks.MIGRATIONS))
+    scripts = ScriptDirectory.from_config(config).walk_revisions()
+    assert store_checks.revisions() == [script.revision for script in scripts][::-1]
 
 
 def test_a_new_file_is_for_its_owner_alone(tmp_path):
