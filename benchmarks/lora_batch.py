@@ -1,9 +1,12 @@
 """One decode forward of SmolLM2 with 0, 4, 8 and 16 adapters mixed in a batch, beside peft's mixed batch, in one run.
 
-    python benchmarks/lora_batch.py MODEL_DIR [--quantization int8]
+    python benchmarks/lora_batch.py MODEL_DIR [--quantization int8] [--uses]
 
 Ranks 4, 8 and 16 in turn on every linear but the head; a row in each batch stays the base's. Ours is the engine's step
 of one token a sequence. Neither side has earlier tokens to attend to: the ratios are of linears, LoRA and dispatch.
+
+``--uses``: instead, what the first use of an evicted adapter of rank 16 costs over the base, which reads it from disk,
+and the second and third, which do not: whole requests of one token by the engine's core.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
@@ -24,7 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.assembly import assemble
+from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import Row
+from mlflow_llm.serving.request import Prompt, Sampling, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 RANKS = (4, 8, 16)
@@ -71,7 +77,7 @@ def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir)
     parts = assemble(bundle, settings)
     for i in range(max(COUNTS)):
-        parts.lora.load(f"a{i}", str(folder / f"a{i}"))
+        parts.lora.add(f"a{i}", parts.lora.read(f"a{i}", str(folder / f"a{i}")))
     forward = parts.runner.step_forward
     found = {}
     for batch in BATCHES:
@@ -87,6 +93,49 @@ def run_ours(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     return found
 
 
+def run_uses(model_dir: str, folder: Path, repeats: int, settings: EngineSettings) -> list[dict[str, Any]]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    config = LoraConfig(r=max(RANKS), target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder / "one")
+    del model
+    paths = {"a": str(folder / "one"), "b": str(folder / "one")}
+    bundle = Bundle(
+        content_hash="bench", tasks=("completions",), model_dir=model_dir, tokenizer_dir=model_dir, adapters=paths
+    )
+    core = EngineCore(bundle, settings)
+    core.unload_adapter("b")
+    settings = msgspec.structs.replace(settings, adapter_memory=core._adapters.num_bytes * 3 // 2)
+    core.close()
+    core = EngineCore(bundle, settings)  # with room for one of the two
+    times: dict[str, list[float]] = {"base": [], "first": [], "second": [], "third": [], "other": []}
+    for i in range(repeats):
+        for use, found in times.items():
+            start = time.perf_counter()
+            core.add(one_token(f"{use}{i}", {"base": None, "other": "b"}.get(use, "a")))
+            while core.has_work():
+                core.step()
+            found.append(time.perf_counter() - start)
+    core.close()
+    base = statistics.median(times["base"])
+    return [
+        {"use": use, "ms": statistics.median(found) * 1e3, "ms over base": (statistics.median(found) - base) * 1e3}
+        for use, found in times.items()
+        if use != "other"
+    ]
+
+
+def one_token(request_id: str, adapter: str | None) -> ValidRequest:
+    return ValidRequest(
+        request_id=request_id,
+        task="completions",
+        model="bench",
+        sequences=(Prompt(prompt_token_ids=(1,), seed=0),),
+        sampling=Sampling(max_tokens=1, temperature=0.0),
+        adapter=adapter,
+        cache_salt="bench",
+    )
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +143,15 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--uses", action="store_true")
     arguments = parser.parse_args()
+    suffix = "" if arguments.quantization == "none" else f"-{arguments.quantization}"
+    if arguments.uses:
+        settings = EngineSettings(quantization=arguments.quantization, kernels=arguments.kernels, prefix_caching=False)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = run_uses(arguments.model_dir, Path(folder), arguments.repeats, settings)
+        publish(f"lora_uses{suffix}", rows, threads=torch.get_num_threads(), quantization=arguments.quantization)
+        return
     with tempfile.TemporaryDirectory() as folder:
         theirs = run_peft(arguments.model_dir, Path(folder), arguments.repeats)
         settings = EngineSettings(quantization=arguments.quantization, kernels=arguments.kernels)
@@ -106,8 +163,7 @@ def main() -> None:
             "batch": int(batch), "adapters": int(count), "ours ms": mine, "ours x of 0": mine / ours[f"{batch}/0"],
             "peft ms": theirs[key], "peft x of 0": theirs[key] / theirs[f"{batch}/0"],
         })  # fmt: skip
-    name = "lora_batch" if arguments.quantization == "none" else f"lora_batch-{arguments.quantization}"
-    publish(name, rows, threads=torch.get_num_threads(), quantization=arguments.quantization)
+    publish(f"lora_batch{suffix}", rows, threads=torch.get_num_threads(), quantization=arguments.quantization)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ Seconds = Annotated[float, Meta(gt=0, le=YEAR)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=YEAR)]
 Bytes = Annotated[int, Meta(ge=1, le=2**62, description="a number of bytes, an integer of 1 or more")]
 BytesOrZero = Annotated[int, Meta(ge=0, le=2**62, description="a number of bytes, 0 for none")]
+Names = Annotated[
+    tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
+    Meta(max_length=1024, description="a list of names of the model's adapters"),
+]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", description="'auto', 'cpu', 'cuda' or 'cuda:N'")]
 
 
@@ -47,10 +51,13 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     hold in memory; 0 gives none. ``batch_invariant``: results are bitwise the same alone and in any batch, also where
     they are not by themselves (by torch's kernels): each sequence is computed alone, and no prefix is reused
     (docs/determinism.md). ``max_adapters`` bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of
-    those loaded, and of the ones that came with requests: what no request uses is evicted, the longest unused first,
-    and a named one read from disk again when it is asked for. ``idle_timeout``: seconds an engine process outlives its
-    last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the form that
-    our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses none.
+    those loaded, and of the ones that came with requests: what no request uses is evicted, the longest unused first
+    and fairly between tenants, and a named one read from disk again when it is asked for. ``adapter_host_memory``:
+    bytes of copies that evicted ones leave in the host's memory, from where they come back; None is 1 GiB beside a GPU
+    and none on CPU. ``pinned_adapters`` of the model are never evicted. ``idle_timeout``: seconds an engine process
+    outlives its last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the
+    form that our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses
+    none.
     ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
     backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
     engine on a thread of this process (debugging and small tests: about half the speed, see docs/performance.md).
@@ -73,6 +80,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     draft_model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     max_adapters: CountOrZero = 64
     adapter_memory: Bytes = 1 << 30
+    adapter_host_memory: BytesOrZero | None = None
+    pinned_adapters: Names = ()
     max_logits_bytes: BytesOrZero = 64 << 20
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     trust_remote_code: bool = False

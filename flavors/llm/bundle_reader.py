@@ -75,6 +75,9 @@ def configured(
     chosen = config.default_adapter
     if chosen is not None and chosen not in bundle.adapters:
         raise PackagingError(f"default_adapter: {shown(chosen)} is no adapter; expected {_names(bundle.adapters)}")
+    for name in config.settings.pinned_adapters:
+        if name not in bundle.adapters:
+            raise PackagingError(f"pinned_adapters: {shown(name)} is no adapter; expected {_names(bundle.adapters)}")
     return msgspec.structs.replace(bundle, default_adapter=chosen), config
 
 

@@ -35,6 +35,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     embedding: Any = None
     tool_format: ToolFormat | None = None
     default_adapter: str | None = None
+    pinned_adapters: tuple[str, ...] = ()
     revision: str | None = None
     link: bool = False
     trust_remote_code: bool = False
@@ -128,11 +129,12 @@ def _finish(
     cross_encoder: Any = None,
     tool_formats: dict[str, ToolFormat],
 ) -> Manifest:
-    if parts.default_adapter is not None and parts.default_adapter not in adapters:
-        known = ", ".join(sorted(adapters)) or "none"
-        raise PackagingError(
-            f"default_adapter: {shown(parts.default_adapter)} is no adapter of the model; it has {known}"
-        )
+    default = () if parts.default_adapter is None else (parts.default_adapter,)
+    for field, names in (("default_adapter", default), ("pinned_adapters", parts.pinned_adapters)):
+        for name in names:
+            if name not in adapters:
+                known = ", ".join(sorted(adapters)) or "none"
+                raise PackagingError(f"{field}: {shown(name)} is no adapter of the model; it has {known}")
     manifest = describe(
         root,
         tasks=tasks,

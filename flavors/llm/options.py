@@ -27,6 +27,8 @@ class EngineOptions(TypedDict, total=False):
     draft_model: str | None
     max_adapters: int
     adapter_memory: int
+    adapter_host_memory: int | None
+    pinned_adapters: tuple[str, ...]
     max_logits_bytes: int
     threads: int | None
     trust_remote_code: bool

@@ -110,6 +110,7 @@ def save_model(
         embedding=embedding,
         tool_format=tool_formats.parse(tool_format),
         default_adapter=config.default_adapter,
+        pinned_adapters=config.settings.pinned_adapters,
         revision=revision,
         link=link_files,
         trust_remote_code=config.settings.trust_remote_code,

@@ -13,6 +13,7 @@ from .plan import Plan, PlannedAdapter
 
 Loaded = Mapping[str, tuple[DynamicAdapter, ...]]
 """By endpoint, as the store has them."""
+UNPINNED = "an endpoint that shares its engine has this adapter, and not pinned"
 TAKEN = "an endpoint that shares its engine has another adapter of this name"
 
 
@@ -37,7 +38,8 @@ class EngineAdapters:
                 of_engine = keys.setdefault(entity.key, {})
                 for adapter in wanted.get(endpoint.name, ()):
                     if self._owner.setdefault((entity.key, adapter.name), adapter).path == adapter.path:
-                        of_engine.setdefault(adapter.name, WantedAdapter(path=adapter.path, revision=adapter.revision))
+                        wanted_one = WantedAdapter(path=adapter.path, revision=adapter.revision, pinned=adapter.pinned)
+                        of_engine.setdefault(adapter.name, wanted_one)
         for key, adapters in keys.items():
             known = self._known.setdefault(key, set())
             known.update(adapters)
@@ -57,6 +59,8 @@ class EngineAdapters:
         for adapter in wanted:
             owner = self._owner.get((entity.key, adapter.name), adapter)
             refusal = TAKEN if owner.path != adapter.path else _refusal(status, owner)
+            if adapter.pinned and not owner.pinned:
+                refusal = refusal or UNPINNED
             entry = PlannedAdapter(name=adapter.name, revision=adapter.revision, refusal=refusal)
             if refusal or _is_there(status, owner) or (not status.ready and entry in before):
                 found.append(entry)

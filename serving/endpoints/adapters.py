@@ -20,12 +20,13 @@ from .rows import find_row
 
 class DynamicAdapter(Struct, frozen=True, kw_only=True):
     """``uri`` is what was asked for, ``path`` the directory in peft's layout. Each load is a ``revision`` of its
-    own."""
+    own. ``pinned``: engines never evict it."""
 
     name: str
     uri: str
     path: str
     revision: str
+    pinned: bool = False
 
 
 class EndpointAdapters:
@@ -43,11 +44,19 @@ class EndpointAdapters:
         return found
 
     def put(
-        self, endpoint: str, name: str, uri: str, path: str, *, replace: bool, by: Actor | None = None
+        self,
+        endpoint: str,
+        name: str,
+        uri: str,
+        path: str,
+        *,
+        replace: bool,
+        pinned: bool = False,
+        by: Actor | None = None,
     ) -> tuple[DynamicAdapter, DynamicAdapter | None]:
         """The new adapter and the one that it replaces. Raises ``RequestError`` where there is one and ``replace`` is
         not asked for, in vLLM's words."""
-        new = DynamicAdapter(name=name, uri=uri, path=path, revision=secrets.token_hex(16))
+        new = DynamicAdapter(name=name, uri=uri, path=path, revision=secrets.token_hex(16), pinned=pinned)
 
         def work(connection: sa.Connection) -> DynamicAdapter | None:
             find_row(connection, endpoint)
@@ -59,8 +68,9 @@ class EndpointAdapters:
                     param="lora_name",
                 )
             self._write(connection, endpoint, new)
-            before = None if old is None else {"uri": old.uri}
-            record(connection, by, "endpoint.load_adapter", f"{endpoint}:{name}", before=before, after={"uri": uri})
+            before = None if old is None else _audited(old)
+            after = _audited(new)
+            record(connection, by, "endpoint.load_adapter", f"{endpoint}:{name}", before=before, after=after)
             return old
 
         return new, self._store.write(work)
@@ -93,7 +103,12 @@ class EndpointAdapters:
 
     def _write(self, connection: sa.Connection, endpoint: str, adapter: DynamicAdapter) -> None:
         connection.execute(sa.delete(endpoint_adapters).where(_is(endpoint, adapter.name)))
-        values = {"uri": adapter.uri, "path": adapter.path, "revision": adapter.revision}
+        values = {
+            "uri": adapter.uri,
+            "path": adapter.path,
+            "revision": adapter.revision,
+            "pinned": adapter.pinned,
+        }
         now = int(self._clock() * 1000)
         row = {"name": endpoint, "adapter": adapter.name, "created_ms": now, **values}
         connection.execute(sa.insert(endpoint_adapters).values(**row))
@@ -109,4 +124,8 @@ def _find(connection: sa.Connection, endpoint: str, name: str) -> DynamicAdapter
 
 
 def _adapter(row: sa.Row) -> DynamicAdapter:
-    return DynamicAdapter(name=row.adapter, uri=row.uri, path=row.path, revision=row.revision)
+    return DynamicAdapter(name=row.adapter, uri=row.uri, path=row.path, revision=row.revision, pinned=bool(row.pinned))
+
+
+def _audited(adapter: DynamicAdapter) -> dict[str, object]:
+    return {"uri": adapter.uri} | ({"pinned": True} if adapter.pinned else {})

@@ -8,18 +8,21 @@ one of its name has another key, and what runs ends on the weights that it began
 
     named      loaded ⇄ evicted (read again from disk by the next request)      → replaced → gone with its last request
     a task     loaded → evicted, and so unknown: the next request sends its weights again
+    either     loaded ⇄ on the host alone, where it may have copies there (``host_copies``)
 
-What is loaded stays within ``budget`` bytes. For more room those go that no request has, the longest unused first.
+What is loaded stays within ``budget`` bytes. For more room those go that no request has, fairly between their owners
+(``adapter_room``); pinned ones never do.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..bundle import Bundle
 from ..errors import (
     AlreadyExists,
     Conflict,
@@ -31,11 +34,15 @@ from ..errors import (
     ServingError,
 )
 from ..request import LoraTask, ValidRequest
+from ..settings import EngineSettings
 from . import lora_task
 from .adapter_files import CONFIG, WEIGHTS
+from .adapter_room import choose, held_by
+from .host_copies import HostCopies
 from .interface import AdapterInfo
 from .virtual_tokens import Table
 
+HOST_MEMORY = 1 << 30  # bytes of copies behind another device, where nothing is said
 Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -55,16 +62,32 @@ class _Adapter:
     users: int = 0
     last_used: int = 0
 
+    @property
+    def owner(self) -> Hashable:
+        """The tenant of a task, None of a named one."""
+        return self.name[0] if isinstance(self.name, tuple) else None
+
 
 class AdapterRegistry:
     """``pool`` (``lora.LoraPool``) holds the weights, None where the model takes no adapter; ``cache`` the KV.
 
-    ``max_adapters`` bounds the named ones, ``budget`` the bytes of all that are loaded; ``pinned`` is never evicted.
+    ``max_adapters`` bounds the named ones, ``budget`` the bytes of all that are loaded, ``host_budget`` those of copies
+    of evicted ones on the host; those named in ``pinned`` are never evicted.
     """
 
-    def __init__(self, pool: Any, cache: Any, *, max_adapters: int, budget: int, pinned: str | None = None) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        cache: Any,
+        *,
+        max_adapters: int,
+        budget: int,
+        host_budget: int = 0,
+        pinned: Collection[str] = (),
+    ) -> None:
         self._pool, self._cache = pool, cache
-        self._max_adapters, self._budget, self._pinned = max_adapters, budget, pinned
+        self._max_adapters, self._budget, self._pinned = max_adapters, budget, frozenset(pinned)
+        self._host = HostCopies(host_budget)
         self._current: dict[Hashable, _Adapter] = {}  # a named one by its name, a task by (owner, id)
         self._by_key: dict[str, _Adapter] = {}
         self._clock = itertools.count(1)
@@ -74,7 +97,15 @@ class AdapterRegistry:
     @property
     def num_bytes(self) -> int:
         """What is loaded takes."""
-        return sum(one.num_bytes for one in self._by_key.values() if one.key in self._pool)
+        return sum(one.num_bytes for one in self._loaded())
+
+    @property
+    def num_host_bytes(self) -> int:
+        """What copies of evicted ones take."""
+        return self._host.num_bytes
+
+    def _loaded(self) -> list[_Adapter]:
+        return [one for one in self._by_key.values() if one.key in self._pool]
 
     # -- requests
 
@@ -112,7 +143,7 @@ class AdapterRegistry:
         adapter = self._current.get(name)
         if adapter is None:
             raise NotFound(f"adapter {name!r} is not loaded", param="adapter")
-        if adapter.key not in self._pool:
+        if adapter.key not in self._pool and not self._came_back(adapter):
             assert adapter.info is not None
             path = adapter.info.path
             try:
@@ -121,9 +152,22 @@ class AdapterRegistry:
                 raise InternalError(f"adapter {name!r} could not be read from disk again: {error}") from error
             if read is None:
                 raise InternalError(f"adapter {name!r} changed on disk since it was loaded; load it anew")
-            self._make_room(read.num_bytes)
+            self._make_room(adapter)
             self._add(adapter, read)
         return adapter
+
+    def _came_back(self, adapter: _Adapter) -> bool:
+        """From the host to the device, if there is a copy."""
+        if adapter.key not in self._host:
+            return False
+        weights = self._host.take(adapter.key)
+        try:
+            self._make_room(adapter)
+        except ServingError:
+            self._host.keep(adapter.key, adapter.owner, adapter.num_bytes, weights)  # nothing has taken its place
+            raise
+        self._pool.add(adapter.key, self._pool.to_device(weights))
+        return True
 
     def _task(self, name: Hashable, task: LoraTask) -> _Adapter:
         adapter = self._current.get(name)
@@ -131,18 +175,26 @@ class AdapterRegistry:
             if adapter is None:
                 text = f"LoRA task {task.task_id} not found in cache. Please send LoRA weights with request"
                 raise NotFound(text, param="lora_task_id")
-            return adapter
+            return self._on_device(adapter)
         found = lora_task.digest(task)
         if adapter is not None and adapter.digest == found:
-            return adapter
+            return self._on_device(adapter)
         read = self._pool.read_task(task)
-        self._make_room(read.num_bytes, "lora_weights", leaving=adapter)
-        return self._enter(_Adapter(self._new_key("task"), name, read.num_bytes, digest=found), read)
+        new = _Adapter(self._new_key("task"), name, read.num_bytes, digest=found)
+        self._make_room(new, "lora_weights", leaving=adapter)
+        return self._enter(new, read)
+
+    def _on_device(self, task: _Adapter) -> _Adapter:
+        if task.key not in self._pool:
+            came_back = self._came_back(task)
+            assert came_back  # else it would not be known
+        return task
 
     # -- named adapters
 
-    def load(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """Read a peft directory. A name already loaded is refused, or replaced: what runs ends on the old weights."""
+    def load(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        """Read a peft directory. A name already loaded is refused, or replaced: what runs ends on the old weights.
+        With ``pinned`` it is never evicted."""
         if self._pool is None:
             raise InvalidField("adapter", name, "no adapter: this model takes none")
         known = self._current.get(name)
@@ -157,10 +209,10 @@ class AdapterRegistry:
             )
         stamp = _stamp(path)
         read = self._pool.read(name, path)
-        self._make_room(read.num_bytes, "adapter", leaving=known)
         info = AdapterInfo(name=name, rank=read.rank, path=path)
         adapter = _Adapter(self._new_key(name), name, read.num_bytes, info=info, stamp=stamp)
-        adapter.is_pinned = name == self._pinned
+        adapter.is_pinned = pinned or name in self._pinned
+        self._make_room(adapter, leaving=known)
         self._enter(adapter, read)
         return info
 
@@ -180,32 +232,40 @@ class AdapterRegistry:
 
     # -- room
 
-    def _make_room(self, extra: int, field: str = "adapter", leaving: _Adapter | None = None) -> None:
-        """Evict what no request has until ``extra`` more bytes fit; nothing where that would not be enough.
+    def _make_room(self, new: _Adapter, field: str = "adapter", leaving: _Adapter | None = None) -> None:
+        """Evict what no request has until ``new`` fits; nothing where that would not be enough.
 
         ``leaving`` is replaced by what is coming, and goes first."""
-        if extra > self._budget:
+        loaded = [one for one in self._loaded() if one is not leaving or one.users]
+        room = self._budget - sum(one.num_bytes for one in loaded if one.is_pinned)
+        if new.num_bytes > room:
+            beside = "in all" if room == self._budget else "beside pinned adapters"
             raise LimitExceeded(
-                f"{field}: {extra} bytes, more than adapter_memory allows in all, {self._budget}",
+                f"{field}: {new.num_bytes} bytes, more than adapter_memory allows {beside}, {room}",
                 limit="adapter_memory",
-                allowed=self._budget,
-                remaining=self._budget,
+                allowed=room,
+                remaining=room,
             )
-        missing = self.num_bytes + extra - self._budget
-        if missing <= 0:
-            return
-        idle = [one for one in self._by_key.values() if not one.users and one.key in self._pool]
-        idle = [one for one in idle if not one.is_pinned or one is leaving]
-        if sum(one.num_bytes for one in idle) < missing:
+        others = [one for one in loaded if not one.is_pinned]
+        idle = [one for one in others if not one.users]
+        gone = choose(idle, held_by(others), new.owner, new.num_bytes, room=room)
+        if gone is None:
             raise Overloaded("Cache is full. There are no done tasks to evict", retry_after=1.0)
-        for one in sorted(idle, key=lambda one: (one is not leaving, one.last_used)):
-            if missing <= 0:
-                return
-            missing -= one.num_bytes
+        if leaving is not None and not leaving.users and leaving.key in self._pool:
+            self._pool.remove(leaving.key)  # its name still means it until the new one enters
+        for one in gone:
+            self._evict(one)
+
+    def _evict(self, adapter: _Adapter) -> None:
+        """From the device, to the host if there is room; a task that is nowhere is not known any more."""
+        weights = self._pool.remove(adapter.key)
+        lost = [adapter.key]
+        if self._host.has_room_for(adapter.num_bytes):
+            copy = self._pool.to_host(weights)
+            lost = self._host.keep(adapter.key, adapter.owner, adapter.num_bytes, copy)
+        for one in (self._by_key[key] for key in lost):
             if one.info is None:
                 self._leave(one)
-            else:
-                self._pool.remove(one.key)
 
     def _enter(self, adapter: _Adapter, read: Any) -> _Adapter:
         """``adapter`` is what its name means from now on."""
@@ -231,6 +291,7 @@ class AdapterRegistry:
     def _drop(self, adapter: _Adapter) -> None:
         del self._by_key[adapter.key]
         self._cache.forget(adapter.key)
+        self._host.drop(adapter.key)
         if adapter.key in self._pool:
             self._pool.remove(adapter.key)
 
@@ -246,6 +307,9 @@ class AdapterRegistry:
                 raise RuntimeError(f"adapter {key} has {adapter.users} users, {held.count(key)} requests")
         if self._pool is not None and (self.num_bytes > self._budget or len(self._pool) > len(self._by_key)):
             raise RuntimeError(f"{len(self._pool)} adapters of {self.num_bytes} bytes are loaded")
+        for key in self._by_key:
+            if key in self._host and key in self._pool:
+                raise RuntimeError(f"adapter {key} is on the device and has a copy")
 
 
 def _stamp(path: str) -> Stamp:
@@ -258,3 +322,20 @@ def _stamp(path: str) -> Stamp:
             continue  # reading it says what is wrong
         found.append((status.st_ino, status.st_size, status.st_mtime_ns))
     return tuple(found)
+
+
+def pinned_adapters(settings: EngineSettings, bundle: Bundle) -> frozenset[str]:
+    """Those of ``bundle`` that are never evicted, the default one among them. Raises ``InvalidField``."""
+    for name in settings.pinned_adapters:
+        if name not in bundle.adapters:
+            has = ", ".join(sorted(bundle.adapters)) or "none"
+            raise InvalidField("pinned_adapters", name, f"an adapter that came with the model: {has}")
+    default = () if bundle.default_adapter is None else (bundle.default_adapter,)
+    return frozenset((*settings.pinned_adapters, *default))
+
+
+def adapter_host_memory(settings: EngineSettings, pool: Any) -> int:
+    """Bytes of copies on the host; where weights lie there anyway only what a setting asks for."""
+    if settings.adapter_host_memory is not None:
+        return settings.adapter_host_memory
+    return 0 if pool is None or pool.is_on_host else HOST_MEMORY

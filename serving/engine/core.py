@@ -22,7 +22,7 @@ from ..events import Finished
 from ..request import POOLED, LoraTask, ValidRequest
 from ..settings import EngineSettings
 from . import grammar_tokenizer, openmp
-from .adapter_registry import AdapterRegistry
+from .adapter_registry import AdapterRegistry, adapter_host_memory, pinned_adapters
 from .assembly import EngineParts, assemble
 from .beam_group import BeamGroup
 from .contention import Contention
@@ -51,6 +51,7 @@ class EngineCore:
 
     def __init__(self, bundle: Bundle, settings: EngineSettings) -> None:
         settings.of_backend(self.backend, Checked)
+        pinned = pinned_adapters(settings, bundle)
         self.settings = settings
         self._parts: EngineParts = assemble(bundle, settings)
         self._scheduler = self._parts.scheduler
@@ -63,7 +64,8 @@ class EngineCore:
             self._parts.cache,
             max_adapters=settings.max_adapters,
             budget=settings.adapter_memory,
-            pinned=bundle.default_adapter,
+            host_budget=adapter_host_memory(settings, self._parts.lora),
+            pinned=pinned,
         )
         self._inflight = InflightRequests(self._ended)
         self._wake: Callable[[], None] = _ignore
@@ -338,8 +340,8 @@ class EngineCore:
 
     # -- adapters ---------------------------------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        return self._adapters.load(name, path, replace=replace)
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        return self._adapters.load(name, path, replace=replace, pinned=pinned)
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         self._adapters.unload(name, at_once=at_once)

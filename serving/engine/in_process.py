@@ -97,8 +97,8 @@ class InProcessEngine(Engine):
     def finish(self, request_id: str, index: int) -> None:
         self._send(lambda core: core.finish(request_id, index))
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        info: AdapterInfo = self._call(lambda core: core.load_adapter(name, path, replace=replace))
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        info: AdapterInfo = self._call(lambda core: core.load_adapter(name, path, replace=replace, pinned=pinned))
         return info
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:

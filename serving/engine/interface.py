@@ -184,9 +184,10 @@ class Engine(Protocol):
         """Start a request at once; never raises for the request's sake (a ``Failed`` event says what is wrong)."""
         ...
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Read a peft directory into the pool; with ``replace`` in place of one of that name, on whose weights running
-        requests end. Raises ``InvalidField`` where it does not fit the base, ``AlreadyExists``."""
+        requests end; with ``pinned`` it is never evicted. Raises ``InvalidField`` where it does not fit the base,
+        ``AlreadyExists``, ``LimitExceeded`` where there is no room for it beside pinned ones."""
         ...
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
@@ -266,7 +267,7 @@ class Core(Protocol):
         """Make some progress, shortly (a forward), and return what happened."""
         ...
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """See ``Engine.load_adapter``; ``InvalidField`` where ``capabilities.adapters`` is False."""
         ...
 

@@ -106,12 +106,24 @@ class LoraPool:
         assert key not in self._adapters
         self._adapters[key] = adapter
 
-    def remove(self, key: str) -> None:
-        """The caller makes sure that no sequence uses the adapter."""
-        del self._adapters[key]
+    def remove(self, key: str) -> Adapter:
+        """What it was. The caller makes sure that no sequence uses the adapter."""
+        removed = self._adapters.pop(key)
         self._alone.pop(key, None)
         for keys in [keys for keys in self._sets if key in keys]:
             del self._sets[keys]
+        return removed
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether weights lie in the host's memory anyway."""
+        return self._device.type == "cpu"
+
+    def to_host(self, adapter: Adapter) -> Adapter:
+        return _moved(adapter, torch.device("cpu"))
+
+    def to_device(self, adapter: Adapter) -> Adapter:
+        return _moved(adapter, self._device)
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -233,3 +245,13 @@ class LoraPool:
         if not members:
             return None
         return GroupFactors(torch.cat(all_a).t().contiguous(), tuple(members), tuple(columns), tuple(scaled))
+
+
+def _moved(adapter: Adapter, device: torch.device) -> Adapter:
+    factors = {
+        name: Factors(
+            f.a.to(device), f.b.to(device), f.scaling, *(None if t is None else t.to(device) for t in (f.gain, f.shift))
+        )
+        for name, f in adapter.factors.items()
+    }
+    return Adapter(factors, adapter.rank, adapter.prompt)

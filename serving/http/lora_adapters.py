@@ -1,8 +1,8 @@
 """Loading and unloading LoRA adapters while their model is served, in vLLM's forms and words.
 
 ``POST /v1/load_lora_adapter {lora_name, lora_path, load_inplace}``, ``POST /v1/unload_lora_adapter {lora_name}``; ours
-beside them is ``model``, the endpoint, where there are several. They answer when every worker and every replica has, or
-has no more, the adapter. From where adapters come says ``adapter_sources``.
+beside them are ``model``, the endpoint, where there are several, and ``pinned``. They answer when every worker and
+every replica has, or has no more, the adapter. From where adapters come says ``adapter_sources``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ LOAD = record(
     lora_name=Entry(text(NAME, NAMED), required="the name that requests call the adapter by"),
     lora_path=Entry(short_text(4096), required="a directory in peft's layout, or models:/name/version"),
     load_inplace=Entry(boolean, "Replace an adapter of that name; requests that run end on the old one"),
+    pinned=Entry(boolean, "Engines never evict it"),
     model=Entry(short_text(256), "The endpoint, where there are several"),
 )
 UNLOAD = record(
@@ -62,7 +63,8 @@ def load(server: Server, request: Request) -> Answer:
     path = _path(server, uri, name)
     adapters = server.managed_endpoints().adapters
     replace = given.get("load_inplace", False)
-    new, old = adapters.put(endpoint.name, name, uri, path, replace=replace, by=request.actor)
+    pinned = given.get("pinned", False)
+    new, old = adapters.put(endpoint.name, name, uri, path, replace=replace, pinned=pinned, by=request.actor)
     until = time.monotonic() + WAIT_SECONDS
     while True:
         planned, is_adopted = follower.planned(endpoint.name)

@@ -250,6 +250,7 @@ endpoint_adapters = sa.Table(
     sa.Column("path", sa.Text, nullable=False),
     sa.Column("revision", sa.String(32), nullable=False),
     sa.Column("created_ms", sa.BigInteger, nullable=False),
+    sa.Column("pinned", sa.Boolean, nullable=False, server_default=sa.false()),
 )
 
 endpoint_tags = sa.Table(

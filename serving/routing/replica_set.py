@@ -192,11 +192,12 @@ class ReplicaSet(Engine):
     def record(self) -> EngineRecord:
         return self._record()
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         """Into every replica there is now."""
         if not self._active:
             raise Unavailable("no replica is running", retry_after=ASK_AGAIN)
-        loaded = [replica.engine.load_adapter(name, path, replace=replace) for replica in self._active.values()]
+        engines = [replica.engine for replica in self._active.values()]
+        loaded = [engine.load_adapter(name, path, replace=replace, pinned=pinned) for engine in engines]
         return loaded[0]
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:

@@ -16,10 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class WantedAdapter(Struct, frozen=True, kw_only=True):
-    """A directory in peft's layout. Another ``revision`` is another adapter, also in the same place."""
+    """A directory in peft's layout. Another ``revision`` is another adapter, also in the same place. ``pinned``: never
+    evicted."""
 
     path: str
     revision: str
+    pinned: bool = False
 
 
 class WantedAdapters(Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ class AdapterSync:
         if self.loaded.get(name) == adapter.revision or self.refused.get(name, ("", ""))[0] == adapter.revision:
             return True
         try:
-            engine.load_adapter(name, adapter.path, replace=True)
+            engine.load_adapter(name, adapter.path, replace=True, pinned=adapter.pinned)
         except Unavailable:
             return False
         except ServingError as error:

@@ -345,7 +345,8 @@ class InstantCore:
             event = Embedded(sequence.index, vector.tobytes())
             self._outbox.append((running.client, running.request.request_id, event))
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        # nothing is evicted here
         if name in self._adapters and not replace:
             raise AlreadyExists(f"adapter {name!r} is loaded", param="name")
         if not os.path.isdir(path):

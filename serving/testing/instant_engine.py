@@ -49,9 +49,9 @@ class InstantEngine(Engine):
     def forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
         with self.lock:
-            return self.core.load_adapter(name, path, replace=replace)
+            return self.core.load_adapter(name, path, replace=replace, pinned=pinned)
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         with self.lock:

@@ -61,12 +61,13 @@ class Finish(Struct, frozen=True, tag="finish", array_like=True):
 
 
 class LoadAdapter(Struct, frozen=True, tag="load", array_like=True):
-    """``replace``: in place of one of that name, if there is one."""
+    """``replace``: in place of one of that name, if there is one. ``pinned``: never evicted."""
 
     call: int
     name: str
     path: str
     replace: bool = False
+    pinned: bool = False
 
 
 class UnloadAdapter(Struct, frozen=True, tag="unload", array_like=True):

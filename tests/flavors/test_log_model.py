@@ -266,3 +266,15 @@ def test_default_adapter_may_be_overridden(tmp_path, llama_dir, adapter_dir):
     assert configured(tmp_path / "m", {"default_adapter": None})[0].default_adapter is None
     with pytest.raises(PackagingError, match="default_adapter: 'x' is no adapter; expected casual, formal"):
         configured(tmp_path / "m", {"default_adapter": "x"})
+
+
+def test_pinned_adapters_are_the_models(tmp_path, llama_dir, adapter_dir):
+    """A name of none is refused when the model is logged, and where a load replaces the saved ones."""
+    adapters = {"formal": adapter_dir}
+    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is no adapter of the model; it has formal"):
+        llm.save_model(tmp_path / "no", llama_dir, adapters=adapters, pinned_adapters=["x"])
+    llm.save_model(tmp_path / "m", llama_dir, adapters=adapters, pinned_adapters=["formal"])
+    configured = bundle_reader.configured
+    assert configured(tmp_path / "m", None)[1].settings.pinned_adapters == ("formal",)
+    with pytest.raises(PackagingError, match="pinned_adapters: 'x' is no adapter; expected formal"):
+        configured(tmp_path / "m", {"pinned_adapters": ["x"]})

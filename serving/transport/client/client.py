@@ -199,8 +199,9 @@ class RemoteEngine(Engine):
 
         return self.post(release)
 
-    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        return self._call(lambda state, call: state.load_adapter(name, os.path.abspath(path), replace, call))[0]
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        path = os.path.abspath(path)
+        return self._call(lambda state, call: state.load_adapter(name, path, replace, pinned, call))[0]
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:
         self._call(lambda state, call: state.unload_adapter(name, at_once, call))

@@ -165,8 +165,8 @@ class ClientState:
             running.move("running")
             self._resubmit(running)
 
-    def load_adapter(self, name: str, path: str, replace: bool, waiter: Waiter) -> None:
-        self._call(m.LoadAdapter(self._next(), name, path, replace), waiter)
+    def load_adapter(self, name: str, path: str, replace: bool, pinned: bool, waiter: Waiter) -> None:
+        self._call(m.LoadAdapter(self._next(), name, path, replace, pinned), waiter)
 
     def unload_adapter(self, name: str, at_once: bool, waiter: Waiter) -> None:
         self._call(m.UnloadAdapter(self._next(), name, at_once), waiter)

@@ -101,6 +101,13 @@ def check_private(path: str, kind: Callable[[int], bool] = stat.S_ISDIR) -> None
         raise Unavailable(f"{path} is not private to this user; remove it or set XDG_RUNTIME_DIR")
 
 
+class RuntimeAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter that was loaded while its engine ran, as ``adapters.json`` tells a successor."""
+
+    path: str
+    pinned: bool = False
+
+
 class StateDirectory:
     """The state directory of the engine ``key``: its files and locks."""
 

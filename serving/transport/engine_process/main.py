@@ -27,7 +27,7 @@ from ...file_locks import FileLock
 from ...processors import num_threads
 from ...settings import EngineSettings
 from ...visible import configure
-from ..discovery.state_directory import LOG, SOCKET, StateDirectory, Status, check_private
+from ..discovery.state_directory import LOG, SOCKET, RuntimeAdapter, StateDirectory, Status, check_private
 from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .standby import Successor, WarmStandby, standby_settings
 
@@ -203,11 +203,11 @@ def _set_threads(settings: EngineSettings) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", threads)
 
 
-def _predecessor(state: StateDirectory) -> dict[str, str]:
-    """Adapters (path by name) that a killed engine of this directory had loaded at run time."""
+def _predecessor(state: StateDirectory) -> dict[str, RuntimeAdapter]:
+    """Adapters by name that a killed engine of this directory had loaded at run time."""
     try:
         with open(state.file("adapters.json"), "rb") as file:
-            return msgspec.json.decode(file.read(), type=dict[str, str])
+            return msgspec.json.decode(file.read(), type=dict[str, RuntimeAdapter])
     except (OSError, msgspec.MsgspecError):
         return {}
 

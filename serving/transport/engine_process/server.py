@@ -22,7 +22,7 @@ from ...events import Event, Failed, Logits, is_terminal
 from ...request import ValidRequest
 from ...settings import EngineSettings
 from .. import protocol as m
-from ..discovery.state_directory import StateDirectory
+from ..discovery.state_directory import RuntimeAdapter, StateDirectory
 from ..wake_pipe import WakePipe
 from .counters import CounterWriter
 from .drain import Drain
@@ -102,7 +102,7 @@ class EngineServer:
         self._in_place, self._standby = in_place, standby
         self._last_tick = 0.0
         self._left_at = time.monotonic()
-        self._runtime_adapters: dict[str, str] = {}
+        self._runtime_adapters: dict[str, RuntimeAdapter] = {}
         self._metered = MeteredRequests(generation)
         self._counters = CounterWriter(generation)
 
@@ -225,10 +225,10 @@ class EngineServer:
     def _call(self, peer: _Peer, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters) -> m.Answer:
         try:
             match message:
-                case m.LoadAdapter(call, name, path, replace):
+                case m.LoadAdapter(call, name, path, replace, pinned):
                     path = path if peer.is_local else self._allowed(path)
-                    adapter = self.core.load_adapter(name, path, replace=replace)
-                    self._remember(name, path)
+                    adapter = self.core.load_adapter(name, path, replace=replace, pinned=pinned)
+                    self._remember(name, RuntimeAdapter(path=path, pinned=pinned))
                     return m.Answer(call, (adapter,))
                 case m.UnloadAdapter(call, name, at_once):
                     self.core.unload_adapter(name, at_once=at_once)
@@ -250,19 +250,19 @@ class EngineServer:
             raise PermissionDenied(f"adapter: an engine of another host loads from its own directories: {below}")
         return real
 
-    def _remember(self, name: str, path: str | None) -> None:
+    def _remember(self, name: str, adapter: RuntimeAdapter | None) -> None:
         """Keep what is loaded at run time for a successor, should this process be killed."""
         self._runtime_adapters.pop(name, None)
-        if path is not None:
-            self._runtime_adapters[name] = path
+        if adapter is not None:
+            self._runtime_adapters[name] = adapter
         self.state.write_json("adapters.json", self._runtime_adapters)
 
-    def reload_adapters(self, adapters: dict[str, str]) -> None:
+    def reload_adapters(self, adapters: dict[str, RuntimeAdapter]) -> None:
         """Load what the killed predecessor had loaded; one that is gone from disk is logged and left out."""
-        for name, path in adapters.items():
+        for name, adapter in adapters.items():
             try:
-                self.core.load_adapter(name, path)
-                self._runtime_adapters[name] = path
+                self.core.load_adapter(name, adapter.path, pinned=adapter.pinned)
+                self._runtime_adapters[name] = adapter
             except Exception:
                 logger.exception("adapter %s cannot be loaded again", name)
 

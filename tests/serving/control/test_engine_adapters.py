@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mlflow_llm.serving.bundle import Bundle
-from mlflow_llm.serving.control.adapters import TAKEN, EngineAdapters
+from mlflow_llm.serving.control.adapters import TAKEN, UNPINNED, EngineAdapters
 from mlflow_llm.serving.control.deployed import DeployedEndpoint, DeployedEntity
 from mlflow_llm.serving.control.plan import Plan, PlannedAdapter
 from mlflow_llm.serving.endpoints.adapters import DynamicAdapter
@@ -105,5 +105,10 @@ def test_endpoints_that_share_an_engine_share_its_names(adapters: EngineAdapters
     found = status(("ready", {"legal": "1"}))
     assert planned(adapters, found) == ((PLANNED,), ())
     assert planned(adapters, found, name="poet")[0][0].refusal == TAKEN
+    pinned = msgspec.structs.replace(LEGAL, revision="7", pinned=True)
+    adapters.want({"chat": (LEGAL,), "poet": (pinned,)}, both, told)  # type: ignore[arg-type]
+    assert planned(adapters, found, name="poet")[0][0].refusal == UNPINNED
+    adapters.want({"chat": (pinned,), "poet": (LEGAL,)}, both, told)  # type: ignore[arg-type]
+    assert told.wanted["key"].adapters["legal"].pinned
     adapters.want({"chat": (LEGAL,), "poet": (NEWER,)}, both, told)  # type: ignore[arg-type]
     assert planned(adapters, found, name="poet") == ((PlannedAdapter(name="legal", revision="2"),), ())

@@ -40,8 +40,9 @@ def test_an_adapter_is_loaded_replaced_and_removed(endpoints: EndpointStore) -> 
         "The lora adapter 'legal' has already been loaded. If you want to load the adapter in place, set "
         "'load_inplace' to True."
     )
-    second, old = adapters.put("chat", "legal", "/a", "/a", replace=True)
+    second, old = adapters.put("chat", "legal", "/a", "/a", replace=True, pinned=True)
     assert old == first
+    assert [one.pinned for one in (first, *adapters.all()["chat"])] == [False, True]
     assert second.revision != first.revision
     adapters.remove("chat", "legal", by=BY)
     with pytest.raises(NotFound, match=r"The lora adapter 'legal' cannot be found\."):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.errors import Conflict, LimitExceeded, Overloaded
+from mlflow_llm.serving.errors import Conflict, InvalidField, LimitExceeded, Overloaded
 from mlflow_llm.serving.request import LoraTask
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -175,6 +177,100 @@ def test_idle_adapters_make_room_the_longest_unused_first(
     assert text_of(core, PROMPTS[0], adapter="f") == adapters.expected["f", PROMPTS[0]]
     assert core._adapters.num_loads <= loads + 1  # "f" never left
     assert {one.name for one in core.adapters()} == {"a", "f"}
+
+
+def test_a_tenant_that_floods_evicts_its_own(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
+    """Tasks of others within their share stay, unused as they are, and so do named adapters."""
+    core = core_of(adapters=("f",), adapter_memory=int(3.5 * adapters.size))
+    text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 1), tenant="calm")
+    for task_id in range(8):
+        task = named(adapters.tasks["f"], task_id)
+        assert text_of(core, PROMPTS[0], lora_task=task, tenant="flood") == adapters.expected["f", PROMPTS[0]]
+    again = LoraTask(task_id=1)
+    assert text_of(core, PROMPTS[0], lora_task=again, tenant="calm") == adapters.expected["f", PROMPTS[0]]
+    assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=6), tenant="flood") == MISS.format(6)
+    loads = core._adapters.num_loads
+    assert text_of(core, PROMPTS[0], adapter="f") == adapters.expected["f", PROMPTS[0]]
+    assert core._adapters.num_loads == loads
+
+
+def test_pinned_adapters_are_never_evicted(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
+    """Those of the setting and those pinned as they are loaded; what they leave no room for is refused for good."""
+    core = core_of(adapters=("f", "a"), pinned_adapters=("f",), adapter_memory=int(2.5 * adapters.size))
+    with pytest.raises(LimitExceeded, match=r"allows beside pinned adapters, \d+"):
+        core_of(adapters=("f",), pinned_adapters=("f",), adapter_memory=int(1.5 * adapters.size)).load_adapter(
+            "g", adapters.paths["f"], pinned=True
+        )
+    core.load_adapter("x", adapters.paths["f"], pinned=True)
+    for task_id in range(3):
+        text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["a"], task_id))
+    refused = text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 9))
+    assert "lora_weights" in str(refused)
+    assert "beside pinned adapters" in str(refused)
+    loads = core._adapters.num_loads
+    for name in ("f", "x"):
+        assert text_of(core, PROMPTS[0], adapter=name) == adapters.expected["f", PROMPTS[0]]
+    assert core._adapters.num_loads == loads
+    core.load_adapter("x", adapters.paths["f"], replace=True)  # not pinned any more
+    assert text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 9)) == adapters.expected["f", PROMPTS[0]]
+    assert text_of(core, PROMPTS[0], adapter="x") == adapters.expected["f", PROMPTS[0]]
+    assert core._adapters.num_loads == loads + 3
+    with pytest.raises(InvalidField, match=r"pinned_adapters: 'z' is not allowed; .* came with the model: a, f"):
+        core_of(adapters=("f", "a"), pinned_adapters=("z",))
+
+
+def test_evicted_adapters_come_back_from_copies(
+    adapters: Adapters, core_of: Callable[..., EngineCore], tmp_path: Path
+) -> None:
+    """A named one without its files, a task without its weights; beyond the copies' own memory they are lost."""
+    folder = tmp_path / "x"
+    shutil.copytree(adapters.paths["f"], folder)
+    core = core_of(adapter_memory=int(1.5 * adapters.size), adapter_host_memory=int(2.5 * adapters.size))
+    core.load_adapter("x", str(folder))
+    shutil.rmtree(folder)
+    for task_id in (1, 2):
+        text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], task_id))
+    outcomes = run(core, *(ask(str(i), PROMPTS[i % 3], adapter="x") for i in range(8)))
+    assert all(outcomes[str(i)].tokens[0] == adapters.expected["f", PROMPTS[i % 3]] for i in range(8))
+    assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=1)) == adapters.expected["f", PROMPTS[0]]
+    assert core._adapters.num_loads == 3
+    assert core._adapters.num_host_bytes == 2 * adapters.size
+    text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], 3))
+    assert text_of(core, PROMPTS[0], lora_task=LoraTask(task_id=2)) == MISS.format(2)
+    core.check_integrity()
+
+
+def test_a_copy_that_finds_no_room_stays_a_copy(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
+    """The request is refused as with any other adapter, and taken when there is room."""
+    core = core_of(adapter_memory=int(1.5 * adapters.size), adapter_host_memory=1 << 30)
+    for task_id in (1, 2):
+        text_of(core, PROMPTS[0], lora_task=named(adapters.tasks["f"], task_id))
+    outcomes = {"held": Outcome(), "next": Outcome()}
+    core.add(ask("held", PROMPTS[2], lora_task=LoraTask(task_id=2)))
+    core.add(ask("next", PROMPTS[2], lora_task=LoraTask(task_id=1)))
+    take(core, outcomes)
+    refused = outcomes["next"].failed
+    assert refused is not None
+    assert refused.message == FULL
+    assert text_of(core, PROMPTS[2], lora_task=LoraTask(task_id=1)) == adapters.expected["f", PROMPTS[2]]
+
+
+def test_all_of_an_adapter_goes_to_the_host(adapters: Adapters, core_of: Callable[..., EngineCore]) -> None:
+    """And back: factors, gains and shifts, with their ranks and scaling."""
+    pool = core_of()._parts.lora
+    read = pool.read("f", adapters.paths["f"])
+    with_gains = replace(
+        read, factors={n: replace(f, gain=f.b[:, 0], shift=f.b[:, 1]) for n, f in read.factors.items()}
+    )
+    pool._device = torch.device("meta")
+    there = pool.to_device(with_gains)
+    assert {t.device.type for f in there.factors.values() for t in (f.a, f.b, f.gain, f.shift)} == {"meta"}
+    assert (there.rank, there.num_bytes) == (with_gains.rank, with_gains.num_bytes)
+    here = pool.to_host(with_gains)
+    assert all(torch.equal(f.shift, with_gains.factors[n].shift) for n, f in here.factors.items())
+    assert not pool.is_on_host
+    pool._device = torch.device("cpu")
+    assert pool.is_on_host
 
 
 def test_a_cache_full_of_adapters_in_use_refuses_the_next(

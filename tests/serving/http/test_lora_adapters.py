@@ -109,7 +109,7 @@ def test_adapters_come_and_go_in_every_worker_engine_and_start(place: Path) -> N
         assert text == texts(server, "legal") != plain
         assert "assistant:legal" in models(server)
         assert post(server, LOAD, lora_name="legal", lora_path=legal) == (400, FULL)
-        again = post(server, LOAD, lora_name="legal", lora_path=legal, load_inplace=True)
+        again = post(server, LOAD, lora_name="legal", lora_path=legal, load_inplace=True, pinned=True)
         assert again == added
         _refusals(server, place)
         pid = engine_pid(server)
@@ -156,6 +156,7 @@ def _refusals(server: Running, place: Path) -> None:
         assert post(server, LOAD, lora_name=name, lora_path=legal)[0] == 400
     assert post(server, LOAD, lora_name="x", lora_path=legal, model="nobody")[0] == 404
     assert post(server, LOAD, lora_name="x", lora_path=legal, other=1)[0] == 400
+    assert post(server, LOAD, lora_name="x", lora_path=legal, pinned="yes")[0] == 400
     assert "x" not in {name.rpartition(":")[2] for name in models(server)}
 
 
@@ -207,7 +208,7 @@ def test_the_adapter_of_a_registered_model() -> None:
 
 def test_what_an_engine_refuses_is_taken_back(tmp_path: Path) -> None:
     """The caller gets the engine's reason as a 400, and nothing of it stays in the store."""
-    taken = []
+    taken, asked = [], []
     new = DynamicAdapter(name="x", uri="/a", path="/a", revision="1")
     planned = SimpleNamespace(
         name="chat",
@@ -223,12 +224,14 @@ def test_what_an_engine_refuses_is_taken_back(tmp_path: Path) -> None:
     )
     endpoints = SimpleNamespace(route=lambda called: (entity, None), entities=lambda: iter((entity,)))
     endpoints.seen_by = lambda caller: endpoints
-    store = SimpleNamespace(put=lambda *a, **k: (new, None), take_back=lambda *a: taken.append(a))
+    store = SimpleNamespace(
+        put=lambda *a, **k: asked.append(k["pinned"]) or (new, None), take_back=lambda *a: taken.append(a)
+    )
     server = fake_server(adapter_sources=str(tmp_path))
     server.endpoints, server.follower = endpoints, SimpleNamespace(planned=lambda name: (planned, True))
     server.managed_endpoints = lambda: SimpleNamespace(adapters=store)
-    body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x"))}
+    body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x")), "pinned": True}
     request = SimpleNamespace(json=lambda: body, caller=None, actor=None)
     with pytest.raises(RequestError, match="Loading lora x failed: it does not fit"):
         lora_adapters.load(server, request)
-    assert taken == [("chat", new, None)]
+    assert (taken, asked) == ([("chat", new, None)], [True])

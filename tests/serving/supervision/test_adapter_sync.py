@@ -82,10 +82,10 @@ def test_a_full_engine_is_asked_again(engine: InstantEngine, tmp_path: Path, mon
     """What cannot be now is no refusal."""
     wanted, real, full = Wanted(), engine.load_adapter, [Overloaded("full", retry_after=1.0)]
 
-    def load_adapter(name: str, path: str, *, replace: bool = False) -> object:
+    def load_adapter(name: str, path: str, **more: bool) -> object:
         if full:
             raise full.pop()
-        return real(name, path, replace=replace)
+        return real(name, path, **more)
 
     monkeypatch.setattr(engine, "load_adapter", load_adapter)
     monkeypatch.setattr(adapter_sync, "RETRY", 0.0)

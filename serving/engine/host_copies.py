@@ -1,0 +1,59 @@
+"""Copies in the host's memory of adapters that were evicted from a device: they come back without disk, and those
+that came with requests come back at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from .adapter_room import choose, held_by
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    key: str
+    owner: Hashable
+    num_bytes: int
+    last_used: int
+    weights: Any
+
+
+class HostCopies:
+    """Within ``budget`` bytes, shared as those of the device are. What came later was used later."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._copies: dict[str, _Copy] = {}
+        self._made = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._copies
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in self._copies.values())
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether one of this size can be kept at all."""
+        return num_bytes <= self._budget
+
+    def keep(self, key: str, owner: Hashable, num_bytes: int, weights: Any) -> list[str]:
+        """Keys of those that are gone for it, its own if there is no room for it."""
+        held = held_by(self._copies.values())
+        gone = choose(self._copies.values(), held, owner, num_bytes, room=self._budget)
+        if gone is None:
+            return [key]
+        for copy in gone:
+            del self._copies[copy.key]
+        self._made += 1
+        self._copies[key] = _Copy(key, owner, num_bytes, self._made, weights)
+        return [copy.key for copy in gone]
+
+    def take(self, key: str) -> Any:
+        """The weights of ``key``, which go back to the device."""
+        return self._copies.pop(key).weights
+
+    def drop(self, key: str) -> None:
+        self._copies.pop(key, None)
