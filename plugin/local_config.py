@@ -58,6 +58,7 @@ OPTION_KEYS = (
     "jwt_tenant_claim",
     "jwt_scope_claim",
     "jwt_endpoints_claim",
+    "jwt_weight_claim",
     "adapter_sources",
     "engine_memory_budget",
     "grpc_port",

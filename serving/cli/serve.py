@@ -126,6 +126,7 @@ def settings_help() -> str:
 @click.option(
     "--jwt-endpoints-claim", default=DEFAULTS.jwt_endpoints_claim, show_default=True, help="Without it, all of them."
 )
+@click.option("--jwt-weight-claim", help="Its share of an engine beside other tenants, as a key's --weight.")
 @click.option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database).")
 @click.option(
     "--timeout",

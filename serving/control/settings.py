@@ -52,8 +52,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     ``jwt_jwks`` (a file or URL) has the keys that verify bearer tokens, which then are callers as API keys are: of
     ``jwt_issuer``, for ``jwt_audience``, signed in one of ``jwt_algorithms`` (commas between them), their times held to
-    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` name the caller, its tenant, its scopes
-    and its endpoints.
+    within ``jwt_leeway`` seconds. The claims ``jwt_…_claim`` name the caller, its tenant, its scopes,
+    its endpoints and the weight that its turns have (``engine.tenants``; without such a claim it is 1).
     """
 
     workers: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -91,6 +91,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     jwt_tenant_claim: Claim = "tenant"
     jwt_scope_claim: Claim = "scope"
     jwt_endpoints_claim: Claim = "endpoints"
+    jwt_weight_claim: Claim | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

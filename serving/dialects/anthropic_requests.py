@@ -26,6 +26,7 @@ from ..readers import (
     string,
     text,
     type_of,
+    user,
 )
 from ..request import RawChat, RawSampling, Tool, ToolChoice
 from .anthropic_blocks import (
@@ -180,7 +181,7 @@ BODY = record(
     temperature=Entry(number(0, 1), "0 is deterministic; 1, or the model's own, unless given"),
     top_p=Entry(number(0, 1, above=True), "nucleus; 1, or the model's own, unless given"),
     top_k=Entry(integer(0, MAX_TOKENS), "the k most probable tokens; 0 is all"),
-    metadata=Entry(record(user_id=Entry(string, "an id of the end user, kept in the request's line of the log"))),
+    metadata=Entry(record(user_id=Entry(user, "an id of the end user, kept in the request's line of the log"))),
     service_tier=Entry(one_of("auto", "standard_only", why="there is one tier")),
 )
 

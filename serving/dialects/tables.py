@@ -26,6 +26,7 @@ from ..readers import (
     record,
     short_text,
     string,
+    user,
 )
 from ..request import MAX_CHOICES, Task
 from .beam_fields import BEAMS
@@ -79,7 +80,7 @@ def _by_name(*groups: Iterable[Field]) -> dict[str, Field]:
 
 COMMON = (
     _field("model", string, "model", "endpoint, served entity, or endpoint:adapter"),
-    _field("user", string, "user", "an id of the end user, kept in the request's line of the log"),
+    _field("user", user, "user", "an id of the end user, kept in the request's line of the log"),
     _field(
         "cache_salt",
         short_text(MAX_CACHE_SALT),

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import InvalidField
-from ..readers import boolean, integer, short_text, string
+from ..readers import boolean, integer, short_text, string, user
 from ..request import Draft, EarlyStopping, LoraTask, PromptTable, RawBeams, RawCompletion, RawSampling
 from .fields import unknown_field
 from .kserve_body import InferCall
@@ -81,7 +81,7 @@ def raw_request(call: InferCall, *, streams: bool = False, empty_final: bool = F
         use_raw_prompt=True,
         stream=stream,
         adapter=_read(parameters, "adapter", string),
-        user=_read(parameters, "user", string),
+        user=_read(parameters, "user", user),
         cache_salt=_read(parameters, "cache_salt", short_text(MAX_CACHE_SALT)),
         lora_task=_lora_task(found),
         prompt_table=_prompt_table(found),

@@ -37,7 +37,6 @@ from .route import Request
 from .server import Server
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-MAX_USER = 256  # characters of the caller's own id of its user that the log keeps
 SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -76,8 +75,7 @@ def _accept(
         record.endpoint, record.stream = entity.endpoint, raw.stream
         adapter = adapter_of(raw, entity.view)
         server.endpoints.check_use(request.caller, entity, adapter)
-        user = entity.view.said(raw, "user")
-        record.user = user and user[:MAX_USER]
+        record.user = entity.view.said(raw, "user")
         record.headers[SERVED_HEADER] = quote(entity.entity_shown_to(request.caller), safe="/:@ ")
         limits = _limits(server, entity, request)
         if not is_known:

@@ -21,7 +21,7 @@ from ..control.settings import ServerSettings
 from ..errors import Unauthenticated
 from ..metering.accounts import TOKEN_PREFIX
 from ..metering.authorization import SCOPES, Caller
-from ..metering.keys import ALLOWED_ENDPOINT, MAX_ENDPOINTS
+from ..metering.keys import ALLOWED_ENDPOINT, MAX_ENDPOINTS, MAX_WEIGHT
 from .jwks import KeySource, PublicKey
 
 MAX_TOKEN = 8192  # characters
@@ -84,6 +84,7 @@ class Tokens:
             tenant=_text(claims, settings.jwt_tenant_claim, 128),
             scopes=tuple(scope for scope in SCOPES if scope in (_words(claims, settings.jwt_scope_claim) or ())),
             endpoints=_endpoints(_words(claims, settings.jwt_endpoints_claim)),
+            weight=1 if settings.jwt_weight_claim is None else _weight(claims, settings.jwt_weight_claim),
         )
 
 
@@ -121,6 +122,18 @@ def _endpoints(words: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if len(words) > MAX_ENDPOINTS or not all(ALLOWED_ENDPOINT.fullmatch(word) for word in words):
         raise ValueError("claim of endpoints")
     return words
+
+
+def _weight(claims: Mapping[str, Any], name: str) -> int:
+    """An integer, or its digits: some issuers write every claim as a text. 1 where there is no such claim."""
+    value = _claim(claims, name)
+    if value is _ABSENT or value is None:
+        return 1
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= len(str(MAX_WEIGHT)):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_WEIGHT:
+        raise ValueError(f"claim {name}: not an integer from 1 to {MAX_WEIGHT}")
+    return value
 
 
 def _short(subject: str) -> str:

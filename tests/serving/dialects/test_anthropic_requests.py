@@ -45,6 +45,12 @@ def turns(*given: tuple[str, Any]) -> tuple[Message, ...]:
     return read(messages=[{"role": role, "content": content} for role, content in given]).messages
 
 
+def test_a_user_has_256_characters_at_most() -> None:
+    """As in the document; more are refused by the field's name."""
+    assert read(metadata={"user_id": "u" * 256}).user == "u" * 256
+    assert refused(metadata={"user_id": "u" * 257}).param == "metadata.user_id"
+
+
 def test_what_a_message_asks() -> None:
     """Every field of sampling, the end user's id, and the stream."""
     raw = read(

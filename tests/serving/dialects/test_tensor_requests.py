@@ -63,6 +63,13 @@ def decoded(*tensors: tuple[str, str, list[int], Any], binary: bool = True, **mo
     return raw
 
 
+def test_a_user_has_256_characters_at_most() -> None:
+    """It is a parameter of the call; more are refused by its name."""
+    assert decoded(parameters={"user": "u" * 256}).user == "u" * 256
+    with pytest.raises(InvalidField, match="user"):
+        decoded(parameters={"user": "u" * 257})
+
+
 def test_tensorrt_llm_s_defaults() -> None:
     """Greedy, seed 0, nothing penalised, whatever the model was logged with; a prompt is taken as it stands."""
     raw = decoded()

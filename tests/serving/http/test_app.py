@@ -198,11 +198,15 @@ def test_the_template_is_the_default_of_databricks_routes(client: FlaskClient) -
 
 
 def test_the_callers_own_user_is_in_the_log(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``user`` is kept in the request's line, at most 256 characters of it."""
+    """``user`` is kept in the request's line; one of more than 256 characters is refused by name."""
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(access_record.logs, "event", lambda event, **facts: lines.append({"event": event, **facts}))
-    client.post("/v1/chat/completions", json=CHAT | {"user": "alice" * 100})
-    assert [line["user"] for line in lines if line["event"] == "request"] == [("alice" * 100)[:256]]
+    client.post("/v1/chat/completions", json=CHAT | {"user": "ä" * 256})
+    assert [line["user"] for line in lines if line["event"] == "request"] == ["ä" * 256]
+    answer = client.post("/v1/chat/completions", json=CHAT | {"user": "a" * 257})
+    assert answer.status_code == 400
+    assert answer.json["error"]["message"].startswith("user: ")
+    assert "a text of at most 256 characters" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,24 @@ def test_claims_have_the_names_that_the_server_gives_them(keys: dict[str, Any]) 
     assert tokens.verify(signed(keys["RS256"], "RS256", claims | {"realm_access": other})).scopes == ("usage",)
 
 
+@pytest.mark.parametrize(
+    ("claim", "weight"), [(3, 3), (1000, 1000), ("7", 7), (None, 1), (0, 0), (1001, 0), (-1, 0), (True, 0), (2.0, 0),
+                          ("1.5", 0), ("", 0), ("٣", 0), ("9" * 5000, 0), ([3], 0), ({"of": 3}, 0)],
+)  # fmt: skip
+def test_a_claim_weighs_its_callers_turns(keys: dict[str, Any], claim: Any, weight: int) -> None:
+    """Where the server names one: 1 to 1000, 1 without it, and no caller where it is anything else; else it means
+    nothing."""
+    source = KeySource("keys.json", read=lambda place: (jwks_of(keys["EdDSA"]), jwks.MAX_AGE))
+    token = signed(keys["EdDSA"], "EdDSA", changed(plan={"weight": claim}))
+    named = Tokens(ServerSettings(**SETTINGS, jwt_weight_claim="plan.weight"), source, clock=lambda: NOW)
+    if weight:
+        assert named.verify(token).weight == weight
+    else:
+        with pytest.raises(Unauthenticated):
+            named.verify(token)
+    assert Tokens(ServerSettings(**SETTINGS), source, clock=lambda: NOW).verify(token).weight == 1
+
+
 def changed(**claims: Any) -> dict[str, Any]:
     return {name: value for name, value in (CLAIMS | claims).items() if value is not None}
 
