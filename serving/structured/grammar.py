@@ -15,6 +15,7 @@ from ..errors import InvalidField
 from .document import is_unicode
 from .expression import in_slashes, lark_expression, literal
 from .lark import checked_lark
+from .quoted_lark import quoted_lark
 from .schema import normalized
 
 MAX_CHOICES = 10_000
@@ -41,6 +42,13 @@ def grammar_of(constraint: Constraint) -> Grammar:
         lark, has_open_keys = checked_lark(value, field, _schema_and_keys)
         return Grammar(source=_lark_source(lark), field=field, distinct_keys=has_open_keys)
     return Grammar(source=_lark_source(_EXPRESSIONS[kind](value, field)), field=field)
+
+
+def quoted_grammar(constraint: Constraint) -> Grammar:
+    """What a text in Lark's notation is held to where it stands between the quotes of JSON, without these."""
+    assert constraint.kind == "lark"
+    lark, _ = checked_lark(constraint.value, constraint.field, _schema_and_keys)
+    return Grammar(source=_lark_source(quoted_lark(lark, constraint.field)), field=constraint.field)
 
 
 def schema_value(schema: Any, field: str) -> dict[str, Any]:

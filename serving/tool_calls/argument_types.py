@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..request import Tool
+from .formats import CUSTOM_INPUT
 
 MAX_DEPTH = 8  # of unions and references in each other
 
@@ -17,6 +18,8 @@ def argument_types(tools: Iterable[Tool]) -> dict[str, dict[str, tuple[str, ...]
 
 
 def _of_tool(tool: Tool) -> dict[str, tuple[str, ...]]:
+    if tool.kind == "custom":
+        return {CUSTOM_INPUT: ("string",)}  # 12 is a text there
     root = tool.parameters or {}
     properties = root.get("properties")
     if not isinstance(properties, Mapping):

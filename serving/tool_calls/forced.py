@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..constraint import Constraint, Grammar
-from ..errors import InvalidField
 from ..request import Tool, ToolChoice
-from ..structured.grammar import grammar_of, schema_value
+from ..structured.grammar import grammar_of, quoted_grammar, schema_value
 from .forced_arguments import ArgumentsGrammar
 from .formats import CUSTOM_INPUT, ToolFormat
 from .lark import Lark, one_of, quoted, times
@@ -229,7 +228,7 @@ class _Maker:
         """The one text that a custom tool takes, of its own form if it has one."""
         syntax, text = tool.syntax, dict[str, Any](type="string")
         if syntax is not None and syntax.kind == "lark":
-            return self._raw(syntax)
+            return self._in_grammar(syntax)
         if syntax is not None:
             text["pattern"] = f"^(?:{syntax.value})$"
         schema = {
@@ -241,14 +240,17 @@ class _Maker:
         path = syntax.field if syntax is not None else field
         return ArgumentsGrammar(self._lark, self._format, schema_value(schema, path), path).written()
 
-    def _raw(self, syntax: Constraint) -> str:
-        """A text of a grammar, which stands as it is; between the quotes of JSON it could not."""
+    def _in_grammar(self, syntax: Constraint) -> str:
+        """A text of a grammar, as it is where the format has it so, else escaped between quotes (JSON's escapes are
+        Python's too)."""
         format, lark = self._format, self._lark
-        if format.arguments != "parameters":
-            allowed = f"a regex: the calls of this model ({format.name}) have their texts within quotes"
-            raise InvalidField(syntax.field, "a grammar in Lark's notation", allowed)
-        begin = lark.text(format.parameter_begin + CUSTOM_INPUT + format.key_end)
-        return f"{begin} {lark.other(grammar_of(syntax))} {lark.text(format.value_end)}"
+        if format.arguments == "parameters":
+            begin = lark.text(format.parameter_begin + CUSTOM_INPUT + format.key_end)
+            return f"{begin} {lark.other(grammar_of(syntax))} {lark.text(format.value_end)}"
+        quoted = lark.other(quoted_grammar(syntax))
+        if format.arguments == "keywords":
+            return f"""{lark.plain(f'{CUSTOM_INPUT}="')} {quoted} {lark.plain('"')}"""
+        return f"""{lark.plain(f'{{"{CUSTOM_INPUT}": "')} {quoted} {lark.plain('"}')}"""
 
 
 def _json(value: str) -> str:

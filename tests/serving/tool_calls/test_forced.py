@@ -262,22 +262,6 @@ def test_a_custom_tool_with_an_expression(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_custom_tool_with_a_grammar(name):
-    """Where a format has the text as it is it is held to the grammar; within quotes that is refused by its field."""
-    words, format = vocabulary(True), FORMATS[name]
-    tools = (_custom("lark", 'start: "a" start "b" | "-"'),)
-    if format.arguments == "parameters":
-        grammar = call_grammar(format, tools, REQUIRED, parallel=False, special=words.special)
-        ids, _ = words.draw(grammar, 1)
-        [(_, text, _)] = words.read(ids, format, _use(REQUIRED, tools)).calls
-        assert text.strip("ab") == "-"
-        return
-    with pytest.raises(InvalidField, match="regex") as caught:
-        call_grammar(format, tools, REQUIRED)
-    assert caught.value.param == "tools[0].definition"
-
-
-@pytest.mark.parametrize("name", FORMATS)
 def test_values_that_look_like_marks(name):
     """A value of the caller's that is spelt as a special token is letters; one with a mark of the format is left out
     where it stands as it is."""

@@ -1,0 +1,238 @@
+r"""Grammars in Lark's notation, written again for texts that stand between the quotes of JSON.
+
+Escaping the terminals one by one is not enough. llguidance ends a terminal at the first byte with which it cannot go
+on; between quotes the line break behind ``/[^\n]*/`` begins with a backslash, with which it could (``\"``, ``\\``),
+and the ``n`` behind it comes too late. So a backslash belongs to the terminal before it: what follows is decided by
+the one byte behind it, as without quotes. Each terminal comes in forms: beginning with a whole character or behind
+a backslash, and ending with a character or with the backslash of the next one. Each rule comes in as many, by the
+states that it leads between::
+
+    START ──a──► WHOLE ──"b"──► WHOLE        a "\n" b   is   a\ n b      (a with its backslash, n, b)
+             └─a\──► BACKSLASH ──n──► WHOLE
+
+What is ignored is written out: before each terminal but the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from ..errors import InvalidField
+from .expression import in_slashes
+from .lark_reading import LarkGrammar, read
+from .regular import Choice, Node, Quoted, Repeated, Rule, Sequence, Terminal, TooLarge
+
+_ALLOWED = "rules and terminals that can be written within quotes, as the calls of this model have a text"
+MAX_RULES = 3000
+MAX_CHARS = 512 * 1024
+START, WHOLE, BACKSLASH = 0, 1, 2
+_STATES = (WHOLE, BACKSLASH)
+
+_Symbol = tuple[Node, int, int]
+_Option = list["_Symbol | str"]  # symbols, and expressions
+
+
+def quoted_lark(text: str, field: str) -> str:
+    """The grammar of the escaped texts of ``text``, which has been checked; without the quotes. Raises
+    ``InvalidField`` for what cannot be written so, with its line."""
+
+    def refuse(what: str, line: int, allowed: str = "") -> NoReturn:
+        raise InvalidField(field, what, f"{allowed or _ALLOWED} (line {line})")
+
+    try:
+        grammar = read(text, refuse)
+        if not grammar.special:
+            return text  # nothing to escape
+        for found in grammar.unwritable[:1]:
+            refuse(found.what, found.line)
+        return _Writer(grammar, refuse).written()
+    except (TooLarge, RecursionError):  # also where terminals are made of each other more than a hundred deep
+        raise InvalidField(field, "the grammar", "a smaller one: within quotes it has too many forms") from None
+
+
+class _Writer:
+    def __init__(self, grammar: LarkGrammar, refuse: Callable[..., NoReturn]) -> None:
+        self._grammar, self._refuse = grammar, refuse
+        self._quoted = Quoted()
+        self._known: dict[object, Node] = {}  # nodes made of others: each is made once
+        ignored = Terminal(Choice(tuple(grammar.ignored))) if grammar.ignored else None
+        self._ignored = ignored
+        once = grammar.options.get("ignore_once")
+        self._skipped = Repeated(ignored, 0, 1 if once else None) if ignored else None
+        self._options: dict[_Symbol, list[_Option]] = {}
+
+    def written(self) -> str:
+        if "start" not in self._grammar.rules:
+            self._refuse("a grammar without the rule 'start'", 1)
+        start = self._grammar.rules["start"]
+        begin = WHOLE if self._grammar.options.get("allow_initial_skip") else START
+        firsts = [(start, begin, WHOLE), *([(start, START, START)] if begin == START else [])]
+        self._follow(firsts)
+        names = self._reachable(firsts, self._productive())
+        if not any(first in names for first in firsts):
+            self._refuse("a grammar with no text at all", 1)
+        return self._text(firsts, names)
+
+    def _follow(self, firsts: list[_Symbol]) -> None:
+        waiting = list(firsts)
+        while waiting:
+            symbol = waiting.pop()
+            if symbol in self._options:
+                continue
+            if len(self._options) > 8 * MAX_RULES:
+                raise TooLarge
+            self._options[symbol] = options = list(self._of(*symbol))
+            waiting += [each for option in options for each in option if not isinstance(each, str)]
+
+    def _of(self, node: Node, begin: int, end: int) -> Iterator[_Option]:
+        if isinstance(node, Terminal):
+            yield from self._terminal(node, begin, end)
+        elif isinstance(node, Rule):
+            if node.name not in self._grammar.rules:
+                self._refuse(f"the rule {node.name!r}, which is not there", node.line)
+            yield [(self._grammar.rules[node.name], begin, end)]
+        elif isinstance(node, Choice):
+            for each in node.options:
+                yield [(each, begin, end)]
+        elif isinstance(node, Sequence):
+            yield from self._sequence(node, begin, end)
+        elif isinstance(node, Repeated):
+            yield from self._repeated(node, begin, end)
+        else:
+            raise AssertionError(node)
+
+    def _between(self, first: Node, then: Node, begin: int, end: int) -> Iterator[_Option]:
+        for state in (START, *_STATES) if begin == START else _STATES:
+            yield [(first, begin, state), (then, state, end)]
+
+    def _sequence(self, node: Sequence, begin: int, end: int) -> Iterator[_Option]:
+        if not node.items:
+            yield from [[]] if begin == end else []
+        elif len(node.items) == 1:
+            yield [(node.items[0], begin, end)]
+        else:
+            half = len(node.items) // 2
+            first = self._made(("first", node), lambda: Sequence(node.items[:half]))
+            rest = self._made(("rest", node), lambda: Sequence(node.items[half:]))
+            yield from self._between(first, rest, begin, end)
+
+    def _repeated(self, node: Repeated, begin: int, end: int) -> Iterator[_Option]:
+        inner, least, most = node.node, node.least, node.most
+        if (least, most) == (0, None):
+            yield from [[]] if begin == end else []
+            yield from self._between(node, inner, begin, end)
+        elif (least, most) == (1, 1):
+            yield [(inner, begin, end)]
+        elif most == 0:
+            yield from [[]] if begin == end else []
+        elif (least, most) == (0, 1):
+            yield from [[]] if begin == end else []
+            yield [(inner, begin, end)]
+        elif least == most:
+            half = self._times(inner, least // 2, least // 2)
+            pair = [half, half, inner] if least % 2 else [half, half]
+            yield [(self._made(("pair", inner, least), lambda: Sequence(tuple(pair))), begin, end)]
+        elif least:
+            more = self._times(inner, 0, None if most is None else most - least)
+            yield from self._between(self._times(inner, least, least), more, begin, end)
+        else:  # fewer than half, or half and up to as many again: each number in one way
+            assert most is not None
+            many = (most + 1) // 2
+            yield [(self._times(inner, 0, many - 1), begin, end)]
+            yield from self._between(self._times(inner, many, many), self._times(inner, 0, most - many), begin, end)
+
+    def _times(self, node: Node, least: int, most: int | None) -> Node:
+        return self._made(("times", node, least, most), lambda: Repeated(node, least, most))
+
+    def _made(self, key: object, make: Callable[[], Node]) -> Node:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _terminal(self, node: Terminal, begin: int, end: int) -> Iterator[_Option]:
+        nullable = self._quoted.is_nullable(node.node)
+        if nullable and begin == end:
+            yield []
+        if end == START or (node.lazy and (nullable or end == BACKSLASH)):
+            return  # what is lazy ends with its last character, whatever follows
+        skips = self._skipped is not None and node is not self._ignored and begin != START
+        for state in _STATES if skips else (begin,):
+            found = self._expression(node, state, end)
+            if found is not None and skips:
+                assert self._skipped is not None
+                yield [(self._skipped, begin, state), found]
+            elif found is not None:
+                yield [found]
+
+    def _expression(self, node: Terminal, begin: int, end: int) -> str | None:
+        quoted = self._quoted
+        body = quoted.suffixed(node.node) if begin == BACKSLASH else quoted.nonempty(node.node)
+        ending = r"\\" if end == BACKSLASH else ""
+        return None if body is None else f"{'lazy' if node.lazy else ''}/{in_slashes(body)}{ending}/"
+
+    def _productive(self) -> set[_Symbol]:
+        """Symbols that some text is of."""
+        users: dict[_Symbol, list[tuple[_Symbol, int]]] = {}
+        missing: list[int] = []
+        found: list[_Symbol] = []
+        known: set[_Symbol] = set()
+        for symbol, options in self._options.items():
+            for option in options:
+                needed = {each for each in option if not isinstance(each, str)}
+                missing.append(len(needed))
+                for each in needed:
+                    users.setdefault(each, []).append((symbol, len(missing) - 1))
+                if not needed:
+                    found.append(symbol)
+        while found:
+            symbol = found.pop()
+            if symbol in known:
+                continue
+            known.add(symbol)
+            for user, place in users.get(symbol, ()):
+                missing[place] -= 1
+                if missing[place] == 0:
+                    found.append(user)
+        return known
+
+    def _reachable(self, firsts: list[_Symbol], productive: set[_Symbol]) -> dict[_Symbol, str]:
+        """Their names in the grammar that is written."""
+        names: dict[_Symbol, str] = {}
+        waiting = [first for first in firsts if first in productive]
+        while waiting:
+            symbol = waiting.pop()
+            if symbol in names:
+                continue
+            names[symbol] = f"r{len(names)}"
+            self._options[symbol] = [
+                option
+                for option in self._options[symbol]
+                if all(isinstance(each, str) or each in productive for each in option)
+            ]
+            waiting += [each for option in self._options[symbol] for each in option if not isinstance(each, str)]
+        return names
+
+    def _text(self, firsts: list[_Symbol], names: dict[_Symbol, str]) -> str:
+        terminals: dict[str, str] = {}
+        lines = ["start: " + " | ".join(names[first] for first in firsts if first in names)]
+        if options := {key: self._grammar.options[key] for key in ("no_forcing",) if key in self._grammar.options}:
+            lines.append("%llguidance " + json.dumps(options))
+        for symbol, name in names.items():
+            options_written = []
+            for option in self._options[symbol]:
+                words = [
+                    terminals.setdefault(each, f"{'l' if each.startswith('lazy') else 'T'}{len(terminals)}")
+                    if isinstance(each, str)
+                    else names[each]
+                    for each in option
+                ]
+                options_written.append(" ".join(words) or '""')
+            lines.append(f"{name}: " + " | ".join(dict.fromkeys(options_written)))
+        for body, name in terminals.items():
+            lazy = body.startswith("lazy")
+            lines.append(f"{name}[lazy]: {body[4:]}" if lazy else f"{name}: {body}")
+        if len(lines) > MAX_RULES or sum(map(len, lines)) > MAX_CHARS:
+            raise TooLarge
+        return "\n".join(lines)
