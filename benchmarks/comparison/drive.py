@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class Piece(NamedTuple):
@@ -28,16 +28,22 @@ class Piece(NamedTuple):
     count: int | None = None
 
 
-class Engine(Protocol):
-    """``step`` computes, or waits up to so many seconds for what others compute. ``servers``: its work is done by
-    child processes, so that this one's processor time is the caller's and not counted."""
+class Engine:
+    """``servers``: its work is done by child processes, so that this one's processor time is the caller's and not
+    counted. ``versions`` are of what makes its figures."""
 
     versions: dict[str, str]
-    servers: bool
+    servers = False
 
-    def add(self, request: dict[str, Any]) -> None: ...
+    def add(self, request: dict[str, Any]) -> None:
+        raise NotImplementedError
 
-    def step(self, wait: float) -> list[Piece]: ...
+    def step(self, wait: float) -> list[Piece]:
+        """Compute, or wait up to so many seconds for what others compute."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End its servers."""
 
 
 def run(
@@ -86,7 +92,8 @@ def run(
 
 
 def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
-    """Answer messages until stdin ends. What libraries print goes to stderr."""
+    """Answer messages until stdin ends, then end this process, whatever threads it has. What libraries print goes to
+    stderr."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine: Engine | None = None
@@ -104,6 +111,9 @@ def serve(load: Callable[[str, dict[str, Any]], Engine]) -> None:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(answer), file=told, flush=True)
+    if engine is not None:
+        engine.close()
+    os._exit(0)
 
 
 def versions(*packages: str) -> dict[str, str]:

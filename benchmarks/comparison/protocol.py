@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+MARK = "COMPARISON_CONTENDER"  # in the environment of a contender's processes
 
 
 class Failed(RuntimeError):
@@ -22,6 +25,7 @@ class Process:
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self._log, self._rest = log, b""
+        self._mark = uuid.uuid4().hex
         self.servers = False
         with log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -30,7 +34,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=out,
                 start_new_session=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **(environment or {}), MARK: self._mark},
             )
 
     def ask(self, message: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -71,28 +75,36 @@ class Process:
         return lines[-1][:300] if lines else f"status {self._process.wait(10)}"
 
     def processor_seconds(self) -> float:
-        """Of the process and all below it so far; without its own where ``servers`` do the work."""
+        """Of the process and all that it started so far, wherever they hang in the tree of processes; without its own
+        where ``servers`` do the work."""
         import psutil
 
-        top = psutil.Process(self._process.pid)
         total = 0.0
-        for process in [*([] if self.servers else [top]), *top.children(recursive=True)]:
-            try:
-                times = process.cpu_times()
-            except psutil.NoSuchProcess:
+        for process in self._all():
+            if self.servers and process.pid == self._process.pid:
                 continue
-            total += times.user + times.system
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
         return total
 
+    def _all(self) -> Iterator[Any]:
+        import psutil
+
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    yield process
+
     def close(self) -> None:
-        """End it: by the end of its input first, so that it can end its servers."""
+        """End it: by the end of its input, so that it can end its servers; then by force whatever is left."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        for process in self._all():
+            process.kill()
+        self._process.wait()
         self._process.stdout.close()

@@ -27,7 +27,7 @@ def times(value: float | None) -> str:
 def texts(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
-    shown = f"{found['same']} of {found['of']}"
+    shown = f"{found['same']} of {found['of']}; {found['loss']}, {found['loss_of_reference']}"
     return f"**nonsense** ({shown})" if found["nonsense"] else shown
 
 
@@ -58,7 +58,7 @@ def markdown(result: dict[str, Any]) -> str:
                 "a second of processor": several(of(loops, "tokens_per_processor_second")),
                 f"TTFT p50 at {sizes}, ms": several(of(loops, "ttft_p50")),
                 f"of {lengths} tokens": several(of(prompts, "ttft_p50")),
-                "same tokens": texts(one.get("texts")),
+                "same tokens; loss, reference's": texts(one.get("texts")),
             }
         )
         if any(each in found for each in traffic):

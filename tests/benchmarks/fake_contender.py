@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from typing import Any
 
-from comparison.drive import Piece, serve
+from comparison.drive import Engine, Piece, serve
 
 
-class Fake:
-    servers = False
-
+class Fake(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         if "fails" in options:
             raise ValueError(options["fails"])
         print("a library says hello on stdout")
-        self.versions = {"model": model}
+        self._server = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        threading.Thread(target=threading.Event().wait).start()  # a library's thread that never ends
+        self.versions = {"model": model, "server": str(self._server.pid)}
         self._left: dict[str, int] = {}
 
     def add(self, request: dict[str, Any]) -> None:

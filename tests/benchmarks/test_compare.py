@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from comparison import contenders, drive, environments, figures, tables, texts, workloads
 from comparison.adapters.http_streams import Stream
@@ -64,13 +64,10 @@ def test_lengths_are_those_asked_for() -> None:
     assert sorted({r.at for r in by_name["bursts"].requests}) == [0.0, 4.0, 8.0]
 
 
-class Ticking:
+class Ticking(drive.Engine):
     """An engine of one token a step and a second; ``most`` is how many ran at once."""
 
-    servers = False
-
     def __init__(self) -> None:
-        self.versions: dict[str, str] = {}
         self.now, self.most, self._left = 0.0, 0, dict[str, int]()
 
     def add(self, request: dict[str, Any]) -> None:
@@ -170,13 +167,22 @@ def test_a_contender_is_asked_by_lines(fake: Process) -> None:
     with pytest.raises(Failed, match="ValueError: no room"):
         fake.ask({"do": "load", "model": "m", "options": {"fails": "no room"}}, 60)
     told = fake.ask({"do": "load", "model": "m", "options": {}}, 60)
-    assert told == {"versions": {"model": "m"}, "servers": False}
+    assert (told["versions"]["model"], told["servers"]) == ("m", False)
     answer = fake.ask({"do": "run", "requests": asked(3), "callers": 2, "limit": 60}, 60)
     assert [one["tokens"] for one in answer["answers"]] == [[1, 0]] * 3
     assert fake.processor_seconds() > 0
     dies = [{"id": "x", "prompt": [666], "max_tokens": 1, "at": 0}]
     with pytest.raises(Failed, match="its process ended"):
         fake.ask({"do": "run", "requests": dies, "callers": 1, "limit": 60}, 60)
+
+
+def test_nothing_of_a_contender_is_left(fake: Process) -> None:
+    """Closing ends it with threads that would go on, and a server that it left running."""
+    told = fake.ask({"do": "load", "model": "m", "options": {}}, 60)
+    server = psutil.Process(int(told["versions"]["server"]))
+    fake.close()
+    psutil.wait_procs([server], 60)
+    assert not server.is_running()
 
 
 def test_a_contender_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
@@ -205,7 +211,9 @@ def test_tables_say_what_was_measured_and_who_is_missing() -> None:
     assert "Some CPU (amx_int8), 2 cores; load 0.1 and 2.0" in shown
     assert "| ours int8 | 123 " in shown
     assert "- vLLM: vllm could not be made: no disk" in shown
-    assert tables.texts({"same": 1, "of": 9, "nonsense": True}) == "**nonsense** (1 of 9)"
+    assert tables.texts({"same": 1, "of": 9, "loss": 7.5, "loss_of_reference": 0.5, "nonsense": True}) == (
+        "**nonsense** (1 of 9; 7.5, 0.5)"
+    )
 
 
 def test_tables_without_anyone() -> None:
@@ -269,4 +277,3 @@ def test_the_command_lists_the_contenders() -> None:
     command = [sys.executable, f"{BENCHMARKS}/compare.py", "--list"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said == list(contenders.CONTENDERS)
-    json.dumps(said)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import select
 import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from comparison.drive import Piece
+from comparison.drive import Engine, Piece
 
 Body = Callable[[dict[str, Any]], dict[str, Any]]
 Reader = Callable[[dict[str, Any]], tuple[list[int], str]]
@@ -45,37 +44,30 @@ class Stream:
         return [json.loads(event) for event in told if event and not event.startswith(b"[DONE]")]
 
 
-class HttpStreams:
-    """``body`` makes a request's body; ``read`` takes tokens and text from a streamed event. Connections are kept.
+class HttpStreams(Engine):
+    """``body`` makes a request's body; ``read`` takes tokens and text from a streamed event.
 
-    ``process`` is held for as long as this is: a server that ends with it."""
+    A connection each: servers close kept ones as they like. ``end`` ends the server."""
 
     servers = True
 
     def __init__(
-        self, port: int, path: str, body: Body, read: Reader, told: dict[str, str], process: Any = None
+        self, port: int, path: str, body: Body, read: Reader, told: dict[str, str], end: Callable[[], Any]
     ) -> None:
-        self.versions, self.process = told, process
+        self.versions, self._end = told, end
         self._port, self._path, self._body, self._read = port, path, body, read
-        self._idle: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
 
     def add(self, request: dict[str, Any]) -> None:
         payload = json.dumps(self._body(request)).encode()
         lines = (f"POST {self._path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(payload)}")
-        head = "\r\n".join((*lines, "Content-Type: application/json", "", ""))
-        connection = self._kept() or socket.create_connection(("127.0.0.1", self._port))
+        head = "\r\n".join((*lines, "Content-Type: application/json", "Connection: close", "", ""))
+        connection = socket.create_connection(("127.0.0.1", self._port))
         connection.sendall(head.encode() + payload)
         self._selector.register(connection, selectors.EVENT_READ, Stream(request))
 
-    def _kept(self) -> socket.socket | None:
-        """A connection that its server has not closed for being idle: nothing is to be read from it."""
-        while self._idle:
-            connection = self._idle.pop()
-            if not select.select([connection], [], [], 0)[0]:
-                return connection
-            connection.close()
-        return None
+    def close(self) -> None:
+        self._end()
 
     def step(self, wait: float) -> list[Piece]:
         pieces = []
@@ -88,6 +80,6 @@ class HttpStreams:
                     pieces.append(Piece(stream.request["id"], tokens, text, False))
             if stream.over:
                 self._selector.unregister(connection)
-                self._idle.append(connection) if data else connection.close()
+                connection.close()
                 pieces.append(Piece(stream.request["id"], [], "", True))
         return pieces

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import subprocess
@@ -37,10 +36,10 @@ def load(model: str, options: dict[str, Any]) -> HttpStreams:
     command = [options["server"], "-m", options["model"], "--host", "127.0.0.1", "--port", str(port)]
     server = Server([*command, "-c", "16384", "-np", "32", "--kv-unified", "-t", str(cores)], port, probe="/health")
     server.__enter__()
-    atexit.register(server.__exit__)
     said = subprocess.run([options["server"], "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"version: (.*)", said.stdout + said.stderr)
-    return HttpStreams(port, "/completion", body, read, {"llama.cpp": found.group(1) if found else "unknown"})
+    told = {"llama.cpp": found.group(1) if found else "unknown"}
+    return HttpStreams(port, "/completion", body, read, told, server.__exit__)
 
 
 if __name__ == "__main__":

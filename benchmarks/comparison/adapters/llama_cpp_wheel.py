@@ -36,7 +36,7 @@ def load(model: str, options: dict[str, Any]) -> HttpStreams:
     port = next((line.split()[1] for line in process.stdout if line.startswith("LISTENING")), None)
     if port is None:
         raise RuntimeError("the server did not come up")
-    return HttpStreams(int(port), "/completion", body, read, versions("xllamacpp"), process)
+    return HttpStreams(int(port), "/completion", body, read, versions("xllamacpp"), process.kill)
 
 
 if __name__ == "__main__":

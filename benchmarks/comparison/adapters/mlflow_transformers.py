@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import queue
 import threading
@@ -14,7 +13,7 @@ import torch
 from load import ModelsServe
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 
 
 def saved(model: str, store: Path) -> Path:
@@ -32,13 +31,12 @@ def saved(model: str, store: Path) -> Path:
     return path
 
 
-class Served:
+class Served(Engine):
     servers = True
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self._server = ModelsServe(saved(model, Path(options["store"])))
         self._server.__enter__()
-        atexit.register(self._server.__exit__)
         self._answers: queue.Queue[Piece | Exception] = queue.Queue()
         self.versions = versions("mlflow", "transformers", "torch")
 
@@ -58,6 +56,9 @@ class Served:
             self._answers.put(Piece(request["id"], [], text, True, request["max_tokens"]))
         except Exception as error:
             self._answers.put(error)
+
+    def close(self) -> None:
+        self._server.__exit__()
 
     def step(self, wait: float) -> list[Piece]:
         try:

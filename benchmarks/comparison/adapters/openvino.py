@@ -8,12 +8,10 @@ import numpy as np
 import openvino_genai as genai
 from openvino import Tensor
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 
 
-class OpenVino:
-    servers = False
-
+class OpenVino(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 2

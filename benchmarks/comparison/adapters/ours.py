@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.events import Failed, Finished, Tokens
@@ -12,9 +12,7 @@ from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 
-class Ours:
-    servers = False
-
+class Ours(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         bundle = Bundle(content_hash="compare", tasks=("completions",), model_dir=model, tokenizer_dir=model)
         common = {"kv_cache_memory": 2 << 30, "packed_cache": 0, "speculation": "none"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,8 @@ def load(model: str, options: dict[str, Any]) -> HttpStreams:
     common = ("--workers", "1", "--log-level", "warning", "-C", "speculation=none")
     server = LlmServe("-m", str(path), "--name", "compare", *common, *settings)
     server.__enter__()
-    atexit.register(server.__exit__)
     told = {**versions("mlflow-llm", "torch"), "ready after s": f"{server.ready_after:.1f}"}
-    return HttpStreams(server.port, "/v1/completions", body, read, told)
+    return HttpStreams(server.port, "/v1/completions", body, read, told, server.__exit__)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 
 
-class Reference:
+class Reference(Engine):
     """A request with ``tokens`` is scored: its text is the mean negative log probability of a token of them."""
-
-    servers = False
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

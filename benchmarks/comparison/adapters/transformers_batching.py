@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 
 
-class ContinuousBatching:
-    servers = False
-
+class ContinuousBatching(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
         config = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=512)

@@ -6,12 +6,10 @@ from typing import Any
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 
-from comparison.drive import Piece, serve, versions
+from comparison.drive import Engine, Piece, serve, versions
 
 
-class Vllm:
-    servers = False
-
+class Vllm(Engine):
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         arguments = EngineArgs(model=model, dtype=options["dtype"], max_model_len=4608, max_num_seqs=32)
         self._engine = LLMEngine.from_engine_args(arguments)
