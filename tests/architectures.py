@@ -21,6 +21,7 @@ from tiny_models import (  # noqa: E402
     FAMILIES,
     MORE_FAMILIES,
     REFUSED,
+    WINDOWS,
     greedy,
     make_model,
     prompt_of,
@@ -35,11 +36,28 @@ from mlflow_llm.serving.settings import EngineSettings  # noqa: E402
 LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
 # of a width that our kernels take, for those architectures that they know
 WIDE = COMMON | {"hidden_size": 64}
+
+
+def wide_gemma(cls: Any, **more: Any) -> Any:
+    return cls(**WIDE, **WINDOWS, head_dim=16, query_pre_attn_scalar=8, **more)
+
+
 NATIVE: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**WIDE),
     "mistral": lambda: transformers.MistralConfig(**WIDE, sliding_window=7),
     "qwen2": lambda: transformers.Qwen2Config(**WIDE),
     "qwen3": lambda: transformers.Qwen3Config(**WIDE, head_dim=16),
+    "gemma": lambda: transformers.GemmaConfig(**WIDE, head_dim=16),
+    "gemma2": lambda: wide_gemma(transformers.Gemma2Config, attn_logit_softcapping=5.0, final_logit_softcapping=20.0),
+    "gemma3": lambda: wide_gemma(transformers.Gemma3TextConfig),
+    "granite": lambda: transformers.GraniteConfig(
+        **WIDE, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0, embedding_multiplier=2.0
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**WIDE),
+    "olmo3": lambda: transformers.Olmo3Config(**WIDE, **WINDOWS),
+    "phi3": lambda: transformers.Phi3Config(**WIDE),
+    "phi4": lambda: transformers.Phi3Config(**WIDE, partial_rotary_factor=0.5),
+    "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
 }
 NAMES = {
     "axk1": "A.X K1 (latent attention, experts)",

@@ -1,8 +1,9 @@
-"""A whole step of a Llama-like decoder in one native call, in place of transformers' model code.
+"""A whole step of a decoder in one native call, in place of transformers' model code.
 
-Taken where the model is one of ``DECODERS``, float32 on CPU, and every linear of its layers is a ``NativeWeight``;
-the self-test at load compares it with the model's own logits like every other way of running. A token's logits are
-bitwise the same whatever else is in the step, however its prompt was cut into chunks, and on any number of threads.
+Taken where the model is one of ``decoder_forms.FORMS``, float32 on CPU, and every linear of its layers is a
+``NativeWeight``; the self-test at load compares it with the model's own logits like every other way of running. A
+token's logits are bitwise the same whatever else is in the step, however its prompt was cut into chunks, and on any
+number of threads.
 """
 
 from __future__ import annotations
@@ -17,102 +18,128 @@ import numpy as np
 import torch
 from torch import nn
 
+from .decoder_forms import ACTIVATIONS, Form, at, form_of
 from .kv_cache import Row
 from .linear import EngineLinear
 from .native import library
-from .native.adapters import AdapterTables, Pool
+from .native.adapters import DOWN, GATE, UP, AdapterTables, K, O, Pool, Q
 from .native.library import LANES, NotNative
 from .native.weight import NativeWeight
 from .self_test import LayerUse
 from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
 
-# Layers of one form: norm, attention, residual; norm, gated silu MLP, residual; rotation of the whole head by halves.
-DECODERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
 MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
+Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Norms [hidden] and packed linears of one layer; ``window`` in tokens, 0 for none."""
+    """Norms and packed linears of one layer; ``window`` in tokens, 0 for none; ``rotation``: which of the model's kinds
+    of rotation, -1 for none."""
 
-    norms: tuple[torch.Tensor, torch.Tensor]
+    norms: tuple[Norm | None, ...]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: NativeWeight
     o: NativeWeight
     gate_up: NativeWeight
     down: NativeWeight
     window: int
+    rotation: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """What a native decoder reads, all of it kept alive here. ``prefix`` names the layers as LoRA does."""
+    """What a native decoder reads, all of it kept alive here. ``prefix`` names the layers as LoRA does, ``rotations``
+    the arguments that ``rotary`` takes for each kind."""
 
+    form: Form
     layers: tuple[LayerWeights, ...]
     embedding: torch.Tensor
-    norm: torch.Tensor
+    positions: torch.Tensor | None
+    norm: Norm
     head: NativeWeight
     rotary: Any
+    rotations: tuple[tuple[str, ...], ...]
     prefix: str
     heads: int
     kv_heads: int
     head_dim: int
+    activation: int
     eps: float
     scaling: float
+    score_cap: float
+    word_scale: float
+    vector_scale: float
+    branch_scale: float
+    logit_scale: float
+    logit_cap: float
 
 
 def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights:
     """The weights of ``model``. ``uses``: what its layers ask of the attention. Raises ``NotNative``."""
     found = library.required()
-    body: Any = getattr(model, "model", None)
-    head = model.get_output_embeddings()
-    layers = getattr(body, "layers", None)
-    other = NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
-    if not isinstance(layers, nn.ModuleList) or not isinstance(head, EngineLinear) or not _known(layers):
-        raise other
+    form, head = form_of(model), model.get_output_embeddings()
+    if form is None or not isinstance(head, EngineLinear):
+        raise NotNative(f"its architecture is not among those of a native step: {type(model).__name__}")
     check_plain(model)
-    attention = layers[0].self_attn
-    head_dim = int(attention.head_dim)
-    kv_heads = attention.k_proj.out_features // head_dim
-    group = attention.q_proj.out_features // head_dim // kv_heads
+    body: Any = getattr(model, form.body)
+    layers = getattr(body, form.layers)
+    shape = uses[0].shape
+    head_dim, kv_heads = shape.key_dim, shape.num_kv_heads
+    heads = at(layers[0], form.members[O]).in_features // head_dim
+    activation = type(at(layers[0], form.activation)).__name__
+    if activation not in ACTIVATIONS:
+        raise NotNative(f"its activation is {activation}, a native step knows silu and gelu")
+    if not found.mlt_can_attend(head_dim, heads // kv_heads):
+        raise NotNative(f"heads of {head_dim} in groups of {heads // kv_heads} are not among those of a native step")
+    if len({(use.shape, use.scaling, use.softcap) for use in uses}) != 1 or shape.value_dim != head_dim:
+        raise NotNative("its layers attend in different ways, which a native step does not know")
+    rotary = getattr(body, "rotary_emb", None)
     config = model.config.get_text_config()
-    if config.hidden_act != "silu":
-        raise NotNative(f"its activation is {config.hidden_act}, a native step knows silu")
-    if not found.mlt_can_attend(head_dim, group):
-        raise NotNative(f"heads of {head_dim} in groups of {group} are not among those of a native step")
-    if len({use.scaling for use in uses}) != 1 or any(use.softcap is not None for use in uses):
-        raise NotNative("its attention scales or caps scores in a way that a native step does not know")
-    each = [_layer_weights(layer, use.window) for layer, use in zip(layers, uses, strict=True)]
+    kinds = getattr(rotary, "layer_types", None)
+    each = []
+    for index, (layer, use) in enumerate(zip(layers, uses, strict=True)):
+        rotated = rotary is not None and getattr(at(layer, form.attention), "use_rope", True)
+        rotation = -1 if not rotated else 0 if kinds is None else kinds.index(config.layer_types[index])
+        each.append(_layer_weights(form, layer, use.window or 0, rotation))
     packed = head.group.packed
-    embedding = body.embed_tokens.weight
-    if any(layer is None for layer in each) or not isinstance(packed, NativeWeight) or not _plain(embedding):
+    words = getattr(body, form.embedding)
+    fits = all(layer is not None for layer in each) and isinstance(packed, NativeWeight) and _plain(words.weight)
+    if not fits:
         raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
+    norm = _norm(form, body, form.norm)
+    assert norm is not None, "looked for by its name"
+    vector_scale = float(getattr(config, "embedding_multiplier", 1.0))
     return DecoderWeights(
+        form=form,
         layers=tuple(layer for layer in each if layer is not None),
-        embedding=embedding.detach(),
-        norm=body.norm.weight.detach(),
+        embedding=words.weight.detach(),
+        positions=None if form.positions is None else at(body, form.positions).weight.detach(),
+        norm=norm,
         head=packed,
-        rotary=body.rotary_emb,
+        rotary=rotary,
+        rotations=((),) if kinds is None else tuple((kind,) for kind in kinds),
         prefix=next(name for name, module in model.named_modules() if module is layers),
-        heads=kv_heads * group,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        eps=float(config.rms_norm_eps),
+        activation=ACTIVATIONS[activation],
+        eps=float(getattr(config, form.eps)),
         scaling=uses[0].scaling,
+        score_cap=float(uses[0].softcap or 0.0),
+        word_scale=float(getattr(words, "scalar_embed_scale", 1.0)) * vector_scale,
+        vector_scale=vector_scale,
+        branch_scale=float(getattr(config, "residual_multiplier", 1.0)),
+        logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
+        logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
     )
 
 
 def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
     """Whether it is worth a try to run a model in bfloat16 natively: linears, and keys and values where tiles are, in
     bfloat16, all between them in float32."""
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    return device.type == "cpu" and library.has_bf16() and isinstance(layers, nn.ModuleList) and _known(layers)
-
-
-def _known(layers: nn.ModuleList) -> bool:
-    names = {type(layer).__name__ for layer in layers}
-    return len(names) == 1 and names <= DECODERS and type(layers[0]).__module__.startswith("transformers.models.")
+    return device.type == "cpu" and library.has_bf16() and form_of(model) is not None
 
 
 def check_plain(model: nn.Module) -> None:
@@ -129,20 +156,32 @@ def _plain(tensor: torch.Tensor) -> bool:
     return on_cpu and tensor.is_contiguous() and tensor.shape[-1] % LANES == 0
 
 
-def _layer_weights(layer: Any, window: int | None) -> LayerWeights | None:
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = [attention.q_proj.group, attention.o_proj.group, mlp.gate_proj.group, mlp.down_proj.group]
-    if [len(group.sizes) for group in groups] != [3, 1, 2, 1]:
+def _norm(form: Form, parent: Any, name: str | None) -> Norm | None:
+    if name is None:
         return None
-    packed = [group.packed for group in groups]
-    norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    if not all(isinstance(weight, NativeWeight) for weight in packed) or not all(map(_plain, norms)):
+    module = getattr(parent, name)
+    bias = getattr(module, "bias", None)
+    weight = module.weight.detach()
+    return weight + form.norm_offset if form.norm_offset else weight, None if bias is None else bias.detach()
+
+
+def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerWeights | None:
+    members = [at(layer, name) if name else None for name in form.members]
+    firsts = [members[i] for i in (Q, O, GATE, DOWN)]
+    if not all(isinstance(one, EngineLinear) for one in firsts):
         return None
-    if mlp.down_proj.in_features % LANES:
+    alike = [sum(one is not None for one in some) for some in (members[Q:O], members[O:GATE], members[GATE:DOWN])]
+    packed = [one.group.packed for one in firsts]
+    norms = [_norm(form, layer, name) for name in form.norms]
+    tensors = [one for norm in norms if norm is not None for one in norm if one is not None]
+    if [len(one.group.sizes) for one in firsts] != [*alike, 1] or packed[3].in_features % LANES:
         return None
-    head_norms = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
-    qkv, o, gate_up, down = packed
-    return LayerWeights(norms, (head_norms[0], head_norms[1]), qkv, o, gate_up, down, window or 0)
+    if not all(isinstance(weight, NativeWeight) for weight in packed) or not all(map(_plain, tensors)):
+        return None
+    attention = at(layer, form.attention)
+    named = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    head_norms = [None if one is None else one.weight.detach() + form.norm_offset for one in named]
+    return LayerWeights(tuple(norms), (head_norms[0], head_norms[1]), *packed, window, rotation)
 
 
 class NativeDecoder:
@@ -156,29 +195,48 @@ class NativeDecoder:
             raise RuntimeError("the native kernels are not available")
         self._library = found
         self._weights, self._cache = weights, cache
-        self._cos = self._sin = torch.empty(0, weights.head_dim // 2)
+        self._rotated = _rotated(weights)
+        self._cos = self._sin = torch.empty(len(weights.rotations), 0, self._rotated // 2)
         self._adapters = (
-            None if pool is None else AdapterTables(pool, weights.prefix, len(weights.layers), _factor_dtype(weights))
+            None
+            if pool is None
+            else AdapterTables(pool, weights.prefix, len(weights.layers), _factor_dtype(weights), weights.form.members)
         )
+        joined = {member: not weights.form.members[member] for member in (K, UP)}
+        first = weights.layers[0]
         shape = library.Shape(
             hidden=weights.embedding.shape[1],
             heads=weights.heads,
             kv_heads=weights.kv_heads,
             head_dim=weights.head_dim,
-            intermediate=weights.layers[0].down.in_features,
+            intermediate=first.down.in_features,
             layers=len(weights.layers),
             slot_tokens=cache.slot_tokens,
             slot_elements=cache.slot_elements,
             eps=weights.eps,
             scaling=weights.scaling,
             bf16_kv=cache.dtype == torch.bfloat16,
+            rotated=self._rotated,
+            activation=weights.activation,
+            gated=weights.form.gated,
+            apart=weights.branch_scale != 1.0 or any(weights.form.norms[1::2]),
+            norm_all_heads=_norm_all_heads(weights),
+            q_columns=first.qkv.out_features if joined[K] else weights.heads * weights.head_dim,
+            gate_columns=first.gate_up.out_features if joined[UP] else first.down.in_features,
+            word_scale=weights.word_scale,
+            vector_scale=weights.vector_scale,
+            branch_scale=weights.branch_scale,
+            score_cap=weights.score_cap,
+            logit_scale=weights.logit_scale if weights.logit_scale != 1.0 else 0.0,
+            logit_cap=weights.logit_cap,
         )
         layers = [_layer(layer, offset) for layer, offset in zip(weights.layers, cache.layer_offsets, strict=True)]
         self._handle = found.mlt_decoder_new(
             shape,
             (library.Layer * len(layers))(*layers),
             weights.embedding.data_ptr(),
-            weights.norm.data_ptr(),
+            None if weights.positions is None else weights.positions.data_ptr(),
+            _pointers(weights.norm),
             weights.head.handle,
         )
         weakref.finalize(self, found.mlt_decoder_free, self._handle)
@@ -209,6 +267,7 @@ class NativeDecoder:
             ids=ids.ctypes.data,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
+            table=self._cos[0].numel(),
             slab=self._cache.slab_address,
             adapters=ctypes.addressof(tables) if tables is not None else None,
             kept=wanted.ctypes.data,
@@ -222,20 +281,49 @@ class NativeDecoder:
         return logits
 
     def _rotate_up_to(self, longest: int) -> None:
-        """Cosines and sines [positions, D / 2] by the model's own module, for the positions that came up so far."""
-        if longest <= len(self._cos):
+        """Cosines and sines [kinds, positions, rotated / 2] by the model's own module, for the positions that came up
+        so far; none beyond those that there can be, which some kinds of rotation would follow."""
+        known = self._cos.shape[1]
+        if longest <= known or not self._rotated:
             return
-        count = max(longest, len(self._cos) + MORE_POSITIONS)
-        cos, sin = self._weights.rotary(self._weights.embedding[:1, None], torch.arange(count)[None])
-        half = self._weights.head_dim // 2
-        self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        count = max(longest, min(known + MORE_POSITIONS, self._cache.max_model_len))
+        tables = [_rotations(self._weights, count, *kind) for kind in self._weights.rotations]
+        half = self._rotated // 2
+        self._cos, self._sin = (torch.stack([table[i][0, :, :half] for table in tables]).contiguous() for i in range(2))
+
+
+@torch.inference_mode()  # as the model was made: some rotations write to its buffers
+def _rotations(weights: DecoderWeights, count: int, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = weights.rotary(
+        weights.embedding[:1, None], torch.arange(count)[None], *kind
+    )
+    return found
+
+
+def _rotated(weights: DecoderWeights) -> int:
+    """Dimensions of a head that are rotated; 0 where none are."""
+    return 0 if weights.rotary is None else _rotations(weights, 1, *weights.rotations[0])[0].shape[-1]
+
+
+def _norm_all_heads(weights: DecoderWeights) -> bool:
+    """Whether what norms queries is of all heads together."""
+    norm = weights.layers[0].head_norms[0]
+    return norm is not None and len(norm) != weights.head_dim
+
+
+def _pointers(norm: Norm | None) -> library.Norm:
+    weight, bias = norm or (None, None)
+    return library.Norm(*(None if one is None else one.data_ptr() for one in (weight, bias)))
 
 
 def _layer(weights: LayerWeights, kv_offset: int) -> library.Layer:
     q_norm, k_norm = (None if norm is None else norm.data_ptr() for norm in weights.head_norms)
+    before_attention, after_attention, before_mlp, after_mlp = map(_pointers, weights.norms)
     return library.Layer(
-        norm1=weights.norms[0].data_ptr(),
-        norm2=weights.norms[1].data_ptr(),
+        before_attention=before_attention,
+        after_attention=after_attention,
+        before_mlp=before_mlp,
+        after_mlp=after_mlp,
         q_norm=q_norm,
         k_norm=k_norm,
         qkv=weights.qkv.handle,
@@ -243,6 +331,7 @@ def _layer(weights: LayerWeights, kv_offset: int) -> library.Layer:
         gate_up=weights.gate_up.handle,
         down=weights.down.handle,
         window=weights.window,
+        rotation=weights.rotation,
         kv_offset=kv_offset,
     )
 

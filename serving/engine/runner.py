@@ -4,7 +4,7 @@
 
     StepForward         forward(ids, rows, adapters, kept) -> logits of the places kept
     ├── ModelForward    transformers' code with our attention, linears and adapters: every architecture, every device
-    └── NativeDecoder   native_decoder.py: a whole step in one call, for Llama-like decoders on CPU
+    └── NativeDecoder   native_decoder.py: a whole step in one call, for the decoders of decoder_forms.py on CPU
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+Q, K, V, O, GATE, UP, DOWN = range(len(MEMBERS))  # noqa: E741
 
 
 class Pool(Protocol):
@@ -30,11 +31,19 @@ class Pool(Protocol):
 
 
 class AdapterTables:
-    """``prefix`` is the module name of the list of layers. ``dtype``: float32 or bfloat16, what factors are kept in."""
+    """``prefix`` is the module name of the list of layers. ``dtype``: float32 or bfloat16, what factors are kept in.
+    ``members``: as ``MEMBERS``, "" for what the model has not by itself."""
 
-    def __init__(self, pool: Pool, prefix: str, num_layers: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        prefix: str,
+        num_layers: int,
+        dtype: torch.dtype = torch.float32,
+        members: Sequence[str] = MEMBERS,
+    ) -> None:
         self._pool, self._dtype = pool, dtype
-        self._names = [f"{prefix}.{layer}.{member}" for layer in range(num_layers) for member in MEMBERS]
+        self._names = [f"{prefix}.{layer}.{member}" for layer in range(num_layers) for member in members]
         self._tables: dict[str, tuple[Mapping[str, Any], Any, list[torch.Tensor]]] = {}
 
     def numbered(self, names: Sequence[str | None]) -> tuple[list[int], Any]:

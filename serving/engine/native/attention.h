@@ -170,6 +170,7 @@ inline void mix_of(int count, const float (*weights)[BLOCK], const float* fades,
 
 // Queries that see some tokens of one block, [from[i], to[i]) of it.
 struct BlockQueries {
+    float cap = 0.0f;
     int count = 0, from[TOGETHER], to[TOGETHER];
     const float* q[TOGETHER];
     Partial* state[TOGETHER];
@@ -184,6 +185,8 @@ inline void attend_block(const BlockQueries& at, const float* keys, const float*
     if (kt) score_of<V>(at.count, at.q, kt, weights);
     else
         for (int i = 0; i < at.count; i++) score_one<V>(at.q[i], keys, weights[i]);
+    if (at.cap != 0.0f)
+        for (int i = 0; i < at.count; i++) cap_each(weights[i], BLOCK, at.cap);
     bool alike = true;
     for (int i = 0; i < at.count; i++) {
         fades[i] = weigh(weights[i], at.from[i], at.to[i], *at.state[i]);
@@ -202,6 +205,7 @@ struct Queries {
     int count;
     const float* const* q;
     const int *lo, *hi;
+    float cap = 0.0f;  // scores become cap tanh(score / cap); 0: they stay
 };
 
 // The softmax of each query over what it sees of segment `segment`, into `states`; nothing else is read.
@@ -223,6 +227,7 @@ inline void attend_segment(const Queries& queries, const float* k, const float* 
             for (int t = 0; t < BLOCK; t += LANES)
                 for (int d = 0; d < D; d += LANES) transpose(keys + t * D + d, D, kt + d * BLOCK + t, BLOCK);
         BlockQueries seeing;
+        seeing.cap = queries.cap;
         for (int i = 0; i < queries.count; i++) {
             const int from = std::max(queries.lo[i] - block, 0), to = std::min(queries.hi[i] - block, BLOCK);
             if (from < to) {

@@ -1,6 +1,9 @@
-// A decoder of the Llama family run whole: embedding, layers, final norm, head; one call of the threads a step.
+// A decoder run whole: embedding, layers, final norm, head; one call of the threads a step.
 //
-//   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ silu·up ─ down ─(+)─ ... ─ norm ─ head
+//   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ act·up ─ down ─(+)─ ... ─ norm ─ head
+//
+// What differs between architectures is data of `Shape` and `Layer`: which norms there are (before a branch, behind it,
+// of heads or of all of them together), what is rotated and by which table, windows, activations, multipliers, caps.
 //
 // Everything between two GEMMs works on single rows, so what adapters add is added there too, to the rows of one adapter
 // together (lora.h).
@@ -11,6 +14,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "lora.h"
+#include "norms.h"
 #include "tile_attention.h"
 
 namespace mlt {
@@ -20,11 +24,14 @@ constexpr int MAX_GROUP = 16;  // query heads of a KV head
 
 enum Member { Q, K, V, O, GATE, UP, DOWN, MEMBERS };
 
+enum class Activation : int { SILU = 0, GELU_TANH = 1, GELU = 2 };
+
 struct Layer {
-    const float *norm1, *norm2;      // [H]
-    const float *q_norm, *k_norm;    // [D], or null
+    Norm before_attention, after_attention, before_mlp, after_mlp;  // [H]; those after only where `apart`
+    const float *q_norm, *k_norm;    // [D], or of all heads together, or null
     const Linear *qkv, *o, *gate_up, *down;
     int32_t window;                  // tokens a query sees, 0: all before it
+    int32_t rotation;                // which table of rotations, -1: none
     int64_t kv_offset;               // of this layer in a slot, in numbers: K [Hkv, S, D] then V
 };
 
@@ -33,6 +40,16 @@ struct Shape {
     int64_t slot_elements;
     float eps, scaling;
     int32_t bf16_kv;  // 1: keys and values are kept in bfloat16, as tile_attention.h has them; 0: in float32
+    int32_t rotated;  // dimensions of a head that are rotated
+    Activation activation;
+    int32_t gated;           // 1: act(gate) * up; 0: act of the one there is
+    int32_t apart;           // 1: o and down are not added to the hidden states as they are
+    int32_t norm_all_heads;  // 1: q_norm and k_norm are of all heads together
+    int32_t q_columns, gate_columns;  // that members Q and GATE of an adapter are for: all where linears are one
+    float word_scale, vector_scale;   // of embeddings, and of vectors in their place
+    float branch_scale;      // of what is added to the hidden states, where `apart`
+    float score_cap;         // 0: none
+    float logit_scale, logit_cap;     // 0: none
 };
 
 // Consecutive tokens of one sequence in the flat row of a step.
@@ -44,7 +61,8 @@ struct Step {
     const Run* runs;
     int32_t num_runs, T;
     const int64_t* ids;          // [T]
-    const float *cos, *sin;      // [positions, D / 2]
+    const float *cos, *sin;      // [tables, positions, rotated / 2]
+    int64_t table;               // numbers from one table to the next
     void* slab;
     const Factors* const* adapters;  // by number: [layers * MEMBERS]
     const int32_t* kept;         // [num_kept] rows whose logits are wanted
@@ -57,7 +75,8 @@ class Decoder {
   public:
     Shape shape;
     std::vector<Layer> layers;
-    const float *embedding, *norm;
+    const float *embedding, *positions;  // positions [longest, H], or null
+    Norm norm;
     const Linear* head;
 
     void step(const Step& step);
@@ -74,11 +93,15 @@ class Decoder {
     std::vector<Partial> partials;
     std::vector<TiledPartial> tiled_partials;
     std::vector<float> hidden, normed, qkv, attended, wide, gated;
+    std::vector<float> branch;  // what o and down make, where `apart`
     std::vector<float> before;  // hidden states that o and down are added to, of rows whose adapter has a gain there
     Prepared rows_for;
 
     void plan(const Step& step);
     void layer(Team& team, const Layer& layer, int index, const Step& step);
+    void embed(const Step& step, int t);
+    void activate(const float* wide, float* out) const;
+    void finish_logits(float* logits) const;
     void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
@@ -89,6 +112,10 @@ class Decoder {
     void adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x, int K,
                float* y, int width, int N, bool added = false) const;
     void keep(const Step& step, int t, int layer, int member);
+    // Where o and down write, and how.
+    std::vector<float>& sums() { return shape.apart ? branch : hidden; }
+    Finish adding() const { return shape.apart ? Finish::WRITE : Finish::ADD; }
+    void join_branch(const Norm& after, int t);
     int group() const { return shape.heads / shape.kv_heads; }
     // Rows of a prompt that one item takes, and softmaxes that a segment of a row has for a KV head.
     int rows_together() const { return shape.bf16_kv ? std::max(1, TILED_COLUMNS / group()) : QUERY_ROWS; }

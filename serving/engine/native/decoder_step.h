@@ -5,15 +5,6 @@
 
 namespace mlt {
 
-// RMSNorm of n values; `out` may be `x`.
-inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(dot(x, x, n) / n + eps));
-    for (int i = 0; i < n; i += LANES) {
-        const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(x + i), scale);
-        _mm512_storeu_ps(out + i, _mm512_mul_ps(value, _mm512_loadu_ps(weight + i)));
-    }
-}
-
 inline void Decoder::plan(const Step& step) {
     rows.clear(), items.clear();
     split.assign(step.T, -1);
@@ -44,6 +35,7 @@ inline void Decoder::plan(const Step& step) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
     };
     const int attention = shape.heads * shape.head_dim;
+    if (shape.apart) room(branch, shape.hidden);
     room(hidden, shape.hidden), room(before, shape.hidden), room(normed, shape.hidden), room(attended, attention);
     room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
     room(wide, 2 * shape.intermediate), room(gated, shape.intermediate);
@@ -53,30 +45,63 @@ inline void Decoder::plan(const Step& step) {
 inline void Decoder::step(const Step& step) {
     plan(step);
     parallel(MOST_THREADS, [&](Team& team) {
-        team.each(step.T, [&](int t) {
-            const float* virtual_token = step.vectors ? step.vectors[t] : nullptr;
-            const float* from = virtual_token ? virtual_token : embedding + step.ids[t] * shape.hidden;
-            std::memcpy(&hidden[size_t(t) * shape.hidden], from, shape.hidden * 4);
-        });
+        team.each(step.T, [&](int t) { embed(step, t); });
         for (int i = 0; i < shape.layers; i++) layer(team, layers[i], i, step);
         const int H = shape.hidden;
         team.each(int(kept_groups.size()), [&](int g) {
             RowGroup group = kept_groups[g];
             for (int m = 0; m < group.count; m++) group.rows[m] = step.kept[group.rows[m]];
-            adapt(step, group, shape.layers - 1, DOWN, gated, shape.intermediate, hidden.data(), H, H, true);
+            adapt(step, group, shape.layers - 1, DOWN, gated, shape.intermediate, sums().data(), H, H, !shape.apart);
             for (int m = 0; m < group.count; m++) {
                 const int i = kept_groups[g].rows[m];
-                rms_norm(&hidden[size_t(group.rows[m]) * H], norm, H, shape.eps, &normed[size_t(i) * H]);
+                join_branch(layers.back().after_mlp, group.rows[m]);
+                norm(&hidden[size_t(group.rows[m]) * H], H, shape.eps, &normed[size_t(i) * H]);
                 rows_for.fill(*head, normed.data(), i);
             }
         });
         multiply(team, *head, rows_for.of(*head, normed.data()), step.num_kept, step.logits, Finish::WRITE);
+        if (shape.logit_scale != 0.0f || shape.logit_cap != 0.0f)
+            team.each(step.num_kept, [&](int i) { finish_logits(step.logits + size_t(i) * head->N); });
     });
+}
+
+inline void Decoder::embed(const Step& step, int t) {
+    const float* vector = step.vectors ? step.vectors[t] : nullptr;
+    const float* from = vector ? vector : embedding + step.ids[t] * shape.hidden;
+    const float scale = vector ? shape.vector_scale : shape.word_scale;
+    const float* place = positions ? positions + size_t(rows[t].position) * shape.hidden : nullptr;
+    float* to = &hidden[size_t(t) * shape.hidden];
+    for (int i = 0; i < shape.hidden; i += LANES) {
+        __m512 value = _mm512_loadu_ps(from + i);
+        if (scale != 1.0f) value = _mm512_mul_ps(value, _mm512_set1_ps(scale));
+        if (place) value = _mm512_add_ps(value, _mm512_loadu_ps(place + i));
+        _mm512_storeu_ps(to + i, value);
+    }
+}
+
+// What o or down made of a row goes to its hidden states, where it was not added already.
+inline void Decoder::join_branch(const Norm& after, int t) {
+    if (!shape.apart) return;
+    float *made = &branch[size_t(t) * shape.hidden], *to = &hidden[size_t(t) * shape.hidden];
+    after(made, shape.hidden, shape.eps, made);
+    const __m512 scale = _mm512_set1_ps(shape.branch_scale);
+    for (int i = 0; i < shape.hidden; i += LANES)
+        _mm512_storeu_ps(to + i, _mm512_fmadd_ps(_mm512_loadu_ps(made + i), scale, _mm512_loadu_ps(to + i)));
+}
+
+inline void Decoder::finish_logits(float* logits) const {
+    for (int i = 0; i < head->N; i += LANES) {
+        const __mmask16 mask = head->N - i >= LANES ? 0xffff : (1u << (head->N - i)) - 1;
+        __m512 value = _mm512_maskz_loadu_ps(mask, logits + i);
+        if (shape.logit_scale != 0.0f) value = _mm512_mul_ps(value, _mm512_set1_ps(shape.logit_scale));
+        if (shape.logit_cap != 0.0f) value = capped(value, shape.logit_cap, 2.0f / shape.logit_cap);
+        _mm512_mask_storeu_ps(logits + i, mask, value);
+    }
 }
 
 inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
-    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV;
+    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV, W = shape.gated ? 2 * I : I;
     // Calls work(t) for each row, after adapt(group) for the rows of an adapter together.
     const auto each_row = [&](const auto& adapt, const auto& work) {
         team.each(int(groups.size()), [&](int g) {
@@ -87,16 +112,17 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
     };
     each_row(
         [&](const RowGroup& group) {
-            if (index) adapt(step, group, index - 1, DOWN, gated, I, hidden.data(), H, H, true);
+            if (index) adapt(step, group, index - 1, DOWN, gated, I, sums().data(), H, H, !shape.apart);
         },
         [&](int t) {
-            rms_norm(&hidden[size_t(t) * H], layer.norm1, H, shape.eps, &normed[size_t(t) * H]);
+            if (index) join_branch(layers[index - 1].after_mlp, t);
+            layer.before_attention(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
             rows_for.fill(*layer.qkv, normed.data(), t);
         });
     multiply(team, *layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE);
     each_row(
         [&](const RowGroup& group) {
-            adapt(step, group, index, Q, normed, H, qkv.data(), wide_row, A);
+            adapt(step, group, index, Q, normed, H, qkv.data(), wide_row, shape.q_columns);
             adapt(step, group, index, K, normed, H, qkv.data() + A, wide_row, KV);
             adapt(step, group, index, V, normed, H, qkv.data() + A + KV, wide_row, KV);
         },
@@ -107,31 +133,40 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
         keep(step, t, index, O);
         rows_for.fill(*layer.o, attended.data(), t);
     });
-    multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, hidden.data(), Finish::ADD);
-    each_row([&](const RowGroup& group) { adapt(step, group, index, O, attended, A, hidden.data(), H, H, true); },
-             [&](int t) {
-                 rms_norm(&hidden[size_t(t) * H], layer.norm2, H, shape.eps, &normed[size_t(t) * H]);
-                 rows_for.fill(*layer.gate_up, normed.data(), t);
-             });
+    multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, sums().data(), adding());
+    each_row(
+        [&](const RowGroup& group) { adapt(step, group, index, O, attended, A, sums().data(), H, H, !shape.apart); },
+        [&](int t) {
+            join_branch(layer.after_attention, t);
+            layer.before_mlp(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
+            rows_for.fill(*layer.gate_up, normed.data(), t);
+        });
     multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
     each_row(
         [&](const RowGroup& group) {
-            adapt(step, group, index, GATE, normed, H, wide.data(), 2 * I, I);
-            adapt(step, group, index, UP, normed, H, wide.data() + I, 2 * I, I);
+            adapt(step, group, index, GATE, normed, H, wide.data(), W, shape.gate_columns);
+            adapt(step, group, index, UP, normed, H, wide.data() + I, W, I);
         },
         [&](int t) {
-            const float* gate = &wide[size_t(t) * 2 * I];
             keep(step, t, index, DOWN);
-            float* out = &gated[size_t(t) * I];
-            for (int i = 0; i < I; i += LANES) {
-                const __m512 g = _mm512_loadu_ps(gate + i);
-                const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
-                const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
-                _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(gate + I + i)));
-            }
+            activate(&wide[size_t(t) * W], &gated[size_t(t) * I]);
             rows_for.fill(*layer.down, gated.data(), t);
         });
-    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, hidden.data(), Finish::ADD);
+    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, sums().data(), adding());
+}
+
+inline void Decoder::activate(const float* wide, float* out) const {
+    const int I = shape.intermediate;
+    const auto each = [&](const auto& act) {
+        if (shape.gated)
+            for (int i = 0; i < I; i += LANES)
+                _mm512_storeu_ps(out + i, _mm512_mul_ps(act(_mm512_loadu_ps(wide + i)), _mm512_loadu_ps(wide + I + i)));
+        else
+            for (int i = 0; i < I; i += LANES) _mm512_storeu_ps(out + i, act(_mm512_loadu_ps(wide + i)));
+    };
+    if (shape.activation == Activation::SILU) each([](__m512 x) { return silu(x); });
+    else if (shape.activation == Activation::GELU_TANH) each([](__m512 x) { return gelu_tanh(x); });
+    else each([](__m512 x) { return gelu(x); });
 }
 
 inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x,
@@ -143,7 +178,7 @@ inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, i
 // Before o or down is added to a row whose adapter needs their output by itself.
 inline void Decoder::keep(const Step& step, int t, int layer, int member) {
     const Factors* f = factors(step, step.runs[rows[t].run].adapter, layer, member);
-    if (f && f->gain)
+    if (f && f->gain && !shape.apart)
         std::memcpy(&before[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden], shape.hidden * sizeof(float));
 }
 
@@ -160,16 +195,23 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;
     float* q = &qkv[size_t(t) * (H + 2 * G) * D];
     float *k = q + H * D, *v = k + G * D;
-    const float *cos = step.cos + size_t(position) * D / 2, *sin = step.sin + size_t(position) * D / 2;
+    const int half = layer.rotation < 0 ? 0 : shape.rotated / 2;  // no table: nothing is rotated
+    const size_t at = half ? layer.rotation * step.table + size_t(position) * half : 0;
+    const float *cos = step.cos + at, *sin = step.sin + at;
+    const bool norm_each = layer.q_norm && !shape.norm_all_heads;
+    if (layer.q_norm && shape.norm_all_heads) {
+        rms_norm(q, layer.q_norm, H * D, shape.eps, q);
+        rms_norm(k, layer.k_norm, G * D, shape.eps, k);
+    }
     for (int h = 0; h < H; h++) {
-        if (layer.q_norm) rms_norm(q + h * D, layer.q_norm, D, shape.eps, q + h * D);
-        rotate(q + h * D, cos, sin, D / 2);
+        if (norm_each) rms_norm(q + h * D, layer.q_norm, D, shape.eps, q + h * D);
+        rotate(q + h * D, cos, sin, half);
         for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
     }
     const Run& run = step.runs[rows[t].run];
     for (int h = 0; h < G; h++) {
-        if (layer.k_norm) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
-        rotate(k + h * D, cos, sin, D / 2);
+        if (norm_each) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
+        rotate(k + h * D, cos, sin, half);
         if (shape.bf16_kv) {
             const auto [keys, values] = kept<uint16_t>(layer, step, run, h);
             keep_bf16(k + h * D, v + h * D, D, position, keys, values);
@@ -194,7 +236,7 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         }
         longest = std::max(longest, position + 1);
     }
-    const Queries queries{n, q, lo, hi};
+    const Queries queries{n, q, lo, hi, shape.score_cap};
     const auto [k, v] = kept<const float>(layer, step, step.runs[rows[item.row].run], item.kv_head);
     if (item.segment >= 0) return attend_segment(D, queries, k, v, item.segment, &partials[item.partial]);
     thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
@@ -225,7 +267,7 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
         }
         longest = std::max(longest, position + 1);
     }
-    queries.pack(n, D);
+    queries.pack(n, D, shape.score_cap);
     const auto [k, v] = kept<const uint16_t>(layer, step, step.runs[rows[item.row].run], item.kv_head);
     if (item.segment >= 0) return attend_tiled(D, queries, k, v, item.segment, &tiled_partials[item.partial]);
     for (int s = 0; s * SEGMENT < longest; s++) {

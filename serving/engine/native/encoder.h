@@ -7,11 +7,11 @@
 // activations stay in that core's second cache. Few texts are one group, which all threads take together.
 #pragma once
 
-#include <cmath>
 #include <vector>
 
 #include "encoder_attention.h"
 #include "linear.h"
+#include "norms.h"
 
 namespace mlt {
 
@@ -32,21 +32,6 @@ struct EncoderShape {
     int32_t hidden, heads, head_dim, intermediate, layers;
     float eps, scaling;
 };
-
-inline void layer_norm(float* x, const float* weight, const float* bias, int n, float eps) {
-    __m512 sum = _mm512_setzero_ps(), square = _mm512_setzero_ps();
-    for (int i = 0; i < n; i += LANES) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x + i));
-    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / n);
-    for (int i = 0; i < n; i += LANES) {
-        const __m512 off = _mm512_sub_ps(_mm512_loadu_ps(x + i), mean);
-        square = _mm512_fmadd_ps(off, off, square);
-    }
-    const __m512 by = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(square) / n + eps));
-    for (int i = 0; i < n; i += LANES) {
-        const __m512 value = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(x + i), mean), by);
-        _mm512_storeu_ps(x + i, _mm512_fmadd_ps(value, _mm512_loadu_ps(weight + i), _mm512_loadu_ps(bias + i)));
-    }
-}
 
 class Encoder {
   public:
@@ -134,7 +119,7 @@ class Encoder {
         const float* place = embeddings.positions + size_t(position) * shape.hidden;
         for (int i = 0; i < shape.hidden; i += LANES)
             _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(word + i), _mm512_loadu_ps(place + i)));
-        layer_norm(x, embeddings.norm, embeddings.bias, shape.hidden, shape.eps);
+        layer_norm(x, embeddings.norm, embeddings.bias, shape.hidden, shape.eps, x);
     }
 
     void layer(Team& team, const EncoderLayer& layer, const Group& group, float* hidden, Room& room) const {
@@ -152,10 +137,16 @@ class Encoder {
             head.attend(q, q + W, q + 2 * W, 3 * W, text.length, D, shape.scaling, &room.attended[row * W + at], W);
         });
         linear(*layer.o, room.attended.data(), hidden, Finish::ADD);
-        team.each(T, [&](int t) { layer_norm(hidden + size_t(t) * H, layer.norm1, layer.bias1, H, shape.eps); });
+        const auto norm = [&](const float* weight, const float* bias) {
+            team.each(T, [&](int t) {
+                float* row = hidden + size_t(t) * H;
+                layer_norm(row, weight, bias, H, shape.eps, row);
+            });
+        };
+        norm(layer.norm1, layer.bias1);
         linear(*layer.up, hidden, room.wide.data(), Finish::GELU);
         linear(*layer.down, room.wide.data(), hidden, Finish::ADD);
-        team.each(T, [&](int t) { layer_norm(hidden + size_t(t) * H, layer.norm2, layer.bias2, H, shape.eps); });
+        norm(layer.norm2, layer.bias2);
     }
 };
 

@@ -16,6 +16,7 @@ NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
+SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
 IDLE_SPIN_US = 1000  # between two calls, where the processors are ours: about what a step does besides
 
@@ -31,13 +32,20 @@ class Factors(ctypes.Structure):
     )  # fmt: skip
 
 
+class Norm(ctypes.Structure):
+    """``Norm`` of norms.h: LayerNorm with a bias, RMSNorm without, none without a weight."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
 class Layer(ctypes.Structure):
     """``Layer`` of decoder.h. ``kv_offset``: elements from a slot's begin to the layer's keys; ``window`` 0 is none."""
 
     _fields_ = (
-        ("norm1", c_void_p), ("norm2", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
+        ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("qkv", c_void_p), ("o", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
-        ("window", c_int32), ("kv_offset", c_int64),
+        ("window", c_int32), ("rotation", c_int32), ("kv_offset", c_int64),
     )  # fmt: skip
 
 
@@ -47,7 +55,10 @@ class Shape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("intermediate", c_int32), ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
-        ("eps", c_float), ("scaling", c_float), ("bf16_kv", c_int32),
+        ("eps", c_float), ("scaling", c_float), ("bf16_kv", c_int32), ("rotated", c_int32), ("activation", c_int32),
+        ("gated", c_int32), ("apart", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
+        ("gate_columns", c_int32), ("word_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
+        ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
     )  # fmt: skip
 
 
@@ -86,8 +97,8 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("ids", c_void_p), ("cos", c_void_p),
-        ("sin", c_void_p), ("slab", c_void_p), ("adapters", c_void_p), ("kept", c_void_p), ("num_kept", c_int32),
-        ("logits", c_void_p), ("vectors", c_void_p),
+        ("sin", c_void_p), ("table", c_int64), ("slab", c_void_p), ("adapters", c_void_p), ("kept", c_void_p),
+        ("num_kept", c_int32), ("logits", c_void_p), ("vectors", c_void_p),
     )  # fmt: skip
 
 
@@ -209,7 +220,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare_checked("mlt_linear_multiply", c_void_p, c_int32, c_void_p, c_void_p)
     declare("mlt_can_attend", c_int32, c_int32, c_int32)
     declare("mlt_can_attend_bf16", c_int32, c_int32)
-    declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p)
+    declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, POINTER(Norm), c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
     declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))
     declare_checked("mlt_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)

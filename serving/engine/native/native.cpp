@@ -155,12 +155,12 @@ API int mlt_can_attend(int head_dim, int group) { return can_attend(head_dim) &&
 // Whether keys and values can be kept in bfloat16: bit 0 by such heads, bit 1 by this processor.
 API int mlt_can_attend_bf16(int head_dim) { return int(can_attend_tiled(head_dim)) | int(multiplies_bf16()) << 1; }
 
-API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const float* embedding, const float* norm,
-                         const Linear* head) {
+API Decoder* mlt_decoder_new(const Shape* shape, const Layer* layers, const float* embedding, const float* positions,
+                             const Norm* norm, const Linear* head) {
     Decoder* decoder = new Decoder;
     decoder->shape = *shape;
     decoder->layers.assign(layers, layers + shape->layers);
-    decoder->embedding = embedding, decoder->norm = norm, decoder->head = head;
+    decoder->embedding = embedding, decoder->positions = positions, decoder->norm = *norm, decoder->head = head;
     return decoder;
 }
 

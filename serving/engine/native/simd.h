@@ -43,6 +43,31 @@ inline __m512 gelu(__m512 x) {
     return _mm512_mul_ps(x, _mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(u, one, _CMP_GE_OQ), limit));
 }
 
+// x / (1 + e^-x)
+inline __m512 silu(__m512 x) {
+    const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), x));
+    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+}
+
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x / (1 + e^-2u) of what tanh is taken of.
+inline __m512 gelu_tanh(__m512 x) {
+    const __m512 inner = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
+    const __m512 e = exp16(_mm512_mul_ps(_mm512_mul_ps(x, inner), _mm512_set1_ps(-1.5957691216f)));
+    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+}
+
+// cap tanh(x / cap), to 1e-7 of the cap; `by` is 2 / cap.
+inline __m512 capped(__m512 x, float cap, float by) {
+    const __m512 e = exp16(_mm512_mul_ps(x, _mm512_set1_ps(by)));
+    const __m512 rest = _mm512_div_ps(_mm512_set1_ps(2.0f * cap), _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
+    return _mm512_sub_ps(_mm512_set1_ps(cap), rest);
+}
+
+// n values capped in place; n is a multiple of LANES.
+inline void cap_each(float* x, int n, float cap) {
+    for (int i = 0; i < n; i += LANES) _mm512_storeu_ps(x + i, capped(_mm512_loadu_ps(x + i), cap, 2.0f / cap));
+}
+
 // Lane i of the result is the sum of all lanes of a[i]: 45 instructions for sixteen sums.
 inline __m512 sum_each(const __m512 (&a)[LANES]) {
     __m512 b[8], c[4];

@@ -21,6 +21,7 @@ constexpr int TILED_BLOCK = 64;   // tokens whose weights are taken together
 constexpr int VALUE_BLOCK = 32;   // tokens of values that stand together
 constexpr int TILED_COLUMNS = 32; // queries that share what is read of keys and values
 constexpr int COLUMN_TILES = TILED_COLUMNS / LANES;
+constexpr float LOG2E = 1.44269504f;
 
 static_assert(SEGMENT % TILED_BLOCK == 0 && TILED_BLOCK % VALUE_BLOCK == 0 && VALUE_BLOCK == TILE_BYTES / 2);
 
@@ -89,6 +90,7 @@ inline void keep_bf16(const float* key, const float* value, int dim, int at, uin
 // Queries as the columns of tiles: pairs of dimensions [D / 2][column][2]. Their scores are in powers of two.
 struct TiledQueries {
     int count, lo[TILED_COLUMNS], hi[TILED_COLUMNS];  // tokens seen, [lo, hi)
+    float cap;  // of scores as they are here, see attention.h; 0: none
     alignas(64) uint16_t pairs[COLUMN_TILES][MAX_HEAD / 2][2 * LANES];
 
     int tiles() const { return (count + LANES - 1) / LANES; }
@@ -97,13 +99,13 @@ struct TiledQueries {
     void set(int column, const float* q, int dim, int from, int to) {
         alignas(64) float scaled[MAX_HEAD];
         for (int d = 0; d < dim; d += LANES)
-            _mm512_store_ps(scaled + d, _mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(1.44269504f)));
+            _mm512_store_ps(scaled + d, _mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(LOG2E)));
         to_bf16(scaled, dim, rounded[column]);
         lo[column] = from, hi[column] = to;
     }
 
-    void pack(int number, int dim) {
-        count = number;
+    void pack(int number, int dim, float score_cap) {
+        count = number, cap = score_cap * LOG2E;
         for (int c = count; c < tiles() * LANES; c++) lo[c] = hi[c] = 0, std::memset(rounded[c], 0, dim * 2);
         for (int tile = 0; tile < tiles(); tile++)
             for (int d = 0; d < dim / 2; d += LANES)
@@ -187,6 +189,8 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint
             tiles.template store<0>(scores[0][t], TILE_BYTES);
             if (wide > 1) tiles.template store<1>(scores[1][t], TILE_BYTES);
         }
+        if (queries.cap != 0.0f)
+            for (int c = 0; c < wide; c++) cap_each(scores[c][0], TILED_BLOCK * LANES, queries.cap);
         const bool edge = block < all_from || block + TILED_BLOCK > all_to;
         __m512 fades[COLUMN_TILES];
         for (int c = 0; c < wide; c++)

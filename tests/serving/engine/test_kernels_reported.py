@@ -36,7 +36,7 @@ def info_of(bundle: Bundle, **settings: Any) -> EngineInfo:
     [
         (tf.LlamaConfig(**WIDE), {"kernels": "torch"}, "the setting kernels is 'torch'"),
         (tf.LlamaConfig(**WIDE), {"dtype": "float16"}, "dtype is float16"),
-        (tf.Phi3Config(**WIDE), {}, "Phi3ForCausalLM"),
+        (tf.CohereConfig(**WIDE), {}, "CohereForCausalLM"),
         (tf.LlamaConfig(**COMMON), {}, "heads of"),
     ],
 )

@@ -294,7 +294,7 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
 
 def test_models_of_another_form_run_by_their_own_code(tmp_path: Path) -> None:
     """A decoder the step does not know, and one whose heads the kernels do not take, are run by transformers' code."""
-    for config in (tf.Phi3Config(**WIDE), tf.LlamaConfig(**COMMON)):
+    for config in (tf.CohereConfig(**WIDE), tf.LlamaConfig(**COMMON)):
         core = EngineCore(save_bundle(make_model(config), tmp_path), EngineSettings(kv_cache_memory=1 << 24))
         assert isinstance(core._parts.runner.step_forward, ModelForward)
         assert core.info.kernels == "torch"

@@ -175,7 +175,7 @@ def test_the_same_memory_keeps_twice_as_much(tmp_path: Path) -> None:
     ("config", "settings", "reason"),
     [
         (MODELS["qwen3"], {"kernels": "torch"}, "the setting kernels is 'torch'"),
-        (lambda: tf.Phi3Config(**WIDE), {}, "its architecture is not among those"),
+        (lambda: tf.CohereConfig(**WIDE), {}, "its architecture is not among those"),
         (lambda: tf.LlamaConfig(**WIDE), {}, "heads of 16 are no multiple of 32"),
     ],
 )
@@ -239,7 +239,7 @@ def test_what_is_not_run_natively_is_run_in_bfloat16_by_its_own_code(
 ) -> None:
     """Another architecture; the setting; and a model whose native step the self-test refuses, which is read again."""
     for config, settings, reason in (
-        (tf.Phi3Config(**WIDE), {}, "its architecture is not among those of a native step"),
+        (tf.CohereConfig(**WIDE), {}, "its architecture is not among those of a native step"),
         (MODELS["qwen3"](), {"kernels": "torch"}, "the setting kernels is 'torch'"),
     ):
         loaded = load_model(save_bundle(make_model(config), tmp_path), EngineSettings(dtype="bfloat16", **settings))

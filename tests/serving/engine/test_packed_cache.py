@@ -32,6 +32,10 @@ DECODERS = {
     "llama_bias": lambda: tf.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
     "qwen3_tied": lambda: tf.Qwen3Config(**WIDE, head_dim=32, tie_word_embeddings=True),
     "mistral": lambda: tf.MistralConfig(**WIDE, sliding_window=37),
+    # buffers that are one number, rotations of two kinds
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **WIDE, head_dim=32, sliding_window=37, layer_types=["sliding_attention", "full_attention"]
+    ),
 }
 HASH = "ab" * 32
 

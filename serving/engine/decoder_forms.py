@@ -1,0 +1,96 @@
+"""The decoders that a native step runs, and what of their form it has to be told.
+
+A form says where things stand in transformers' module; numbers (windows, scalings, multipliers, caps) are read from
+the model itself. Everything here is checked against the model's own logits when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .native.adapters import MEMBERS
+from .native.library import GELU, GELU_TANH, SILU
+
+# Norms of a layer: before the attention, behind it, before the MLP, behind it.
+Norms = tuple[str | None, str | None, str | None, str | None]
+BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+BEHIND: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+BOTH: Norms = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+ACTIVATIONS = {
+    "SiLUActivation": SILU,
+    "SiLU": SILU,
+    "GELUTanh": GELU_TANH,
+    "NewGELUActivation": GELU_TANH,
+    "GELUActivation": GELU,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """``members``: linears of a layer, q, k, v, o, gate, up, down; "" where one before it has its columns, or the MLP
+    has no gate. ``norm_offset`` is added to the weights of norms. ``positions``: a table of learned positions."""
+
+    body: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    norm: str = "norm"
+    norms: Norms = BEFORE
+    norm_offset: float = 0.0
+    eps: str = "rms_norm_eps"
+    members: Sequence[str] = MEMBERS
+    gated: bool = True
+    activation: str = "mlp.act_fn"
+
+    @property
+    def attention(self) -> str:
+        return self.members[0].partition(".")[0]
+
+
+LLAMA = Form()
+JOINED = ("self_attn.qkv_proj", "", "", "self_attn.o_proj", "mlp.gate_up_proj", "", "mlp.down_proj")
+GEMMA = Form(norms=BOTH, norm_offset=1.0)
+
+FORMS = {
+    "LlamaDecoderLayer": LLAMA,
+    "MistralDecoderLayer": LLAMA,
+    "Qwen2DecoderLayer": LLAMA,
+    "Qwen3DecoderLayer": LLAMA,
+    "SmolLM3DecoderLayer": LLAMA,
+    "GraniteDecoderLayer": LLAMA,
+    "Phi3DecoderLayer": Form(members=JOINED, activation="mlp.activation_fn"),
+    "Olmo2DecoderLayer": Form(norms=BEHIND),
+    "Olmo3DecoderLayer": Form(norms=BEHIND),
+    "GemmaDecoderLayer": Form(norm_offset=1.0),
+    "Gemma2DecoderLayer": GEMMA,
+    "Gemma3DecoderLayer": GEMMA,
+}
+
+
+def form_of(model: nn.Module) -> Form | None:
+    """None where a native step does not know the model's layers."""
+    for form in {id(form): form for form in FORMS.values()}.values():
+        layers = getattr(getattr(model, form.body, None), form.layers, None)
+        if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+            continue
+        names = {type(layer).__name__ for layer in layers}
+        ours = all(type(layer).__module__.startswith("transformers.models.") for layer in layers)
+        if len(names) == 1 and ours and FORMS.get(names.pop()) is form:
+            return form
+    return None
+
+
+def at(module: Any, path: str) -> Any:
+    """What stands at a dotted path; None where there is nothing."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
