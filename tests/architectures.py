@@ -53,12 +53,19 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(
         **WIDE, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0, embedding_multiplier=2.0
     ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=COMMON["vocab_size"], n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1,
+        eos_token_id=2, initializer_range=0.4, resid_pdrop=0.0,
+    ),
+    "ministral": lambda: transformers.MinistralConfig(**WIDE, head_dim=16, **WINDOWS),
+    "seed_oss": lambda: transformers.SeedOssConfig(**WIDE, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**WIDE),
     "olmo2": lambda: transformers.Olmo2Config(**WIDE),
     "olmo3": lambda: transformers.Olmo3Config(**WIDE, **WINDOWS),
     "phi3": lambda: transformers.Phi3Config(**WIDE),
     "phi4": lambda: transformers.Phi3Config(**WIDE, partial_rotary_factor=0.5),
     "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
-}
+}  # fmt: skip
 NAMES = {
     "axk1": "A.X K1 (latent attention, experts)",
     "deepseek_v2": "DeepSeek V2 (latent attention, experts)",

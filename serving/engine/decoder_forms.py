@@ -58,6 +58,19 @@ class Form:
 
 LLAMA = Form()
 JOINED = ("self_attn.qkv_proj", "", "", "self_attn.o_proj", "mlp.gate_up_proj", "", "mlp.down_proj")
+UNGATED = (*MEMBERS[:4], "mlp.c_fc", "", "mlp.c_proj")
+GPT2 = Form(
+    body="transformer",
+    layers="h",
+    embedding="wte",
+    positions="wpe",
+    norm="ln_f",
+    norms=("ln_1", None, "ln_2", None),
+    eps="layer_norm_epsilon",
+    members=("attn.c_attn", "", "", "attn.c_proj", "mlp.c_fc", "", "mlp.c_proj"),
+    gated=False,
+    activation="mlp.act",
+)
 GEMMA = Form(norms=BOTH, norm_offset=1.0)
 
 FORMS = {
@@ -67,6 +80,10 @@ FORMS = {
     "Qwen3DecoderLayer": LLAMA,
     "SmolLM3DecoderLayer": LLAMA,
     "GraniteDecoderLayer": LLAMA,
+    "MinistralDecoderLayer": LLAMA,
+    "SeedOssDecoderLayer": LLAMA,
+    "GPT2Block": GPT2,
+    "Starcoder2DecoderLayer": Form(members=UNGATED, eps="norm_epsilon", gated=False, activation="mlp.act"),
     "Phi3DecoderLayer": Form(members=JOINED, activation="mlp.activation_fn"),
     "Olmo2DecoderLayer": Form(norms=BEHIND),
     "Olmo3DecoderLayer": Form(norms=BEHIND),

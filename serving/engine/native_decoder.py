@@ -105,8 +105,8 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         each.append(_layer_weights(form, layer, use.window or 0, rotation))
     packed = head.group.packed
     words = getattr(body, form.embedding)
-    fits = all(layer is not None for layer in each) and isinstance(packed, NativeWeight) and _plain(words.weight)
-    if not fits:
+    fits = all(layer is not None for layer in each) and _plain(words.weight)
+    if not fits or not isinstance(packed, NativeWeight):
         raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
     norm = _norm(form, body, form.norm)
     assert norm is not None, "looked for by its name"
@@ -167,21 +167,19 @@ def _norm(form: Form, parent: Any, name: str | None) -> Norm | None:
 
 def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerWeights | None:
     members = [at(layer, name) if name else None for name in form.members]
-    firsts = [members[i] for i in (Q, O, GATE, DOWN)]
-    if not all(isinstance(one, EngineLinear) for one in firsts):
-        return None
     alike = [sum(one is not None for one in some) for some in (members[Q:O], members[O:GATE], members[GATE:DOWN])]
-    packed = [one.group.packed for one in firsts]
-    norms = [_norm(form, layer, name) for name in form.norms]
-    tensors = [one for norm in norms if norm is not None for one in norm if one is not None]
-    if [len(one.group.sizes) for one in firsts] != [*alike, 1] or packed[3].in_features % LANES:
+    groups = [one.group for one in (members[i] for i in (Q, O, GATE, DOWN)) if isinstance(one, EngineLinear)]
+    if [len(group.sizes) for group in groups] != [*alike, 1] or groups[3].packed.in_features % LANES:
         return None
-    if not all(isinstance(weight, NativeWeight) for weight in packed) or not all(map(_plain, tensors)):
+    packed = [group.packed for group in groups if isinstance(group.packed, NativeWeight)]
+    norms = tuple(_norm(form, layer, name) for name in form.norms)
+    tensors = [one for norm in norms if norm is not None for one in norm if one is not None]
+    if len(packed) != len(groups) or not all(map(_plain, tensors)):
         return None
     attention = at(layer, form.attention)
     named = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    head_norms = [None if one is None else one.weight.detach() + form.norm_offset for one in named]
-    return LayerWeights(tuple(norms), (head_norms[0], head_norms[1]), *packed, window, rotation)
+    q_norm, k_norm = (None if one is None else one.weight.detach() + form.norm_offset for one in named)
+    return LayerWeights(norms, (q_norm, k_norm), packed[0], packed[1], packed[2], packed[3], window, rotation)
 
 
 class NativeDecoder:

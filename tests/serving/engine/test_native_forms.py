@@ -40,6 +40,10 @@ FORMS = {
     "gemma": lambda: tf.GemmaConfig(**WIDE, head_dim=32),
     "gemma2": lambda: tf.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=20.0),
     "gemma3": lambda: tf.Gemma3TextConfig(**GEMMA),
+    "gpt2": lambda: tf.GPT2Config(
+        vocab_size=131, n_embd=64, n_layer=2, n_head=4, n_positions=700, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.4, resid_pdrop=0.0,
+    ),
     "granite": lambda: tf.GraniteConfig(
         **WIDE, attention_multiplier=0.3, residual_multiplier=0.5, logits_scaling=2.0, embedding_multiplier=2.0
     ),
@@ -49,8 +53,9 @@ FORMS = {
     "phi4": lambda: tf.Phi3Config(**WIDE, partial_rotary_factor=0.5),
     "phi4_mini": lambda: tf.Phi3Config(**WIDE, rope_parameters=LONG_ROPE),
     "qwen2_windows": lambda: tf.Qwen2Config(**WIDE, **WINDOWS, use_sliding_window=True),
+    "starcoder2": lambda: tf.Starcoder2Config(**WIDE, sliding_window=37),
     "smollm3": lambda: tf.SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
-}
+}  # fmt: skip
 ADAPTERS = ("plain", "dora")
 LENGTHS = (1, 7, 64, 330)
 
@@ -133,7 +138,7 @@ def test_adapters_and_vectors_are_added_as_with_torch(name: str, tmp_path: Path)
     for adapter in ADAPTERS:
         torch.manual_seed(1)
         kinds = {"init_lora_weights": False, "target_modules": "all-linear", "use_dora": adapter == "dora"}
-        config = LoraConfig(r=5, **kinds)
+        config = LoraConfig(r=5, fan_in_fan_out=name == "gpt2", **kinds)
         get_peft_model(make_model(FORMS[name]()), config).save_pretrained(tmp_path / adapter)
     tokens = np.random.default_rng(2).integers(0, 131, 12)
     vector = np.random.default_rng(3).normal(size=(1, 64)).astype(np.float32)
