@@ -93,7 +93,7 @@ def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: 
 
     context = zmq.Context()
     socket, remote = (None, None) if successor is not None else _bound(context, spec, state)
-    if spec.core == ENGINE_CORE:
+    if spec.core == ENGINE_CORE and not spec.settings.compile:
         from ...engine.lean_imports import import_lean
 
         import_lean()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-UNUSED = ("sympy", "scipy.optimize", "torch.distributed.tensor", "torch._dynamo.symbolic_convert")
+UNUSED = ("scipy.optimize", "torch.distributed.tensor", "torch._dynamo.symbolic_convert")
 CODE = f"""
 import sys
 from mlflow_llm.serving.engine.lean_imports import import_lean
 import_lean()
 import mlflow_llm.serving.engine.core
 import transformers.models.llama.modeling_llama, transformers.models.mixtral.modeling_mixtral
-print(*(name for name in {UNUSED!r} if name in sys.modules))
+print(*(name for name in {("sympy", *UNUSED)!r} if name in sys.modules))
 import torch
+with torch.device("meta"):
+    torch.nn.Embedding(2, 2)
+print(*(name for name in {UNUSED!r} if name in sys.modules))
 doubled = torch.compile(lambda x: 2 * x, backend="eager")
 print(doubled(torch.ones(2)).tolist(), torch._dynamo.disable.__module__, torch.compiler.disable.__module__)
 """
@@ -22,4 +25,4 @@ print(doubled(torch.ones(2)).tolist(), torch._dynamo.disable.__module__, torch.c
 def test_an_engines_process_imports_what_it_uses_and_the_compiler_still_runs() -> None:
     """No compiler, no distributed tensors and no scipy until a model asks; what is compiled then is compiled."""
     asked = subprocess.run([sys.executable, "-P", "-c", CODE], capture_output=True, text=True, check=True)
-    assert asked.stdout.splitlines() == ["", "[2.0, 2.0] torch._dynamo.decorators torch.compiler"]
+    assert asked.stdout.splitlines() == ["", "", "[2.0, 2.0] torch._dynamo.decorators torch.compiler"]
