@@ -51,11 +51,12 @@ def request(max_tokens, name="r"):
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 240) -> bool:
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, 0.01
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(pause * 1.3, 0.2)
     return condition()
 
 

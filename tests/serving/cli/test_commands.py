@@ -271,14 +271,14 @@ def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_of_no_model(tmp_path: Path) -> None:
     """A model that cannot be read is one line behind the report, not a trace; it is a problem in the JSON too."""
-    command = [sys.executable, "-m", "mlflow_llm.serving.cli", "doctor", "-m", str(tmp_path / "nothing")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1
+    command = ["doctor", "-m", str(tmp_path / "nothing")]
+    done = CliRunner().invoke(cli, command)
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
     assert done.stdout.startswith("versions\n")
     assert done.stdout.splitlines()[-1].startswith(f"problem: {tmp_path / 'nothing'}: ")
     assert "Traceback" not in done.stderr
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
-    assert (done.returncode, "model" in json.loads(done.stdout)) == (1, False)
+    done = CliRunner().invoke(cli, [*command, "--json"])
+    assert (done.exit_code, "model" in json.loads(done.stdout)) == (1, False)
     assert json.loads(done.stdout)["problems"][-1].startswith(str(tmp_path))
 
 

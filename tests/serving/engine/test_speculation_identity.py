@@ -145,7 +145,7 @@ def test_a_thousand_requests_have_the_same_texts(cores: tuple[EngineCore, Engine
     texts, rng = Texts(bundle), random.Random(7)
     number, taken = 0, {"grammar": 0, "adapter": 0, "prediction": 0}
     while number < 1000:
-        requests = [any_request(rng, number + i, texts) for i in range(rng.randint(1, 3))]
+        requests = [any_request(rng, number + i, texts) for i in range(rng.randint(1, 6))]
         number += len(requests)
         wanted = run(plain, *requests)
         if rng.random() < 0.5:

@@ -50,6 +50,12 @@ class Everyone:
         return ANONYMOUS
 
 
+@pytest.fixture(scope="module")
+def client(make: Callable[..., Server]) -> FlaskClient:
+    """Of one server for every route: nothing is kept of what is refused."""
+    return create_app(make()).test_client()
+
+
 @pytest.mark.parametrize(("method", "path"), PLACES, ids=[f"{method} {path}" for method, path in PLACES])
 def test_no_route_answers_a_page_of_another_site(client: FlaskClient, method: str, path: str) -> None:
     """A foreign ``Origin``, ``Sec-Fetch-Site`` or ``Host``, and one that is malformed, is a 403 that names it."""

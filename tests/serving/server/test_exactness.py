@@ -56,7 +56,7 @@ class Chaos:
         deeds = [self.kill_worker, self.kill_engine, self.lock_store, self.kill_worker, self.kill_engine]
         for deed in itertools.cycle(deeds):
             # by what was done, not by the clock: a slow machine gets through as a fast one does
-            reached = len(load.records) + self._draw.randrange(REQUESTS // 40, REQUESTS // 15)
+            reached = len(load.records) + self._draw.randrange(REQUESTS // 20, REQUESTS // 13)
             while load.running and len(load.records) < reached:
                 time.sleep(0.02)
             if not load.running:

@@ -47,6 +47,26 @@ def two(bundle: Bundle, key: str) -> Iterator[tuple[Running, tuple[EngineProcess
             yield server, (one, other)
 
 
+Pair = tuple[Running, EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def one(bundle: Bundle, key: str) -> Iterator[Pair]:
+    """A server over one engine."""
+    with engine_process(bundle, key) as engine, running(bundle, addresses=(engine.address,), key_file=key) as server:
+        yield server, engine
+
+
+@pytest.fixture(scope="module")
+def hasty(bundle: Bundle, key: str) -> Iterator[Pair]:
+    """The same, where the engine's drain is over soon, and so is a request's wait for an engine that is away."""
+    with (
+        engine_process(bundle, key, "--drain-timeout", "0.5") as engine,
+        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=1.0) as server,
+    ):
+        yield server, engine
+
+
 @pytest.fixture(scope="module")
 def expected(two: tuple[Running, object]) -> tuple[str, dict]:
     """Text and usage of an undisturbed ``LASTING``."""
@@ -96,69 +116,60 @@ def test_an_engine_host_that_ends_moves_its_streams(
     until(lambda: replicas(server) == 2 and well(server))
 
 
-def test_the_only_engine_comes_back(bundle: Bundle, key: str, expected: tuple[str, dict]) -> None:
+def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> None:
     """One engine: its kill is a pause; while it drains new requests get a 503 and running ones finish; while it is away
     requests wait, and are answered when it is back."""
-    with (
-        engine_process(bundle, key) as engine,
-        running(bundle, addresses=(engine.address,), key_file=key) as server,
-    ):
-        pid = engine.pid()
-        assert streams(server, 3, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 3
-        until(lambda: idle(server))
-        with ThreadPoolExecutor(1) as pool, asking(server, LASTING) as answer:
-            first = answer.readline()
-            ended = pool.submit(engine.end)
-            until(lambda: not well(server))
-            with asking(server, BODY) as refused:
-                assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-            assert text_and_usage(first + answer.read()) == expected
-            assert ended.result() == 0
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(ask, server, BODY)
-            engine.start()
-            assert waiting.result()[0] == 200
-
-
-def test_a_killed_command_is_started_again(bundle: Bundle, key: str, expected: tuple[str, dict]) -> None:
-    """kill -9 of ``mlflow-llm engine``: its engine goes on, streams included; started again it finds that engine, and
-    ends it with itself."""
-    with (
-        engine_process(bundle, key) as engine,
-        running(bundle, addresses=(engine.address,), key_file=key) as server,
-    ):
-        pid = engine.pid()
-        assert streams(server, 3, engine.kill) == [expected] * 3
-        assert ask(server, BODY)[0] == 200
-        engine.start()
-        until(lambda: engine.log().count("listening on") == 2)
-        assert engine.pid() == pid
-        assert streams(server, 3, lambda: None) == [expected] * 3
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: "it is started again" in engine.log())
-        assert ask(server, BODY)[0] == 200
-
-
-def test_a_worker_that_never_met_the_engine(bundle: Bundle, key: str) -> None:
-    """A worker that starts while the only engine is away misses it: not healthy, a 503 after ``engine_timeout``; and
-    it finds the engine when it comes back."""
-    with (
-        engine_process(bundle, key) as engine,
-        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=1.0, workers=1) as server,
-    ):
-        with asking(server, LONG) as answer:
-            answer.readline()
-            worker = worker_of(server)
-        assert worker is not None
-        assert engine.end() == 0
-        worker.kill()
-        until(lambda: missed(server))
+    server, engine = one
+    pid = engine.pid()
+    assert streams(server, 3, lambda: os.kill(pid, signal.SIGKILL)) == [expected] * 3
+    until(lambda: idle(server))
+    with ThreadPoolExecutor(1) as pool, asking(server, LASTING) as answer:
+        first = answer.readline()
+        ended = pool.submit(engine.end)
+        until(lambda: not well(server))
         with asking(server, BODY) as refused:
             assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-            assert "the engine is not running" in refused.read().decode()
+        assert text_and_usage(first + answer.read()) == expected
+        assert ended.result() == 0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, server, BODY)
         engine.start()
-        until(lambda: well(server))
-        assert ask(server, BODY)[0] == 200
+        assert waiting.result()[0] == 200
+
+
+def test_a_killed_command_is_started_again(one: Pair, expected: tuple[str, dict]) -> None:
+    """kill -9 of ``mlflow-llm engine``: its engine goes on, streams included; started again it finds that engine, and
+    ends it with itself."""
+    server, engine = one
+    pid, begun = engine.pid(), len(engine.log())
+    assert streams(server, 3, engine.kill) == [expected] * 3
+    assert ask(server, BODY)[0] == 200
+    engine.start()
+    until(lambda: "listening on" in engine.log()[begun:])
+    assert engine.pid() == pid
+    assert streams(server, 3, lambda: None) == [expected] * 3
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: "it is started again" in engine.log()[begun:])
+    assert ask(server, BODY)[0] == 200
+
+
+def test_a_worker_that_never_met_the_engine(hasty: Pair) -> None:
+    """A worker that starts while the only engine is away misses it: not healthy, a 503 after ``engine_timeout``; and
+    it finds the engine when it comes back."""
+    server, engine = hasty
+    with asking(server, LONG) as answer:
+        answer.readline()
+        worker = worker_of(server)
+    assert worker is not None
+    assert engine.end() == 0
+    worker.kill()
+    until(lambda: missed(server))
+    with asking(server, BODY) as refused:
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        assert "the engine is not running" in refused.read().decode()
+    engine.start()
+    until(lambda: well(server))
+    assert ask(server, BODY)[0] == 200
 
 
 def missed(server: Running) -> bool:
@@ -173,20 +184,19 @@ def missed(server: Running) -> bool:
     return False
 
 
-def test_a_drain_that_is_over_ends_streams(bundle: Bundle, key: str) -> None:
+def test_a_drain_that_is_over_ends_streams(hasty: Pair) -> None:
     """What runs when the drain is over gets a final error event; requests that wait too long for an engine that is away
-    get a 503 with Retry-After; a server without its engine ends as ever."""
-    with (
-        engine_process(bundle, key, "--drain-timeout", "0.5") as engine,
-        running(bundle, addresses=(engine.address,), key_file=key, engine_timeout=2.0) as server,
-    ):
-        with asking(server, LONG | {"max_tokens": 4000}) as answer:
-            answer.readline()
-            assert engine.end() == 0
-            lines = [line.removeprefix("data: ") for line in answer.read().decode().strip().split("\n\n")]
-        assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
-        with asking(server, BODY) as late:
-            assert (late.status, late.headers["Retry-After"]) == (503, "5")
+    get a 503 with Retry-After."""
+    server, engine = hasty
+    with asking(server, LONG | {"max_tokens": 4000}) as answer:
+        answer.readline()
+        assert engine.end() == 0
+        lines = [line.removeprefix("data: ") for line in answer.read().decode().strip().split("\n\n")]
+    assert json.loads(lines[-2])["error"]["code"] == "shutting_down"
+    with asking(server, BODY) as late:
+        assert (late.status, late.headers["Retry-After"]) == (503, "5")
+    engine.start()
+    until(lambda: well(server))
 
 
 def refused(bundle: Bundle, address: str, key: str) -> str:
@@ -196,22 +206,24 @@ def refused(bundle: Bundle, address: str, key: str) -> str:
     return str(raised.value)
 
 
-def test_wrong_key_and_wrong_model(bundle: Bundle, key: str, tmp_path: Path) -> None:
+def test_wrong_key_and_wrong_model(
+    two: tuple[Running, tuple[EngineProcess, EngineProcess]], bundle: Bundle, key: str, tmp_path: Path
+) -> None:
     """A server with another key, or another model, does not start, and says why."""
     other_key = str(tmp_path / "key")
     write_key(other_key)
     other_model = write_instant_model(tmp_path / "other")
-    with engine_process(bundle, key) as engine:
-        engine.await_ready()
-        assert "another key" in refused(bundle, engine.address, other_key)
-        assert "the engine has another model: its content hash is" in refused(other_model, engine.address, key)
+    engine = two[1][1]
+    assert "another key" in refused(bundle, engine.address, other_key)
+    assert "the engine has another model: its content hash is" in refused(other_model, engine.address, key)
 
 
-def test_a_port_that_is_taken(bundle: Bundle, key: str) -> None:
+def test_a_port_that_is_taken(
+    two: tuple[Running, tuple[EngineProcess, EngineProcess]], bundle: Bundle, key: str
+) -> None:
     """A second engine on the same port ends with the reason."""
-    with engine_process(bundle, key) as engine:
-        engine.await_ready()
-        with engine_process(bundle, key, address=engine.address) as second:
-            assert second.process is not None
-            assert second.process.wait(240) == 1
-            assert f"Error: {engine.address}: Address already in use" in second.log()
+    engine = two[1][1]
+    with engine_process(bundle, key, address=engine.address) as second:
+        assert second.process is not None
+        assert second.process.wait(240) == 1
+        assert f"Error: {engine.address}: Address already in use" in second.log()
