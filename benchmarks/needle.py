@@ -4,7 +4,8 @@
 
 One prompt is asked for in several ways (greedily, drawn with penalties, with its own log probabilities, to be searched)
 among random neighbours: in engines with other chunk sizes, with memory that is too small, with prefixes warm and cold,
-with few callers so that drafts are made, and in an engine process that is killed again and again.
+with few callers so that drafts are made, among long texts that are held to grammars, and in an engine process that is
+killed again and again. ``--kv-cache-dtype bfloat16`` and ``--dtype bfloat16`` do so in those forms.
 ``--kernels torch --dtype bfloat16`` shows that the test finds what depends on a batch; with ``--batch-invariant`` it
 finds nothing there either.
 """
@@ -19,21 +20,33 @@ import tempfile
 import threading
 from typing import Any
 
+import msgspec
+from llguidance import LLMatcher
 from report import publish
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.constraint import Grammar
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.request import Beams, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, again, answer, needles
 from mlflow_llm.serving.transport import connect
 
+WORDS = Grammar(source=LLMatcher.grammar_from_regex("([A-Za-z]{2,9} ){40,90}[a-z]+[.]"), field="guided_regex")
+_LINES = {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 8}
+LINES = Grammar(
+    source=LLMatcher.grammar_from_json_schema(
+        {"type": "object", "properties": {"lines": _LINES}, "required": ["lines"]}
+    ),
+    field="guided_json",
+)
 SHOWN: dict[str, Any] = {"logprobs": 5, "generation_logits": True}
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "drawn": {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5},
     "read": {"temperature": 0.0, "prompt_logprobs": 2},
     "searched": {"temperature": 0.0, "beams": Beams(width=3)},
+    "held": {"temperature": 1.0, "grammar": WORDS, "max_tokens": 24},
 }
 
 
@@ -61,6 +74,15 @@ class Neighbours:
         if self._adapters and chance.random() < 0.3:
             more["adapter"] = chance.choice(self._adapters)
         return request_of(name, ids, temperature=chance.choice([0.0, 1.0]), **more)
+
+    def held(self, chance: random.Random, name: str) -> ValidRequest:
+        """Most of them long texts within grammars, of adapters too, some searched for."""
+        request = self(chance, name)
+        if chance.random() < 0.3:
+            return request
+        more: dict[str, Any] = {"grammar": chance.choice([WORDS, LINES]), "max_tokens": chance.randint(40, 160)}
+        sampling = msgspec.structs.replace(request.sampling, **more)
+        return msgspec.structs.replace(request, sampling=sampling)
 
 
 def beside_a_killer(bundle: Bundle, settings: EngineSettings, wanted: Any, neighbour: Neighbours, count: int) -> Any:
@@ -103,6 +125,7 @@ def main() -> None:
     parser.add_argument("--adapters", help="a directory of peft adapters of the model, whose requests are neighbours")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kernels", choices=("auto", "torch"), default="auto")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--count", type=int, default=1000)
@@ -110,12 +133,12 @@ def main() -> None:
     listed = sorted(os.listdir(args.adapters)) if args.adapters else []
     adapters = {name: os.path.join(args.adapters, name) for name in listed}
     bundle = Bundle(
-        content_hash=f"needle{os.getpid()}", tasks=("completions",), model_dir=args.model, tokenizer_dir="",
+        content_hash=f"needle{os.getpid()}", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model,
         adapters=adapters,
     )  # fmt: skip
     basic: dict[str, Any] = {
         "quantization": args.quantization, "dtype": args.dtype, "kernels": args.kernels, "max_model_len": 512,
-        "batch_invariant": args.batch_invariant,
+        "batch_invariant": args.batch_invariant, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
 
     def core_of(**more: Any) -> EngineCore:
@@ -129,19 +152,22 @@ def main() -> None:
     for name, sampling in KINDS.items():
         request = request_of(name, prompt, **SHOWN, **sampling)
         wanted.append((request, answer(core, request)))
-    tokens = 8 * 110 * core._parts.cache.slot_elements // core._parts.cache.slot_tokens * 4
+    cache = core._parts.cache
+    tokens = 8 * 110 * cache.slot_elements // cache.slot_tokens * cache.dtype.itemsize
     neighbour = Neighbours(prompt, core.info.vocab_size, tuple(adapters))
     kernels = core.info.kernels
     core.close()
-    part, rows = max(args.count // 5, 1), []
+    part, rows = max(args.count // 6, 1), []
     for name, at_once, more in (
         ("among many", 24, {}),
         ("chunks of 24", 12, {"max_num_batched_tokens": 24}),
         ("little memory", 16, {"kv_cache_memory": tokens}),
         ("few, with drafts", 3, {}),
+        ("among grammars", 12, {}),
     ):
         core = core_of(**more)
-        found = needles(core, wanted, neighbour, count=part, at_once=at_once, seed=len(rows))
+        beside = neighbour.held if name == "among grammars" else neighbour
+        found = needles(core, wanted, beside, count=part, at_once=at_once, seed=len(rows))
         health = core.health()
         rows.append({
             "engine": name, "needles": found.count, "mismatches": len(found.mismatches), "resumed": found.resumed,
@@ -152,8 +178,9 @@ def main() -> None:
         print(rows[-1], flush=True)
     count, mismatches, kills = beside_a_killer(bundle, EngineSettings(**basic), wanted, neighbour, part)
     rows.append({"engine": "killed", "needles": count, "mismatches": mismatches, "kills": kills})
+    kv = "" if args.kv_cache_dtype == "auto" else f"-kv-{args.kv_cache_dtype}"
     publish(
-        f"needle-{kernels}-{args.quantization}-{args.dtype}{'-invariant' if args.batch_invariant else ''}", rows,
+        f"needle-{kernels}-{args.quantization}-{args.dtype}{kv}{'-invariant' if args.batch_invariant else ''}", rows,
         kernels=kernels, adapters=len(adapters),
     )  # fmt: skip
 

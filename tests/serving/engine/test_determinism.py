@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tokenizer_kinds import KINDS, save
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.native.library import library
+from mlflow_llm.serving.engine.native.library import AMX, EMULATED_TILES, library, tiles, use_tiles
 from mlflow_llm.serving.request import Beams, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, Needles, answer, needles
@@ -40,10 +41,13 @@ Wanted = list[tuple[ValidRequest, Answer]]
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A model that runs natively, with a tokenizer and two adapters."""
-    place: Path = tmp_path_factory.mktemp("needle")
+    return bundle_in(tmp_path_factory.mktemp("needle"))
+
+
+def bundle_in(place: Path, **more: Any) -> Bundle:
     tokenizer = KINDS["byte_level"]()
     size = -(-tokenizer.get_vocab_size() // 16) * 16
-    config = {"vocab_size": size, "hidden_size": 64, "max_position_embeddings": 512}
+    config = {"vocab_size": size, "hidden_size": 64, "max_position_embeddings": 512, **more}
     make_model(tf.LlamaConfig(**COMMON | config)).save_pretrained(place / "model")
     adapters = {}
     for name, rank in (("small", 2), ("large", 8)):
@@ -65,6 +69,26 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def make(bundle: Bundle) -> Iterator[Made]:
+    yield from making(bundle)
+
+
+@pytest.fixture(params=["keys and values", "all"])
+def make_rounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
+    """Engines of a model whose heads tiles can read: keys and values in bfloat16, beside linears in int8, or all of it
+    in bfloat16."""
+    before = tiles()
+    found = library()
+    assert found is not None
+    has_tiles = use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
+    use_tiles(AMX if has_tiles else EMULATED_TILES)
+    form: dict[str, Any] = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
+    bundle = bundle_in(tmp_path, head_dim=32)
+    for build in making(bundle):
+        yield partial(build, **(form if request.param == "keys and values" else {"dtype": "bfloat16"}))
+    use_tiles(before)
+
+
+def making(bundle: Bundle) -> Iterator[Made]:
     cores: list[EngineCore] = []
 
     def build(**more: Any) -> EngineCore:
@@ -148,6 +172,20 @@ def test_the_needle(make: Made, quantization: str) -> None:
     few = make(quantization=quantization)  # so few that there are drafts
     assert not run(few, [one for one in wanted if one[0].request_id == "repeats"], count=4, at_once=2).mismatches
     assert few.health().accepted_tokens > 0
+
+
+def test_the_needle_in_bfloat16(make_rounded: Made) -> None:
+    """The same with keys and values in bfloat16, and with models that are: by tiles no bit differs either."""
+    wanted = wanted_of(make_rounded(prefix_caching=False, speculation="none"))
+    core = make_rounded(kv_cache_memory=260 * TOKEN_BYTES, max_num_batched_tokens=19)
+    assert (core.info.kernels, core.info.kv_cache_dtype) == ("native", "bfloat16")
+    found = run(core, wanted, count=24)
+    assert not found.mismatches, [kinds()[place].request_id for place in found.mismatches]
+    assert min(found.resumed, core._scheduler.num_preemptions) > 0
+    few = make_rounded()
+    long = [one for one in wanted if one[0].request_id in ("greedy", "repeats")]
+    assert not run(few, long, count=8, at_once=2).mismatches
+    assert min(few.health().accepted_tokens, few.health().prefix_hit_tokens) > 0
 
 
 @pytest.mark.parametrize("seed", range(3))
