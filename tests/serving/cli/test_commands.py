@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.server
 import importlib
 import json
@@ -249,6 +250,16 @@ def test_endpoints(command: Command) -> None:
     assert "status" not in below
 
 
+@pytest.fixture(scope="module")
+def surveyed() -> Iterator[None]:
+    """What an engine's process would find is found once: one that loads torch."""
+    module = sys.modules["mlflow_llm.serving.cli.doctor"]  # its name in the package is the command's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "engine", functools.cache(module.engine))
+        yield
+
+
+@pytest.mark.usefixtures("surveyed")
 def test_doctor() -> None:
     """doctor names versions, processors, threads, memory and limits, as text and as JSON."""
     text = CliRunner().invoke(cli, ["doctor"])
@@ -260,6 +271,7 @@ def test_doctor() -> None:
     assert found["problems"] == []
 
 
+@pytest.mark.usefixtures("surveyed")
 def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is a problem with exit status 1."""
     module = importlib.import_module("mlflow_llm.serving.cli.doctor")
@@ -269,6 +281,7 @@ def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "problem: no-such-package is not installed" in done.stdout
 
 
+@pytest.mark.usefixtures("surveyed")
 def test_doctor_of_no_model(tmp_path: Path) -> None:
     """A model that cannot be read is one line behind the report, not a trace; it is a problem in the JSON too."""
     command = ["doctor", "-m", str(tmp_path / "nothing")]

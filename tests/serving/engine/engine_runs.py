@@ -70,7 +70,7 @@ def wait_for_work(core: EngineCore) -> None:
     came = threading.Event()
     core.on_work(came.set)
     while not core.has_work() and core.waits:
-        assert came.wait(60)
+        assert came.wait(240)
         came.clear()
 
 

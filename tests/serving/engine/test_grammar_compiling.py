@@ -93,7 +93,7 @@ def test_a_compile_delays_nobody(core: EngineCore, prompt: tuple[int, ...], slow
         held("waits", prompt, regex("slow|no"), provisioned=True, n=2),
         request_of("after", prompt),
     )
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     outcomes |= add(core, request_of("later", prompt))
     finish(core, outcomes)
     assert {name for name, outcome in outcomes.items() if outcome.finished} == {"before", "after", "later"}
@@ -113,7 +113,7 @@ def test_a_provisioned_request_that_waits_for_its_grammar_takes_no_time_from_bes
 ) -> None:
     """It has no steps yet: best effort runs as if it were not there."""
     add(core, held("waits", prompt, regex("slow"), provisioned=True))
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     assert not core._scheduler.has_provisioned
     outcomes = add(core, *(request_of(f"r{i}", prompt_of(9, i), max_tokens=4) for i in range(4)))
     take(core, outcomes, 1)
@@ -152,7 +152,7 @@ def test_kept_grammars_are_bounded(
 def test_a_search_that_is_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow: Slow) -> None:
     """It leaves nothing behind, and requests beside it go on."""
     outcomes = add(core, held("slow", prompt, regex("slow"), beams=Beams(width=2)), request_of("b", prompt))
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     core.abort("slow")
     assert core.has_work()
     finish(core, outcomes)
@@ -164,7 +164,7 @@ def test_aborted_while_it_waits(core: EngineCore, prompt: tuple[int, ...], slow:
     """An aborted request ends at once, and one of its choices alone too; what nobody waits for is not compiled."""
     outcomes = add(core, held("slow", prompt, regex("slow")), held("queued", prompt, regex("no")))
     outcomes |= add(core, held("half", prompt, regex("yes"), n=2))
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     core.abort("slow")
     core.abort("queued")
     core.finish("half", 0)
@@ -183,7 +183,7 @@ def test_refused_when_nobody_waits_any_more(core: EngineCore, prompt: tuple[int,
     """A grammar that turned out bad after its request was aborted is refused to the next that asks for it."""
     bad = regex("(slow")
     outcomes = add(core, held("aborted", prompt, bad))
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     core.abort("aborted")
     finish(core, outcomes)
     slow.release.set()
@@ -211,7 +211,7 @@ def test_a_grammar_that_takes_too_long(
     monkeypatch.setattr(grammars, "MAX_GIVEN_UP", 2)
     for expression in ("slow", "slow 2"):
         outcomes = add(core, held("r", prompt, regex(expression)))
-        assert slow.begun.acquire(timeout=60)
+        assert slow.begun.acquire(timeout=240)
         assert core.has_work()
         finish(core, outcomes)
         failed = outcomes["r"].failed
@@ -224,7 +224,7 @@ def test_a_grammar_that_takes_too_long(
     left = list(core._grammars._given_up)
     slow.release.set()
     for thread in left:
-        thread.join(60)
+        thread.join(240)
     monkeypatch.setattr(grammars, "TIME_LIMIT", 60.0)
     assert run(core, held("r", prompt, regex("yes")))["r"].finished[0].reason == "stop"
 
@@ -335,7 +335,7 @@ def test_closed_while_a_grammar_is_compiled(bundle: Bundle, prompt: tuple[int, .
     """Closing waits for no compile, and fails what waits for one."""
     core = EngineCore(bundle, SETTINGS)
     add(core, held("r", prompt, regex("slow")))
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=240)
     events = [event for *_, event in core.close()]
     assert [getattr(event, "kind", None) for event in events] == ["shutting_down"]
     core.check_integrity()

@@ -51,7 +51,7 @@ def send(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, requests.Session() as session:
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
         with running(bundle, database=f"sqlite:///{root / 'store.db'}") as server:
-            yield lambda case: reachable(case).call(base_url=server.url, session=session, timeout=60)
+            yield lambda case: reachable(case).call(base_url=server.url, session=session, timeout=240)
             assert session.get(f"{server.url}/health").status_code == 200
             assert "Traceback" not in server.log()
 
