@@ -30,7 +30,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.assembly import assemble
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import Row
-from mlflow_llm.serving.request import Prompt, Sampling, ValidRequest
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 RANKS = (4, 8, 16)
@@ -107,19 +107,20 @@ def run_uses(model_dir: str, folder: Path, repeats: int, settings: EngineSetting
     settings = msgspec.structs.replace(settings, adapter_memory=core._adapters.num_bytes * 3 // 2)
     core.close()
     core = EngineCore(bundle, settings)  # with room for one of the two
-    times: dict[str, list[float]] = {"base": [], "first": [], "second": [], "third": [], "other": []}
+    times: dict[str, list[tuple[float, float]]] = {"base": [], "first": [], "second": [], "third": [], "other": []}
     for i in range(repeats):
         for use, found in times.items():
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             core.add(one_token(f"{use}{i}", {"base": None, "other": "b"}.get(use, "a")))
             while core.has_work():
                 core.step()
-            found.append(time.perf_counter() - start)
+            found.append((time.perf_counter() - start, time.process_time() - busy))
     core.close()
-    base = statistics.median(times["base"])
+    medians = {use: [statistics.median(one) * 1e3 for one in zip(*found, strict=True)] for use, found in times.items()}
+    base_ms, base_busy = medians["base"]
     return [
-        {"use": use, "ms": statistics.median(found) * 1e3, "ms over base": (statistics.median(found) - base) * 1e3}
-        for use, found in times.items()
+        {"use": use, "ms": ms, "ms over base": ms - base_ms, "processor ms": busy, "over base": busy - base_busy}
+        for use, (ms, busy) in medians.items()
         if use != "other"
     ]
 
@@ -129,7 +130,7 @@ def one_token(request_id: str, adapter: str | None) -> ValidRequest:
         request_id=request_id,
         task="completions",
         model="bench",
-        sequences=(Prompt(prompt_token_ids=(1,), seed=0),),
+        sequences=(Sequence(prompt_token_ids=(1,), seed=0),),
         sampling=Sampling(max_tokens=1, temperature=0.0),
         adapter=adapter,
         cache_salt="bench",
