@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import tables, workloads
-from comparison.contenders import CONTENDERS, REFERENCE, start
+from comparison.contenders import CONTENDERS, REFERENCE, made, start
 from comparison.environments import Environments, Models
 from comparison.figures import Figures, figures, medians, ratio
 from comparison.protocol import Failed, Process
@@ -61,22 +61,30 @@ class Comparison:
         """All that can be started, their texts compared."""
         try:
             asked = workloads.questions(self._tokenizer, 8 if self._args.quick else 32)
-            judge = self._start("reference", REFERENCE)
-            try:
-                reference = Reference(judge, asked.requests, self._args.limit)
+            with self._reference(asked) as reference:
                 for name in self._args.contenders:
                     self._note(name, "loading")
                     with self.excluding(name):
                         self._processes[name] = self._start(name, CONTENDERS[name])
                         self._run(name, workloads.closed_loop(self._writer("warm"), 2, 2, 32, 4))
                         answers = self._run(name, asked)["answers"]
-                        self.texts[name] = reference.compare({a["id"]: self._tokens(a) for a in answers})
-            finally:
-                judge.close()
+                        if reference:
+                            self.texts[name] = reference.compare({a["id"]: self._tokens(a) for a in answers})
             yield
         finally:
             for process in self._processes.values():
                 process.close()
+
+    @contextlib.contextmanager
+    def _reference(self, asked: workloads.Workload) -> Iterator[Reference | None]:
+        """None where it fails: texts are not compared then."""
+        with contextlib.ExitStack() as ending:
+            reference = None
+            with self.excluding("reference"):
+                process = self._start("reference", REFERENCE)
+                ending.callback(process.close)
+                reference = Reference(process, asked.requests, self._args.limit)
+            yield reference
 
     @contextlib.contextmanager
     def excluding(self, name: str) -> Iterator[None]:
@@ -181,7 +189,7 @@ def prepare(args: argparse.Namespace, environments: Environments, models: Models
         try:
             if contender.environment:
                 environments.python(contender.environment)
-            contender.made(environments, models)
+            made(contender, environments, models)
             print(f"{name}: ready")
         except Failed as error:
             print(f"{name}: {error}")
@@ -193,7 +201,10 @@ def main() -> None:
         print("\n".join(CONTENDERS))
         return
     if args.table is not None:
-        show(args.table or sorted(RESULTS.glob("compare*.json")), DOCUMENT)
+        results = args.table or sorted(RESULTS.glob("compare*.json"))
+        if not results:
+            sys.exit(f"there are no results in {RESULTS}: run the comparison first")
+        show(results, DOCUMENT)
         return
     environments = Environments(args.environments.resolve())
     args.model = args.model.resolve()
@@ -228,7 +239,10 @@ def main() -> None:
     ]
     rows = comparison.rows()
     notes = {
-        "load": f"about 100 tokens in, {args.new} out, greedy, medians of {min(done, args.rounds)} rounds",
+        "load": "tiny loads, whose figures mean nothing"
+        if args.quick
+        else f"about 100 tokens in, {args.new} out, greedy",
+        "rounds": min(done, args.rounds),
         "load_average": (load, os.getloadavg()[0]),
         "workloads": names,
         "seconds": round(time.monotonic() - began),

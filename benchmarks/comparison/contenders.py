@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .environments import Environments, Models
-from .protocol import Process
+from .protocol import Failed, Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,21 @@ CONTENDERS = {
 REFERENCE = Contender(adapter="reference")
 
 
+def made(contender: Contender, environments: Environments, models: Models) -> dict[str, Any]:
+    """What its adapter is to be told of what was made for it. Raises ``Failed``, whatever goes wrong."""
+    try:
+        return contender.made(environments, models)
+    except Failed:
+        raise
+    except Exception as error:
+        raise Failed(f"its model could not be made: {type(error).__name__}: {error}") from error
+
+
 def start(
     name: str, contender: Contender, environments: Environments, models: Models, model: Path, limit: float
 ) -> tuple[Process, dict[str, Any]]:
     """Its process with the model loaded, and the versions that it tells. Raises ``Failed``."""
-    options = {**contender.options, **contender.made(environments, models)}
+    options = {**contender.options, **made(contender, environments, models)}
     python = environments.python(contender.environment) if contender.environment else sys.executable
     log = environments.logs / f"contender-{''.join(c if c.isalnum() else '-' for c in name)}.log"
     log.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,7 +113,7 @@ class Environments:
                 unpacked.rename(source)
         build = str(folder / "build")
         self.run(name, ["cmake", "-S", str(source / "llama.cpp"), "-B", build, *CMAKE])
-        self.run(name, ["cmake", "--build", build, "--target", recipe.target, "--parallel"])
+        self.run(name, ["cmake", "--build", build, "--target", recipe.target, "--parallel", str(os.cpu_count())])
 
     def run(self, name: str, command: list[str]) -> None:
         """Raises ``Failed`` with the end of what it printed."""

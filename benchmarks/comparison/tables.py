@@ -75,7 +75,10 @@ def markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     flags = ", ".join(machine["flags"]) or "none of AVX2, AVX-512, VNNI, AMX"
     load = " and ".join(f"{value:.1f}" for value in result["load_average"])
-    said = [f"{machine['cpu']} ({flags}), {machine['cores']} cores; load {load} at begin and end; {result['load']}."]
+    said = [
+        f"{machine['cpu']} ({flags}), {machine['cores']} cores; load {load} at begin and end; {result['load']}; "
+        f"medians of rounds: {result['rounds']}."
+    ]
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
         parts += ["Requests that come when they come: " + " / ".join(traffic) + ".", table(others)]

@@ -201,7 +201,14 @@ def result(**more: Any) -> dict[str, Any]:
     out = {"contender": "vLLM", "workloads": {}, "texts": None, "error": "vllm could not be made: no disk"}
     names = [{"name": "1 callers", "kind": "steady"}, {"name": "bursts", "kind": "traffic"}]
     machine = {"cpu": "Some CPU", "flags": ["amx_int8"], "cores": 2}
-    base = {"machine": machine, "load_average": [0.1, 2.0], "load": "greedy", "workloads": names, "rows": [ours, out]}
+    base = {
+        "machine": machine,
+        "load_average": [0.1, 2.0],
+        "load": "greedy",
+        "rounds": 2,
+        "workloads": names,
+        "rows": [ours, out],
+    }
     return base | more
 
 
@@ -262,6 +269,19 @@ def test_a_refusal_is_shown() -> None:
         Stream({}).take(b"HTTP/1.1 400 Bad Request\r\n\r\nno such field")
     with pytest.raises(RuntimeError, match="closed"):
         Stream({}).take(b"")
+
+
+def test_a_model_that_cannot_be_converted_is_a_reason(tmp_path: Path) -> None:
+    """Whatever goes wrong while a contender's model is made leaves that contender out, by name of the error."""
+
+    def broken(*_: object) -> dict[str, Any]:
+        raise KeyError("general.architecture")
+
+    made = environments.Environments(tmp_path)
+    with pytest.raises(Failed, match="could not be made: KeyError"):
+        contenders.made(
+            contenders.Contender(adapter="ours", made=broken), made, environments.Models(made, tmp_path, None)
+        )
 
 
 def test_every_contender_can_be_started() -> None:
