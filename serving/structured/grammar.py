@@ -8,6 +8,7 @@ our options under the key "x-guidance", which is why a caller's schema may not h
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..constraint import Constraint, Grammar
@@ -16,6 +17,7 @@ from .document import is_unicode
 from .expression import in_slashes, lark_expression, literal
 from .lark import checked_lark
 from .quoted_lark import quoted_lark
+from .raw_lark import ended_lark
 from .schema import normalized
 
 MAX_CHOICES = 10_000
@@ -49,6 +51,14 @@ def quoted_grammar(constraint: Constraint) -> Grammar:
     assert constraint.kind == "lark"
     lark, _ = checked_lark(constraint.value, constraint.field, _schema_and_keys)
     return Grammar(source=_lark_source(quoted_lark(lark, constraint.field)), field=constraint.field)
+
+
+def ended_grammar(constraint: Constraint, end: str, marks: Sequence[str]) -> Grammar | None:
+    """What a text in Lark's notation and ``end`` behind it are held to, where a terminal could go on over ``end``; None
+    where ``grammar_of`` with ``end`` behind it does. ``marks``: what the text may not have in it."""
+    lark, _ = checked_lark(constraint.value, constraint.field, _schema_and_keys)
+    ended = ended_lark(lark, end, marks)
+    return None if ended is None else Grammar(source=_lark_source(ended), field=constraint.field)
 
 
 def schema_value(schema: Any, field: str) -> dict[str, Any]:

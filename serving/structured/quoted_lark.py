@@ -28,7 +28,6 @@ _ALLOWED = "rules and terminals that can be written within quotes, as the calls 
 MAX_RULES = 3000
 MAX_CHARS = 512 * 1024
 START, WHOLE, BACKSLASH = 0, 1, 2
-_STATES = (WHOLE, BACKSLASH)
 
 _Symbol = tuple[Node, int, int]
 _Option = list["_Symbol | str"]  # symbols, and expressions
@@ -47,12 +46,16 @@ def quoted_lark(text: str, field: str) -> str:
             return text  # nothing to escape
         for found in grammar.unwritable[:1]:
             refuse(found.what, found.line)
-        return _Writer(grammar, refuse).written()
+        return LarkWriter(grammar, refuse).written()
     except (TooLarge, RecursionError):  # also where terminals are made of each other more than a hundred deep
         raise InvalidField(field, "the grammar", "a smaller one: within quotes it has too many forms") from None
 
 
-class _Writer:
+class LarkWriter:
+    """Writes rules between states. ``states`` are those but ``START``."""
+
+    states: tuple[int, ...] = (WHOLE, BACKSLASH)
+
     def __init__(self, grammar: LarkGrammar, refuse: Callable[..., NoReturn]) -> None:
         self._grammar, self._refuse = grammar, refuse
         self._quoted = Quoted()
@@ -64,16 +67,23 @@ class _Writer:
         self._options: dict[_Symbol, list[_Option]] = {}
 
     def written(self) -> str:
+        begin, start = self._beginning()
+        firsts = [(start, begin, end) for end in dict.fromkeys((WHOLE, begin))]
+        names = self._named(firsts)
+        return self._text([names[first] for first in firsts if first in names], names)
+
+    def _beginning(self) -> tuple[int, Node]:
         if "start" not in self._grammar.rules:
             self._refuse("a grammar without the rule 'start'", 1)
-        start = self._grammar.rules["start"]
-        begin = WHOLE if self._grammar.options.get("allow_initial_skip") else START
-        firsts = [(start, begin, WHOLE), *([(start, START, START)] if begin == START else [])]
+        return WHOLE if self._grammar.options.get("allow_initial_skip") else START, self._grammar.rules["start"]
+
+    def _named(self, firsts: list[_Symbol]) -> dict[_Symbol, str]:
+        """The names of all symbols that texts are made of."""
         self._follow(firsts)
         names = self._reachable(firsts, self._productive())
-        if not any(first in names for first in firsts):
+        if not names:
             self._refuse("a grammar with no text at all", 1)
-        return self._text(firsts, names)
+        return names
 
     def _follow(self, firsts: list[_Symbol]) -> None:
         waiting = list(firsts)
@@ -104,7 +114,7 @@ class _Writer:
             raise AssertionError(node)
 
     def _between(self, first: Node, then: Node, begin: int, end: int) -> Iterator[_Option]:
-        for state in (START, *_STATES) if begin == START else _STATES:
+        for state in (START, *self.states) if begin == START else self.states:
             yield [(first, begin, state), (then, state, end)]
 
     def _sequence(self, node: Sequence, begin: int, end: int) -> Iterator[_Option]:
@@ -155,18 +165,19 @@ class _Writer:
         nullable = self._quoted.is_nullable(node.node)
         if nullable and begin == end:
             yield []
-        if end == START or (node.lazy and (nullable or end == BACKSLASH)):
+        if end == START or (node.lazy and (nullable or end != WHOLE)):
             return  # what is lazy ends with its last character, whatever follows
         skips = self._skipped is not None and node is not self._ignored and begin != START
-        for state in _STATES if skips else (begin,):
-            found = self._expression(node, state, end)
+        for state in self.states if skips else (begin,):
+            found = self.expression(node, state, end)
             if found is not None and skips:
                 assert self._skipped is not None
                 yield [(self._skipped, begin, state), found]
             elif found is not None:
                 yield [found]
 
-    def _expression(self, node: Terminal, begin: int, end: int) -> str | None:
+    def expression(self, node: Terminal, begin: int, end: int) -> str | None:
+        """What is written for a terminal between two states; None: it does not lead there."""
         quoted = self._quoted
         body = quoted.suffixed(node.node) if begin == BACKSLASH else quoted.nonempty(node.node)
         ending = r"\\" if end == BACKSLASH else ""
@@ -214,9 +225,9 @@ class _Writer:
             waiting += [each for option in self._options[symbol] for each in option if not isinstance(each, str)]
         return names
 
-    def _text(self, firsts: list[_Symbol], names: dict[_Symbol, str]) -> str:
+    def _text(self, begins: list[str], names: dict[_Symbol, str]) -> str:
         terminals: dict[str, str] = {}
-        lines = ["start: " + " | ".join(names[first] for first in firsts if first in names)]
+        lines = ["start: " + " | ".join(begins)]
         if options := {key: self._grammar.options[key] for key in ("no_forcing",) if key in self._grammar.options}:
             lines.append("%llguidance " + json.dumps(options))
         for symbol, name in names.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..constraint import Constraint, Grammar
 from ..request import Tool, ToolChoice
-from ..structured.grammar import grammar_of, quoted_grammar, schema_value
+from ..structured.grammar import ended_grammar, grammar_of, quoted_grammar, schema_value
 from .forced_arguments import ArgumentsGrammar
 from .formats import CUSTOM_INPUT, ToolFormat
 from .lark import Lark, one_of, quoted, times
@@ -246,6 +246,11 @@ class _Maker:
         format, lark = self._format, self._lark
         if format.arguments == "parameters":
             begin = lark.text(format.parameter_begin + CUSTOM_INPUT + format.key_end)
+            end = format.value_end.rstrip()
+            if not lark.text(end.strip()).startswith("<["):  # a token cannot be a part of the text
+                marks = [mark.strip() for mark in (end, format.parameter_begin, format.call_end)]
+                if ended := ended_grammar(syntax, end, marks):
+                    return f"{begin} {lark.other(ended)} {lark.text(format.value_end[len(end) :])}"
             return f"{begin} {lark.other(grammar_of(syntax))} {lark.text(format.value_end)}"
         quoted = lark.other(quoted_grammar(syntax))
         if format.arguments == "keywords":

@@ -290,6 +290,13 @@ def test_openai_responses_tools(url: str) -> None:
         (said,) = (item for item in found.output if item.type == "custom_tool_call")
         assert re.fullmatch("[0-9]{1,3} (plus|minus) [0-9]{1,3}", said.input)
         items = [*found.output, {"type": "custom_tool_call_output", "call_id": said.call_id, "output": "5"}]
+        lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "\\"" /[a-z]{1,8}/ "\\n"'}
+        held = {**ask, "input": "Say a word.", "tools": [{**custom, "format": lark}], "tool_choice": chosen}
+        with client.responses.stream(**held) as stream:
+            events = list(stream)
+        deltas = "".join(each.delta for each in events if each.type == "response.custom_tool_call_input.delta")
+        assert re.fullmatch(r'"[a-z]{1,8}\n', deltas)
+        assert [each.input for each in events if each.type == "response.custom_tool_call_input.done"] == [deltas]
         client.responses.create(**ask, input=items, tools=[custom], tool_choice="none")
 
 

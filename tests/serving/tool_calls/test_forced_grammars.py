@@ -61,7 +61,7 @@ STRING: /"([^"\\\n\r]|\\["\\n]){0,3}"/
 """,
 }  # fmt: skip
 TEXTS = {
-    "arithmetic": ["1 + 2 * (3 + 4)"],
+    "arithmetic": ["1 + 2 * (3 + 4)", "12"],
     "patch": ["*** Begin Patch\n*** Add File: a\\b.c\n+\"x\"\n+\n-\\n\n*** End Patch\n",
               "*** Begin Patch\n@@\n é\n*** End Patch"],
     "sql": ["SELECT a,b FROM t WHERE c = \"\\\"\n\" ;", "SELECT * FROM t\n\tWHERE c ='\\';"],
@@ -139,3 +139,29 @@ def test_what_cannot_be_held_to_is_refused_by_its_field():
         with pytest.raises(InvalidField, match=r"'%json' .*within quotes.*line 1") as caught:
             call_grammar(format, (tool,), REQUIRED)
         assert caught.value.param == FIELD
+
+
+ENDED = [
+    (r"start: /[^;]+/", ["a", "a\nb\n", "<p>x</p>", "a</"], ["a;"]),
+    ('start: A (";" A)*\nA: /[^;]*/', ["a\nb;c<d", ";", "", "\n;<"], []),
+    ('start: "x" /(?s:.*)/', ["x\ny\n", "x", "x<parameter", "x\n\n"], ["y"]),
+    ("start: (S? LF)* S?\nS: /[a-z<]+/\n%import common.LF", ["a\n\nb<\n", "\n\n", "a"], ["A"]),
+    ('start: x ","\nx[lazy]: /[^;]*,/\n%ignore /[ \\n]/', ["a,\n ,", "<,,"], ["a;,", "a,"]),
+    (r'start: /[^\n,]+/ ","', ["a<p>,", "a</,"], ["b", "a\n,"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(("definition", "right", "wrong"), ENDED)
+def test_a_text_that_could_go_on_ends_where_it_stands_as_it_is(definition, right, wrong, name, special):
+    """The last terminal may be one that takes the mark behind the text, too; within a terminal there is no mark."""
+    words, format, tool = vocabulary(special), FORMATS[name], _tool(definition)
+    grammar = call_grammar(format, (tool,), REQUIRED, parallel=False, special=words.special)
+    for text in right + wrong:
+        call = str(written_calls(format, [ToolCall(id="", name="run", arguments={"input": text})]))
+        assert words.accepts(grammar, call) is (text in right), text
+        assert words.read(words.ids(call), format, _use(tool, REQUIRED)).calls == [["run", text, True]]
+    for mark in (format.value_end.strip(), format.value_end + format.call_end, format.parameter_begin):
+        call = str(written_calls(format, [ToolCall(id="", name="run", arguments={"input": f"x{mark},"})]))
+        assert not words.accepts(grammar, call)

@@ -1,0 +1,97 @@
+r"""Grammars in Lark's notation for texts that stand as they are, up to a mark that ends them.
+
+A terminal ends where it cannot go on, and one that may have the mark in it could go on for ever: ``/[^;]+/`` takes
+``\n</parameter>``, too. So the text's last terminal may take the mark with it, and no terminal has one in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..errors import InvalidField
+from .expression import in_slashes, literal
+from .lark_reading import LarkGrammar, read, specials
+from .quoted_lark import WHOLE, LarkWriter
+from .regular import Chars, Choice, Node, Quoted, Repeated, Terminal, TooLarge
+from .regular import Sequence as Items
+
+_ENDED = 3  # behind the mark
+
+
+def ended_lark(text: str, end: str, marks: Sequence[str]) -> str | None:
+    """The grammar of the texts of ``text``, which has been checked, each with ``end`` behind it. ``marks``: what no
+    terminal may have in it. None where ``text`` with ``end`` behind it says the same, or nothing else can be said."""
+
+    def refuse(what: str, line: int, allowed: str = "") -> NoReturn:
+        raise InvalidField("", what, allowed)
+
+    try:
+        grammar = read(text, refuse)
+        return None if grammar.unwritable else _Writer(grammar, refuse, end, marks).ended()
+    except (InvalidField, TooLarge, RecursionError):
+        return None
+
+
+_RUST_ALONE = re.compile(r"[pPuUx]\{|\\[pPuUx]|\[\[|.\[|&&|--|~~|\[:")  # what Python reads otherwise
+
+
+class _Plain(Quoted):
+    """Expressions of nodes as they are."""
+
+    def _make_whole(self, node: Node) -> str:
+        if not isinstance(node, Chars):
+            return super()._make_whole(node)
+        return f"\\x{{{ord(min(node.special)):X}}}" if node.is_special else node.expression
+
+
+def _may_hold(node: Node, char: str) -> bool:
+    """Whether its texts may have ``char``; true where that is hard to say."""
+    if isinstance(node, Chars):
+        if node.is_special or _RUST_ALONE.search(node.expression):
+            return not node.is_special
+        return re.fullmatch(node.expression, char) is not None
+    if isinstance(node, Repeated):
+        return _may_hold(node.node, char)
+    assert isinstance(node, Items | Choice)
+    return any(_may_hold(each, char) for each in (node.items if isinstance(node, Items) else node.options))
+
+
+class _Writer(LarkWriter):
+    states = (WHOLE, _ENDED)
+
+    def __init__(self, grammar: LarkGrammar, refuse: object, end: str, marks: Sequence[str]) -> None:
+        super().__init__(grammar, refuse)  # type: ignore[arg-type]
+        self._quoted = _Plain()
+        self._end = end
+        self._without = f" & ~/(?s:.*)(?:{'|'.join(in_slashes(literal(mark)) for mark in marks)})(?s:.*)/"
+
+    def ended(self) -> str | None:
+        begin, start = self._beginning()
+        firsts = [(start, begin, end) for end in dict.fromkeys((_ENDED, WHOLE, begin))]
+        names = self._named(firsts)
+        begins = self._end.lstrip()[0]
+        if not any(isinstance(node, Terminal) and _may_hold(node.node, begins) for node, _, _ in names):
+            return None  # no text has a mark in it
+        mark = json.dumps(self._end)
+        return self._text(
+            [names[each] + ("" if each is firsts[0] else f" {mark}") for each in firsts if each in names], names
+        )
+
+    def expression(self, node: Terminal, begin: int, end: int) -> str | None:
+        """See ``LarkWriter``."""
+        body = self._quoted.nonempty(node.node)
+        if begin == _ENDED or body is None or (end == _ENDED and not self._may_hold_end(node)):
+            return None
+        if node.lazy:
+            return f"lazy/{in_slashes(body)}/"
+        written = f"/{in_slashes(body)}/{self._without}"
+        return written if end == WHOLE else f"({written}) /{in_slashes(literal(self._end))}/"
+
+    def _may_hold_end(self, node: Terminal) -> bool:
+        """Whether it could go on where the mark begins."""
+        if node is self._ignored or node.lazy:
+            return False
+        return ("\n" in specials(node.node) or self._end[0] != "\n") and _may_hold(node.node, self._end.lstrip()[0])
