@@ -253,7 +253,7 @@ def test_endpoints(command: Command) -> None:
 @pytest.fixture(scope="module")
 def surveyed() -> Iterator[None]:
     """What an engine's process would find is found once: one that loads torch."""
-    module = sys.modules["mlflow_llm.serving.cli.doctor"]  # its name in the package is the command's
+    module = importlib.import_module("mlflow_llm.serving.cli.doctor")  # its name in the package is the command's
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "engine", functools.cache(module.engine))
         yield
