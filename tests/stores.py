@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
+import sqlalchemy as sa
+from mlflow.store.db import utils as db
 from mlflow.tracking import fluent
 from mlflow.tracking._model_registry import utils as registry
 from mlflow.tracking._tracking_service import utils as tracking
+from sqlalchemy.orm import configure_mappers
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_EXPERIMENT_ID")
 
@@ -41,10 +47,32 @@ def own_stores(uri: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@functools.cache
+def _tables() -> bytes:
+    """An SQLite file with MLflow's tables and nothing in them."""
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SQLAlchemy's of what MLflow uses of it, said once a process
+        configure_mappers()
+        file = Path(root, "mlflow.db")
+        engine = sa.create_engine(f"sqlite:///{file}", poolclass=sa.NullPool)
+        db._initialize_tables(engine)
+        engine.dispose()
+        return file.read_bytes()
+
+
+def empty_store(root: Path) -> str:
+    """The URI of a new store in ``root``, which MLflow finds empty: its migrations, a second of processor time, are run
+    once a process of tests."""
+    file = root / "mlflow.db"
+    if root.is_dir() and not file.exists():
+        file.write_bytes(_tables())
+    return f"sqlite:///{file}"
+
+
 @contextlib.contextmanager
 def own_registry(root: Path) -> Iterator[str]:
     """Tracking, registry and artifacts are in ``root``; gives their URI."""
-    uri = f"sqlite:///{root / 'mlflow.db'}"
+    uri = empty_store(root)
     with own_stores(uri):
         mlflow.create_experiment("tests", artifact_location=str(root / "artifacts"))
         mlflow.set_experiment("tests")

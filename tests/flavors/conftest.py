@@ -9,7 +9,7 @@ import mlflow
 import pytest
 import torch
 from flavor_models import TEMPLATE, add_lora, byte_tokenizer, tiny_llama
-from stores import own_stores
+from stores import empty_store, own_stores
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 UPSTREAM_WARNINGS = (
@@ -63,7 +63,7 @@ def adapter_dir(tmp_path_factory, llama_dir) -> Path:
 @pytest.fixture
 def store(tmp_path):
     """A tracking and registry store of this test alone, in SQLite."""
-    with own_stores(f"sqlite:///{tmp_path / 'mlflow.db'}"):
+    with own_stores(empty_store(tmp_path)):
         mlflow.create_experiment("tests", artifact_location=(tmp_path / "artifacts").as_uri())
         mlflow.set_experiment("tests")
         yield tmp_path

@@ -11,7 +11,7 @@ import mlflow
 import openai
 import pytest
 from command_processes import await_line, llm_command, running
-from stores import own_stores
+from stores import empty_store, own_stores
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.plugin.processes import free_port
@@ -25,7 +25,7 @@ def registry(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # without a network mlflow waits for litellm's prices
     port = free_port()
     words = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
-    words += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", f"{place}/artifacts"]
+    words += ["--backend-store-uri", empty_store(place), "--artifacts-destination", f"{place}/artifacts"]
     with running(place, "mlflow", *words) as log:
         await_line(log, "Application startup complete")
         url = f"http://127.0.0.1:{port}"

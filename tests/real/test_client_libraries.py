@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llm_server import WARNINGS_OF_CLIENTS
-from stores import own_stores
+from stores import empty_store, own_stores
 
 pytestmark = WARNINGS_OF_CLIENTS
 QUESTION = "What is the capital of France?"
@@ -22,7 +22,7 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A place for the traces that MLflow's evaluation writes."""
     import mlflow
 
-    with own_stores(f"sqlite:///{tmp_path / 'mlflow.db'}"):
+    with own_stores(empty_store(tmp_path)):
         yield
         mlflow.flush_trace_async_logging(terminate=True)
 

@@ -24,6 +24,7 @@ from instant_model import write_instant_model
 from processes import alive_after
 from server_calls import BODY, ask, until
 from serving_process import running
+from stores import empty_store
 
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.server import Server
@@ -128,7 +129,7 @@ class Exported(NamedTuple):
 @pytest.fixture(scope="module")
 def exported(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Requests of every kind, traced by one exporter to a database and to a collector."""
-    store = f"sqlite:///{tmp_path_factory.mktemp('traces') / 'mlflow.db'}"
+    store = empty_store(tmp_path_factory.mktemp("traces"))
     with tempfile.TemporaryDirectory(prefix="mlt-") as root, collecting() as collector:
         outbox = Outbox(Path(root))
         with exporting(Path(root), MLFLOW_TRACKING_URI=store, OTEL_EXPORTER_OTLP_ENDPOINT=collector[0]):
