@@ -17,6 +17,9 @@ _FLAGS = re.compile(r"\?([a-zA-Z]*)(?:-([a-zA-Z]+))?([:)])")
 _NAME = re.compile(r"\?P?<[A-Za-z_][A-Za-z0-9_]*>")
 _PROPERTY = re.compile(r"([pP])(?:\{(\^?)([A-Za-z_ ]{1,40})\}|([A-Z]))")
 _POSIX = re.compile(r"\[:(\^?)([a-z]+):\]")
+_BEGIN = re.compile(r"((?:\(\?[isu]+\))?)(?:\^|\\A)")
+_END = re.compile(r"(?<!\\)(?:\\\\)*(\$|\\z)\Z")
+_MULTILINE = re.compile(r"\(\?[a-z]*m")
 _CONTROL = SPECIAL - {'"', "\\"}
 _SPACE = frozenset("\t\n\v\f\r")
 _NONE: frozenset[str] = frozenset()
@@ -48,9 +51,17 @@ class _Reader:
         self.text, self.at, self.refuse = text, 0, refuse
 
     def read(self, flags: str) -> Node:
+        """Anchors at the very ends say nothing, for a terminal matches as a whole."""
+        begin, end = _BEGIN.match(self.text), _END.search(self.text)
+        if end:
+            self.text = self.text[: end.start(1)]
+        if begin:
+            self.text = begin[1] + self.text[begin.end() :]
         node = self._choice(self._changed("", flags, ""), 0)
         if self.at < len(self.text):
             self.refuse("an expression with an opening parenthesis for each closing one")
+        if (begin or end) and (isinstance(node, Choice) or "m" in flags or _MULTILINE.search(self.text)):
+            self.refuse("^ and $ without the flag m, at the ends of all alternatives together: ^(?:a|b)$")
         return node
 
     def _changed(self, flags: str, on: str, off: str) -> str:
@@ -126,7 +137,7 @@ class _Reader:
         if sign == ".":
             return _dot("s" in flags)
         if sign in "^$":
-            self.refuse(f"expressions without {sign}: a terminal matches as a whole")
+            self.refuse(f"expressions with {sign} at their ends alone")
         if sign == "[":
             begin = self.at - 1
             special = self._class(0)

@@ -29,6 +29,7 @@ GRAMMARS = {
     "control characters": ('start: a\na: "\\\\" a "\\"" | /[\\x00-\\x1f]/', '\\"\x00\x1f\n\x7f'),
     "classes": (r"start: /[[:cntrl:]--\n]/ /\p{Po}+/ /[^\S ]*/ /[\w--[a-c]]?/", '\n\t"\\ !ad'),
     "flags": (r'start: /(?i:k["\\])(?s).\W/i /(?-i:É)|(?i)é/ "ß"i?', 'Kk\u212a"\\\n ÉéßẞS'),
+    "anchors": (r'start: /^a"$/ /(?i)\Ab\\\z/? /^(?:"|a\$)$/?', 'aB"\\$'),
     "dots": (r"start: /./ /./s /(?s:.)(?-s:.)/s", 'a\n"'),
     "escapes": (r'start: "\x22\u000a" /\x22|\x{5C}|\u{A}|\//', '"\n\\/'),
     "C's comments": ("start: C_COMMENT /[a\\n]*/\n%import common.C_COMMENT", "/*a\n"),
@@ -61,6 +62,49 @@ def test_the_texts_are_those_of_the_grammar_escaped(name: str) -> None:
         taken += is_taken
         assert texts.takes(quoted, _inside(text)) == is_taken, text
     assert taken or name in ("left, right, middle", "repetitions", "unicode", "flags", "a line and its break")
+
+
+ATOMS = [
+    r'"\n"', r'"\""', '"a"', r'"a\n"', r'"\t"i', r"/[^\n]/", r"/[a\n]+/", r"/a*/", r"/\s*\"?/", r"/(a\t)?/", r"/.b?/",
+    r'"\t".."\n"', r"/[^ab]{1,2}/", "T", "U", "U", "T", r"/\\[\\\n]?/", r'"b\""', r"/(?s:.)b/", "l",
+]  # fmt: skip
+
+LAZY = [r'"a\n"', r"/[^\n]/", r"/[a\n]+/", r"/.b?/", r"/[^ab]{1,2}/", r'"\""']
+
+
+def _random_rule(rng: random.Random, atoms: list[str], depth: int = 0) -> str:
+    options = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        items = []
+        for _ in range(rng.choice([1, 2, 2, 3]) if depth else rng.randint(1, 3)):
+            nested = depth < 2 and rng.random() < 0.25
+            item = f"({_random_rule(rng, atoms, depth + 1)})" if nested else rng.choice(atoms)
+            items.append(item + rng.choice(["", "", "", "?", "*", "+", "~2", "{1,3}"]))
+        options.append(" ".join(items))
+    return " | ".join(options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_grammars_take_the_same_texts(seed: int) -> None:
+    """Rules, terminals of terminals, repetitions, lazy ones; where the plain one compiles."""
+    rng, taken = random.Random(seed), 0
+    for _ in range(12):
+        terminals = [atom for atom in ATOMS if atom not in ("T", "U", "l")]
+        lark = "\n".join([
+            f"start: {_random_rule(rng, [*ATOMS, 'x', 'y'])}",
+            f"x: {_random_rule(rng, [*ATOMS, 'y'])}",
+            f"y: {_random_rule(rng, ATOMS)}",
+            f"l[lazy]: {' '.join(rng.choices(LAZY, k=2))}",
+            f"T: {_random_rule(rng, [*terminals, 'U'])}",
+            f"U: {_random_rule(rng, terminals)}",
+        ])  # fmt: skip
+        plain, quoted = texts.of("lark", lark), _quoted(lark)
+        for _ in range(60):
+            text = "".join(rng.choices('ab\n\n"\t\\', k=rng.randint(0, 7)))
+            is_taken = texts.takes(plain, text)
+            taken += is_taken
+            assert texts.takes(quoted, _inside(text)) == is_taken, (lark, text)
+    assert taken
 
 
 def test_what_is_ignored_stands_between_terminals() -> None:
@@ -108,7 +152,9 @@ def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
     ('start: %regex {"substring_chars": "a\\nb"}', r"'%regex' .*\(line 1\)"),
     (r'start: /a\b"/', r"no escape \\b \(line 1\)"),
     (r'start: /(?=a)"/', "look-around"),
-    (r'start: /^a"$/', r"without \^"),
+    (r'start: /a^"/', r"with \^ at their ends alone"),
+    (r'start: /^a|"$/', r"at the ends of all alternatives together"),
+    (r'start: /^"(?m).$/', r"without the flag m"),
     (r'start: /(?x) "/', "no flags but"),
     (r'start: /(?-u:")/', "no flags but"),
     (r'start: /"\p{Emoji}/', "no property"),
