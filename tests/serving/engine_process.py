@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from serving_process import INSTANT_CORE, free_port
+from serving_process import GATED_CORE, free_port, python_path
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.settings import EngineSettings
@@ -29,7 +29,7 @@ class EngineProcess:
     ) -> None:
         self.address = address or f"tcp://127.0.0.1:{free_port()}"
         self.runtime, self._log = runtime, runtime / "log"
-        model = EngineSpec(bundle=bundle, core=INSTANT_CORE, settings=EngineSettings(idle_timeout=0.3))
+        model = EngineSpec(bundle=bundle, core=GATED_CORE, settings=EngineSettings(idle_timeout=0.3))
         spec = runtime / "model.json"
         spec.write_bytes(msgspec.json.encode(model))
         command = [*prefix, sys.executable, "-m", "mlflow_llm.serving.cli", "engine", "--spec", str(spec)]
@@ -52,7 +52,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
             )
 
     def await_ready(self, seconds: float = 240) -> None:

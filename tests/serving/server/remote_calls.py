@@ -7,10 +7,11 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from gated_core import steps_up_to
 from server_calls import LONG, ask, health, text_and_usage, until
 from serving_process import Running
 
-LASTING = LONG | {"max_tokens": 400}  # four seconds, in which all that are asked for at once have begun
+LASTING = LONG | {"max_tokens": 300}  # three seconds, which begin when all that are asked for at once are there
 
 
 def samples(server: Running) -> dict[str, float]:
@@ -24,9 +25,12 @@ def replicas(server: Running) -> int:
 
 
 def streams(server: Running, count: int, then: Callable[[], object]) -> list[tuple[str, dict]]:
-    """Text and usage of ``count`` streams, ``then`` being called while all run."""
+    """Text and usage of ``count`` streams, ``then`` being called while all run. Engines take no step before all do."""
     with ThreadPoolExecutor(count) as pool:
-        answers = [pool.submit(ask, server, LASTING) for _ in range(count)]
-        until(lambda: health(server)["running"] >= count)
+        with steps_up_to(server.model_dir, 0):
+            answers = [pool.submit(ask, server, LASTING) for _ in range(count)]
+            until(lambda: health(server)["running"] >= count)
+            steps = health(server)["steps"]
+        until(lambda: health(server)["steps"] > steps)
         then()
         return [text_and_usage(answer.result()[1].encode()) for answer in answers]

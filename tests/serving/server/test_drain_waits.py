@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gated_core import steps_up_to
 from instant_model import write_instant_model
 from server_calls import health, until
-from serving_process import Running, running
+from serving_process import GATED_CORE, Running, running
 
 
 @contextlib.contextmanager
@@ -92,20 +93,21 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
     """SIGHUP comes to arbiter and workers, and twice: what runs is finished. Signals that gunicorn knows for reloading
     and for more workers change nothing before that."""
     body = {"model": "assistant", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
-    with running(write_instant_model(tmp_path, step_delay=0.05), drain_timeout=240.0) as server:
+    with running(write_instant_model(tmp_path), core=GATED_CORE, drain_timeout=240.0) as server:
         arbiter = psutil.Process(server.process.pid)
         family = {process.pid for process in arbiter.children()}
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(status_of(server, body)))
-        asking.start()
-        until(lambda: health(server)["running"] == 1)
-        for meaningless in (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU):
-            server.process.send_signal(meaningless)
-        workers = [process for process in arbiter.children() if "control.main" not in " ".join(process.cmdline())]
-        for process in (*workers, arbiter, arbiter):
-            process.send_signal(signal.SIGHUP)
-        await_line(server, '"draining"')
-        assert {process.pid for process in arbiter.children()} == family
+        with steps_up_to(server.model_dir, 5):
+            asking.start()
+            until(lambda: health(server)["running"] == 1)
+            for meaningless in (signal.SIGUSR2, signal.SIGTTIN, signal.SIGTTOU):
+                server.process.send_signal(meaningless)
+            workers = [process for process in arbiter.children() if "control.main" not in " ".join(process.cmdline())]
+            for process in (*workers, arbiter, arbiter):
+                process.send_signal(signal.SIGHUP)
+            await_line(server, '"draining"')
+            assert {process.pid for process in arbiter.children()} == family
         asking.join(240)
         assert answers == [200]
         assert server.process.wait(240) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from engine_process import EngineProcess, engine_process
+from gated_core import steps_up_to
 from instant_model import write_instant_model
 from remote_calls import LASTING, replicas, samples, streams
 from server_calls import BODY, LONG, ask, asking, health, idle, text_and_usage, until, well, worker_of
@@ -83,7 +84,7 @@ def test_answers_and_streams(two: tuple[Running, tuple[EngineProcess, ...]], exp
         assert len(json.load(answer)["data"][0]["embedding"]) == 16
     assert ask(server, BODY | {"model": "assistant:pirate"})[0] == 200
     assert streams(server, 4, lambda: None) == [expected] * 4
-    until(lambda: samples(server)["mlflow_llm_generated_tokens_total"] >= 6 * 400)
+    until(lambda: samples(server)["mlflow_llm_generated_tokens_total"] >= 6 * LASTING["max_tokens"])
     found = samples(server)
     assert found["mlflow_llm_engine_ready"] == 1
     assert found["mlflow_llm_engine_steps_total"] >= 200
@@ -125,10 +126,11 @@ def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> No
     until(lambda: idle(server))
     with ThreadPoolExecutor(1) as pool, asking(server, LASTING) as answer:
         first = answer.readline()
-        ended = pool.submit(engine.end)
-        until(lambda: not well(server))
-        with asking(server, BODY) as refused:
-            assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        with steps_up_to(server.model_dir, 0):  # its drain is not over before we have looked
+            ended = pool.submit(engine.end)
+            until(lambda: not well(server))
+            with asking(server, BODY) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert text_and_usage(first + answer.read()) == expected
         assert ended.result() == 0
     with ThreadPoolExecutor(1) as pool:
