@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -23,7 +24,6 @@ from ..http.answer import Answer
 from ..http.authentication import authenticate, charge
 from ..http.in_flight import ClientGone
 from ..http.invoke import invoke
-from ..http.memory_budget import Allocation
 from ..http.route import Auth, Request, Route
 from ..http.server import Server
 from ..metering.authorization import Caller
@@ -31,8 +31,9 @@ from ..observability.access_record import REQUEST_ID, AccessRecord, request_id_f
 from ..routing.served_endpoints import ServedEntity
 from .call import Call
 from .codec import INFER, STREAM, RpcDialect, failure, frames, parsed
+from .intake import Intake, Message, Turn, is_small
 from .loop import Loop
-from .messages import SERVICE, ModelInferRequest, message
+from .messages import SERVICE, message
 
 DIALECT = RpcDialect()
 AT_ONCE = 64  # requests of one stream
@@ -70,6 +71,7 @@ class Service:
 
     def __init__(self, server: Server, loop: Loop) -> None:
         self._server, self._loop = server, loop
+        self._intake = Intake.of(server.settings)
         self.answering = 0
         self._asked: dict[str, tuple[Auth, Callable[[Any, Caller], Response]]] = {
             "ServerLive": (Auth.OPEN, lambda asked, caller: {"live": True}),
@@ -133,13 +135,13 @@ class Service:
 
     def _infer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         call, record = self._begun(context, INFER.path)
+        caller = call.address
         try:
             if self._server.requires_key:
-                self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda caller: None))
-            data = next(requests, None)
-            if data is None:
-                raise RequestError("the call has no message")
-            answer = self._loop.call(partial(self._whole, call, record, data))
+                caller = self._loop.call(partial(self._handled, call, record, Auth.INVOKE, lambda one: one.key_id))
+            with contextlib.ExitStack() as held:
+                message = self._received(requests, held.enter_context(self._turn(call, record, caller)))
+                answer = self._loop.call(partial(self._whole, call, record, message))
         except ServingError as error:
             call.abort(error, record.request_id)
         assert isinstance(answer.body, bytes)
@@ -147,10 +149,30 @@ class Service:
         call.send_trailers(answer.headers | {REQUEST_ID: record.request_id})
         return answer.body
 
-    def _whole(self, call: Call, record: AccessRecord, data: bytes) -> Answer:
+    @contextlib.contextmanager
+    def _turn(self, call: Call, record: AccessRecord, caller: str) -> Iterator[Turn]:
+        with contextlib.ExitStack() as held:
+            try:
+                turn = held.enter_context(self._intake.turn(call, caller))
+            except ServingError as error:
+                record.finish(error.status, error.logged)
+                raise
+            yield turn
+
+    def _received(self, requests: Iterator[bytes], turn: Turn) -> Message:
+        """The one message of a call, whose turn ends when it is counted. Raises ``RequestError``."""
+        data = next(requests, None)
+        if data is None:
+            raise RequestError("the call has no message")
+        turn.has_come = True
+        if is_small(data):
+            turn.end()
+        return Message(data, turn.end)
+
+    def _whole(self, call: Call, record: AccessRecord, message: Message) -> Answer:
         self.answering += 1
         try:
-            return self._run(_INFER, call, record, data)
+            return self._run(_INFER, call, record, message)
         finally:
             self.answering -= 1
 
@@ -183,39 +205,46 @@ class Service:
         responses: queue.SimpleQueue[bytes | _Over],
         room: threading.Semaphore,
     ) -> None:
-        """Start the requests of a stream as they come. On a thread of its own."""
+        """Start the requests of a stream as they come, a large one when the one before is in the memory budget. On a
+        thread of its own."""
         count = 0
         try:
-            for data in requests:
+            while (data := next(requests, None)) is not None:
                 while not room.acquire(timeout=1.0):
                     if call.is_over:
                         return
                 count += 1
-                self._loop.spawn(partial(self._serve, call, data, responses))
+                counted = None if is_small(data) else threading.Event()
+                message = Message(data, None if counted is None else counted.set)
+                del data  # what waits for the next one holds nothing
+                self._loop.spawn(partial(self._serve, call, message, responses))
+                if counted is not None:
+                    counted.wait()
         except Exception:  # how gRPC says that the call has ended
             call.is_over = True
         finally:
             responses.put(_Over(count))
 
-    def _serve(self, call: Call, data: bytes, responses: queue.SimpleQueue[bytes | _Over]) -> None:
+    def _serve(self, call: Call, message: Message, responses: queue.SimpleQueue[bytes | _Over]) -> None:
         """Answer one request of a stream. In the loop."""
         self.answering += 1
         record = self._record(call, STREAM.path)
         try:
-            answer = self._run(_STREAM, call, record, data)
+            answer = self._run(_STREAM, call, record, message)
             if isinstance(answer.body, bytes):
                 record.finish(answer.status)
                 responses.put(answer.body)
             else:
                 self._follow(call, answer.body, responses)
         except ServingError as error:
-            responses.put(failure(error, _id_of(data)).SerializeToString())
+            responses.put(failure(error, message.id).SerializeToString())
         except ClientGone:
             pass
         except Exception:
             logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
-            responses.put(failure(InternalError("internal error"), _id_of(data)).SerializeToString())
+            responses.put(failure(InternalError("internal error"), message.id).SerializeToString())
         finally:
+            message.counted()
             self.answering -= 1
             responses.put(_Over())
 
@@ -255,22 +284,22 @@ class Service:
             tracer=tracer,
         )
 
-    def _run(self, route: Route, call: Call, record: AccessRecord, data: bytes) -> Answer:
+    def _run(self, route: Route, call: Call, record: AccessRecord, message: Message) -> Answer:
         """In the loop. Raises ``ServingError``."""
 
         def run(caller: Caller) -> Answer:
-            asked = parsed(data, ModelInferRequest)
-            if not asked.model_name:
+            name, wanted = message.address()
+            if not name:
                 raise NotFound("model_name: the name of a model", param="model_name")
-            version = {VERSION: asked.model_version} if asked.model_version else {}
+            version = {VERSION: wanted} if wanted else {}
             request = Request(
                 route=route,
                 record=record,
                 caller=caller,
                 headers=call.headers,
-                path={"name": asked.model_name} | version,
-                receive=partial(_counted, data),
-                is_large=len(data) >= self._server.settings.offload_bytes,
+                path={"name": name} | version,
+                receive=message.receive,
+                is_large=message.size >= self._server.settings.offload_bytes,
                 address=call.address,
                 watch=call.watch,
             )
@@ -294,16 +323,3 @@ class Service:
             logs.event("fault", level=logging.ERROR, exc_info=True, request_id=record.request_id)
             record.finish(InternalError.status, "internal error")
             raise InternalError(f"internal error; the log has it under {record.request_id}") from None
-
-
-def _counted(data: bytes, allocation: Allocation) -> bytes:
-    """A message, which has come whole, in the memory budget."""
-    allocation.grow(len(data))
-    return data
-
-
-def _id_of(data: bytes) -> str:
-    try:
-        return str(parsed(data, ModelInferRequest).id)
-    except RequestError:
-        return ""

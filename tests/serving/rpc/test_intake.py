@@ -1,0 +1,120 @@
+"""Messages that come at once: no more of them than the memory budget has room for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.errors import Aborted, LimitExceeded, Overloaded
+from mlflow_llm.serving.http.memory_budget import MemoryBudget
+from mlflow_llm.serving.rpc.intake import Intake, Message
+from mlflow_llm.serving.rpc.messages import ModelInferRequest
+
+
+class _Call:
+    """What an intake knows of a call."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.cancelled = threading.Event()
+        self.context = self
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def call() -> Any:
+    return _Call()
+
+
+def test_as_many_of_the_largest_messages_as_have_room() -> None:
+    """128 MiB of 16 MiB each, 32 MiB of one caller; a message that could be larger than all of it comes alone."""
+    found = Intake.of(ServerSettings())
+    assert (found._total, found._by_caller) == (8, 2)
+    one = Intake.of(ServerSettings(max_body_bytes=2**30))
+    assert (one._total, one._by_caller) == (2, 1)
+
+
+def test_what_has_no_turn_waits_for_one() -> None:
+    """256 callers come at once: never more than the turns there are, and all come in the end."""
+    intake = Intake(total=3, by_caller=1, patience=600)
+    lock, now, most = threading.Lock(), 0, 0
+
+    def come(number: int) -> None:
+        nonlocal now, most
+        with intake.turn(call(), f"caller {number % 9}") as turn:
+            with lock:
+                now += 1
+                most = max(most, now)
+            with lock:
+                now -= 1
+            turn.end()
+            turn.end()
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(256)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    assert most <= 3
+    assert not intake._turns
+
+
+def test_a_callers_own_turns_are_bounded() -> None:
+    """One who fills its own waits for itself; another does not wait for it."""
+    intake = Intake(total=3, by_caller=1, patience=0.0)
+    with intake.turn(call(), "a"):
+        with pytest.raises(Overloaded), intake.turn(call(), "a"):
+            pass
+        with intake.turn(call(), "b"):
+            pass
+    with intake.turn(call(), "a"):
+        pass
+
+
+def test_whoever_is_late_loses_its_call_when_others_wait() -> None:
+    """A client that sends nothing holds its turn no longer than another has patience; a message that has come does."""
+    intake = Intake(total=2, by_caller=1, patience=0.01)
+    slow, here = call(), call()
+    with intake.turn(slow, "a") as late, intake.turn(here, "b") as turn:
+        turn.has_come = True
+        late.since = turn.since = -1e9
+        gone = call()
+        gone.is_over = True
+        with pytest.raises(Aborted), intake.turn(gone, "c"):
+            pass
+        intake._patience = 600.0
+        got = threading.Event()
+
+        def come() -> None:
+            with intake.turn(call(), "c"):
+                got.set()
+
+        comes = threading.Thread(target=come)
+        comes.start()
+        assert slow.cancelled.wait(60)
+        late.end()
+        assert got.wait(60)
+        comes.join(60)
+    assert not here.cancelled.is_set()
+
+
+def test_a_message_is_nowhere_once_it_is_received() -> None:
+    """Its turn ends when the budget has counted it, or refuses it; its id is known afterwards."""
+    data = ModelInferRequest(id="mine", model_name="m", model_version="2").SerializeToString()
+    ended: list[bool] = []
+    message = Message(data, lambda: ended.append(True))
+    assert message.address() == ("m", "2")
+    budget = MemoryBudget(total=2**20, by_caller=2**20)
+    with budget.allocate("a") as allocation:
+        assert message.receive(allocation) == data
+    assert (message.data, message.id, message.size, ended) == (b"", "mine", len(data), [True])
+    large = Message(b"\xff" * 2**20, lambda: ended.append(True))
+    with budget.allocate("a") as first, budget.allocate("a") as second:
+        first.grow(2**19)
+        with pytest.raises(LimitExceeded):
+            large.receive(second)
+    assert (large.data, large.id, len(ended)) == (b"", "", 2)
