@@ -47,7 +47,6 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
             "test_server_recovery_smollm2.py",
             "test_two_stores.py",
             "test_remote_engines.py",
-            "test_management.py",
             "test_server_defaults.py",
             "test_engine_process.py",
             "test_server_start.py",

@@ -28,9 +28,10 @@ VARIABLES = {variable["name"]: variable for variable in DASHBOARD["templating"][
 EXPRESSIONS = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
 
 
-@pytest.fixture
-def shown(make: Callable[..., Server], tmp_path: Path) -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def shown(make: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The labels of every sample that a scrape shows, by name."""
+    tmp_path = tmp_path_factory.mktemp("shown")
     store = Store(f"sqlite:///{tmp_path}/ledger.db")
     server = make(ledger=Ledger(store, state_dir=tmp_path))
     Keys(store).create("acme", weight=3)
