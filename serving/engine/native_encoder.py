@@ -8,35 +8,72 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from .decoder_forms import at
 from .native import library
 from .native.library import LANES, NotNative
 from .native.weight import NativeWeight
 from .native_decoder import check_plain
 
-# Of one form: words, positions and types are added, then a norm; layers of attention, residual, norm; GELU MLP,
-# residual, norm.
-ENCODERS = {"BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Where things stand in encoders of one kind: words, positions and types are added, then a norm; layers of
+    attention, residual, norm; GELU MLP, residual, norm. ``linears`` of a layer: q (with k and v), o, up, down."""
+
+    layers: str
+    attention: str
+    linears: tuple[str, str, str, str]
+    norms: tuple[str, str]
+
+
+BERT = Form(
+    layers="encoder.layer",
+    attention="attention.self",
+    linears=("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"),
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+)
+DISTILBERT = Form(
+    layers="transformer.layer",
+    attention="attention",
+    linears=("attention.q_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
+    norms=("sa_layer_norm", "output_layer_norm"),
+)
+ENCODERS = {
+    "BertModel": BERT,
+    "RobertaModel": BERT,
+    "XLMRobertaModel": BERT,
+    "CamembertModel": BERT,
+    "ElectraModel": BERT,
+    "DistilBertModel": DISTILBERT,
+}
 
 
 class NativeEncoder:
     """``position_offset`` is the number of a text's first position; ``typed``: tokens may be of the second type."""
 
     def __init__(
-        self, model: Any, packed: Sequence[Sequence[NativeWeight]], position_offset: int, *, typed: bool = False
+        self,
+        model: Any,
+        form: Form,
+        packed: Sequence[Sequence[NativeWeight]],
+        position_offset: int,
+        *,
+        typed: bool = False,
     ) -> None:
         found = library.library()
         if found is None:
             raise RuntimeError("the native kernels are not available")
         self._library = found
-        layers = model.encoder.layer
-        attention = layers[0].attention.self
-        norms = [(layer.attention.output.LayerNorm, layer.output.LayerNorm) for layer in layers]
+        layers = at(model, form.layers)
+        attention = at(layers[0], form.attention)
+        norms = [[at(layer, name) for name in form.norms] for layer in layers]
         tables = _tables(model.embeddings, position_offset, typed=typed)
         self._kept = [packed, tables, [(norm.weight, norm.bias) for pair in norms for norm in pair]]
         self._vocabulary = len(model.embeddings.word_embeddings.weight)
@@ -44,7 +81,7 @@ class NativeEncoder:
         self.hidden_size = tables[0].shape[1]
         shape = library.EncoderShape(
             hidden=self.hidden_size,
-            heads=attention.num_attention_heads,
+            heads=packed[0][1].in_features // attention.attention_head_size,
             head_dim=attention.attention_head_size,
             intermediate=packed[0][2].out_features,
             layers=len(layers),
@@ -88,10 +125,13 @@ def _tables(embeddings: Any, position_offset: int, *, typed: bool) -> tuple[torc
     """Words, positions from ``position_offset`` on with the first type added, the norm's weight and bias.
 
     ``typed``: all words stand there once more, as tokens of the second type: the kernels know of words alone."""
-    types = embeddings.token_type_embeddings.weight
-    positions = embeddings.position_embeddings.weight[position_offset:] + types[0]
+    module = getattr(embeddings, "token_type_embeddings", None)
+    types = None if module is None else module.weight
+    positions = embeddings.position_embeddings.weight[position_offset:]
+    if types is not None:
+        positions = positions + types[0]
     norm, words = embeddings.LayerNorm, embeddings.word_embeddings.weight
-    if typed and len(types) > 1:
+    if typed and types is not None and len(types) > 1:
         words = torch.cat([words, words + (types[1] - types[0])])
     return words.contiguous(), positions.contiguous(), norm.weight, norm.bias
 
@@ -100,31 +140,31 @@ def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = Fals
     """Of a model whose linears are packed already. Raises ``NotNative``."""
     found = library.required()
     check_plain(model)
-    layers: Any = getattr(getattr(model, "encoder", None), "layer", None)
-    known = type(model).__name__ in ENCODERS and type(model).__module__.startswith("transformers.models.")
-    if not known or not layers:
+    form = ENCODERS.get(type(model).__name__)
+    layers = None if form is None else at(model, form.layers)
+    if form is None or not type(model).__module__.startswith("transformers.models.") or not layers:
         raise NotNative(f"its architecture is not among those of a native run: {type(model).__name__}")
     config: Any = model.config
-    if config.hidden_act != "gelu" or config.is_decoder or config.add_cross_attention:
-        raise NotNative(f"a native run knows encoders with gelu, this model has {config.hidden_act} or decodes")
-    head_dim = layers[0].attention.self.attention_head_size
+    activation = getattr(config, "hidden_act", None) or getattr(config, "activation", None)
+    decodes = getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
+    if activation != "gelu" or decodes:
+        raise NotNative(f"a native run knows encoders with gelu, this model has {activation} or decodes")
+    if hasattr(model, "embeddings_project"):
+        raise NotNative("its words are projected to another width, which a native run does not know")
+    head_dim = at(layers[0], form.attention).attention_head_size
     if not found.mlt_can_attend(head_dim, 1):
         raise NotNative(f"heads of {head_dim} are not among those of a native run")
-    packed = [_packed(layer) for layer in layers]
+    packed = [_packed(form, layer) for layer in layers]
     if any(weights is None for weights in packed):
         raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
-    return NativeEncoder(model, [weights for weights in packed if weights is not None], position_offset, typed=typed)
+    whole = [weights for weights in packed if weights is not None]
+    return NativeEncoder(model, form, whole, position_offset, typed=typed)
 
 
-def _packed(layer: Any) -> tuple[NativeWeight, ...] | None:
-    groups = [
-        layer.attention.self.query.group,
-        layer.attention.output.dense.group,
-        layer.intermediate.dense.group,
-        layer.output.dense.group,
-    ]
+def _packed(form: Form, layer: Any) -> tuple[NativeWeight, ...] | None:
+    groups = [at(layer, name).group for name in form.linears]
     weights = tuple(group.packed for group in groups)
     fits = [len(group.sizes) for group in groups] == [3, 1, 1, 1] and weights[2].out_features % LANES == 0
-    norms = layer.attention.output.LayerNorm, layer.output.LayerNorm
+    norms = [at(layer, name) for name in form.norms]
     fits = fits and all(norm.weight.dtype == torch.float32 and norm.bias is not None for norm in norms)
     return weights if fits and all(isinstance(weight, NativeWeight) for weight in weights) else None

@@ -310,7 +310,14 @@ ENCODER_SIZES: dict[str, Any] = {
 ENCODERS = {
     "bert": lambda: tf.BertModel(tf.BertConfig(**ENCODER_SIZES)),
     "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**ENCODER_SIZES, pad_token_id=1)),
-}
+    "electra": lambda: tf.ElectraModel(tf.ElectraConfig(**ENCODER_SIZES, embedding_size=64)),
+    "distilbert": lambda: tf.DistilBertModel(
+        tf.DistilBertConfig(
+            vocab_size=131, dim=64, hidden_dim=96, n_layers=2, n_heads=2, max_position_embeddings=700,
+            initializer_range=0.3,
+        )
+    ),
+}  # fmt: skip
 
 
 def test_gelu_is_exact_to_float32() -> None:
@@ -344,6 +351,16 @@ def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
             alone = model(input_ids=torch.tensor([text])).last_hidden_state[0]
             assert torch.allclose(found, alone, atol=2e-4)
             assert torch.equal(embedder.hidden([text]), found)
+
+
+def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: Path) -> None:
+    """ELECTRA's small models; the reason is named."""
+    config = tf.ElectraConfig(**ENCODER_SIZES, embedding_size=32)
+    tf.ElectraModel(config).save_pretrained(tmp_path)
+    bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
+    embedder = load_embedder(bundle, EngineSettings())
+    assert embedder.native is None
+    assert "projected to another width" in embedder.info.kernels_reason
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
