@@ -96,7 +96,11 @@ class HeadAttention {
     // Keys, scaled, to [token / KEYS][D][KEYS], a vector holds a dimension of as many keys. Values side by side.
     void gather(const float* k, const float* v, int row, int L, int D, float scaling) {
         const size_t wide = round_up(L, KEYS);
-        if (keys.size() < wide * D) keys.resize(wide * D), values.resize(wide * D), weights.resize(wide * QUERIES);
+        const auto grow = [](std::vector<float>& room, size_t size) {
+            if (room.size() < size) room.resize(size);
+        };
+        // each by itself: the next model of this process may have narrower heads and longer texts
+        grow(keys, wide * D), grow(values, wide * D), grow(weights, wide * QUERIES);
         for (int t = 0; t < L; t++, k += row, v += row) {
             float* key = &keys[size_t(t / KEYS) * KEYS * D + t % KEYS];
             for (int d = 0; d < D; d++) key[d * KEYS] = k[d] * scaling;

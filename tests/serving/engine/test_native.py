@@ -353,6 +353,22 @@ def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
             assert torch.equal(embedder.hidden([text]), found)
 
 
+def test_encoders_of_different_heads_in_one_process(tmp_path: Path) -> None:
+    """Threads keep room for a head between calls: texts twice as long over heads half as wide are as they are alone."""
+    sizes = ENCODER_SIZES | {"max_position_embeddings": 1300}
+    texts = {2: [[9] * 640], 4: [[7 + i % 99 for i in range(1280)]]}
+    for heads in (2, 4):
+        torch.manual_seed(0)
+        model = tf.BertModel(tf.BertConfig(**sizes | {"num_attention_heads": heads})).eval()
+        model.save_pretrained(tmp_path / str(heads))
+        bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path / str(heads)), tokenizer_dir="")
+        embedder = load_embedder(bundle, EngineSettings())
+        assert embedder.native is not None
+        with torch.inference_mode():
+            alone = model(input_ids=torch.tensor(texts[heads])).last_hidden_state[0]
+            assert torch.allclose(embedder.hidden(texts[heads]), alone, atol=2e-4)
+
+
 def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: Path) -> None:
     """ELECTRA's small models; the reason is named."""
     config = tf.ElectraConfig(**ENCODER_SIZES, embedding_size=32)
