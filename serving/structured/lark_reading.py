@@ -16,7 +16,7 @@ MAX_GROUPS_DEEP = 28  # llguidance's bound
 _TOKENS = re.compile(
     r"""(?P<blank>[ \t]+|(?://|\#)[^\n]*)|(?P<line>(?:\r?\n)+[ \t]*)|(?P<text>"(?:[^"\\\n]|\\.)*"i?)"""
     r"""|(?P<expression>/(?:[^/\\]|\\.)+/[imslux]*)|(?P<command>%[a-z]+)|(?P<rule>!?[_?]?[a-z][_a-z0-9-]*)"""
-    r"""|(?P<terminal>_?[A-Z][_A-Z0-9-]*)|(?P<number>[+-]?[0-9]+)|(?P<sign>->|\.\.|::|[+*?:,.(){}\[\]~|&=_])""",
+    r"""|(?P<terminal>_?[A-Z][_A-Z0-9-]*)|(?P<number>[+-]?[0-9]{1,9})|(?P<sign>->|\.\.|::|[+*?:,.(){}\[\]~|&=_])""",
     re.DOTALL,
 )
 _ANY = frozenset(SPECIAL)

@@ -174,6 +174,8 @@ def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
     ('start: "\\"" start', "no text at all"),
     ('start: "\\n"{1,999999}', "999999 repetitions"),
     ('start: "\\n"{3,1}', "from more to fewer"),
+    ('start: "\\n"~' + "9" * 5000, r"'9{9}' .*line 1|repetitions"),
+    (r'start: /"\x{110000}/', "escapes of characters"),
     ('start: "\\q"', r"\(line 1\)"),
     ('start: "b".."\\""', "range"),
     ('start: ' + "(" * 40 + '"\\""' + ")" * 40, "nested that deep"),
@@ -184,7 +186,7 @@ def test_what_needs_no_escapes_stays_as_it_is(lark: str) -> None:
     ("start: " + " ".join(f'"{i}"? "\\"{i}"?' for i in range(2500)), "too many forms"),
     ("start: %if", "one of %ignore"),
     ('start: "\\""\n%import common.NOTHING', "common.NOTHING"),
-])  # fmt: skip
+], ids=lambda value: value[:24])  # fmt: skip
 def test_what_cannot_be_written_is_refused_with_its_line(lark: str, named: str) -> None:
     """By its name; nothing is held to by half."""
     with pytest.raises(InvalidField, match=f"^f(?s:.*)(?:{named})"):
