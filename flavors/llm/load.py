@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from mlflow.exceptions import MlflowException
 
+from ...serving.torch_free import hide_torch
 from . import signature_enforcement
 from .bundle_reader import configured
 from .draft import with_draft
@@ -18,6 +19,7 @@ from .fetch import local_root
 from .language_model import LanguageModel
 from .options import LoadOptions
 from .pyfunc import PyfuncModel
+from .scoring_server import is_scoring_server
 from .session import Session
 
 if TYPE_CHECKING:
@@ -80,6 +82,9 @@ def _load_pyfunc(path: str, model_config: dict[str, Any] | None = None) -> Pyfun
     signature_enforcement.install()
     root = Path(path)
     bundle, config = configured(root, model_config)
+    settings = config.settings
+    if is_scoring_server() and not (settings.in_process or settings.trust_remote_code):
+        hide_torch()
     return PyfuncModel(with_draft(bundle, config.settings), config.settings, config.request_defaults)
 
 

@@ -44,6 +44,12 @@ def test_32_callers_are_batched_in_one_engine(server, assistant):
     assert (after.generated_tokens - before.generated_tokens) >= 3 * (after.steps - before.steps)
 
 
+def test_only_the_engine_has_torch(server):
+    """The server's workers read text with tokenizers alone: only the engine has torch in memory."""
+    having = [one for one in server.processes() if any("libtorch" in place.path for place in one.memory_maps())]
+    assert ["engine_process" in " ".join(one.cmdline()) for one in having] == [True]
+
+
 def test_reply_is_bare_for_openai_form(server):
     """A body in OpenAI's form gets the reply object itself; an adapter is named by a field."""
     status, reply = server.post({"messages": MESSAGES, "temperature": 0, "max_tokens": 32, "adapter": "pirate"})

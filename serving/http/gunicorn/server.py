@@ -18,10 +18,10 @@ from ...control.server_directory import server_directory
 from ...control.spec import ServeSpec
 from ...observability.exporter_process import exporting
 from ...tasks.cache_salt import SECRET_BYTES
+from ...torch_free import hide_torch
 from .accept_balancing import AcceptBalancer
 from .kept_process import KeptProcess, Progress
 from .listen_addresses import addresses, bind, umask
-from .torch_free import hide_torch
 
 PROMETHEUS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 SPEC = "spec.json"
