@@ -34,6 +34,7 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
     for place, name in enumerate(
         (
             "test_readme.py",
+            "test_remote_engine_weights.py",
             "test_flavor_real.py",
             "test_models_predict.py",
             "test_demo.py",
