@@ -25,18 +25,38 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class DraftCounts(Struct, frozen=True, array_like=True):
+    """Drafts of a sequence: tokens ``proposed``, and ``accepted`` because they were drawn; of both those that are from
+    what the caller expects (``Sampling.draft``)."""
+
+    proposed: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.proposed + other.proposed,
+            self.accepted + other.accepted,
+            self.predicted + other.predicted,
+            self.predicted_accepted + other.predicted_accepted,
+        )
+
+
 class Tokens(Struct, frozen=True, tag="t", array_like=True):
     """One or more tokens of sequence ``index``, in order, its stop token included; ``logprobs`` is () or one a token.
 
     They follow the tokens of the events before, and those that the request resumed. How many come together (of one
-    step, or of several for a reply that is not streamed) has no meaning. ``num_cached_tokens`` comes with the first:
-    what ``Finished`` is to say, should the engine not live so long.
+    step, or of several for a reply that is not streamed) has no meaning. ``num_cached_tokens`` comes with the first,
+    and ``drafts``, of all the sequence's tokens so far, wherever there were any: what ``Finished`` is to say, should
+    the engine not live so long.
     """
 
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     num_cached_tokens: int | None = None
+    drafts: DraftCounts | None = None
 
 
 class StepTiming(Struct, frozen=True, array_like=True):
@@ -76,24 +96,6 @@ class Logits(Struct, frozen=True, tag="l", array_like=True):
     start: int
     num_rows: int
     data: bytes
-
-
-class DraftCounts(Struct, frozen=True, array_like=True):
-    """Drafts of a sequence: tokens ``proposed``, and ``accepted`` because they were drawn; of both those that are from
-    what the caller expects (``Sampling.draft``)."""
-
-    proposed: int = 0
-    accepted: int = 0
-    predicted: int = 0
-    predicted_accepted: int = 0
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(
-            self.proposed + other.proposed,
-            self.accepted + other.accepted,
-            self.predicted + other.predicted,
-            self.predicted_accepted + other.predicted_accepted,
-        )
 
 
 class Finished(Struct, frozen=True, tag="f", array_like=True):

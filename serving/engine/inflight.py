@@ -122,7 +122,9 @@ class InflightRequests:
             logprobs: tuple[TokenLogprob, ...] = tuple(one.logprob for one in unsent if one.logprob is not None)
             is_first = sequence.num_generated - len(unsent) == sequence.num_resumed
             cached = sequence.num_cached if is_first else None
-            self.emit(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached))
+            counted = sequence.drafted
+            drafts = counted.counts if counted is not None and counted.counts.proposed else None
+            self.emit(self.of(sequence), Tokens(sequence.index, token_ids, logprobs, cached, drafts))
 
     def emit_logits(
         self, sequence: SequenceState, of: LogitsOf, start: int, rows: Any, index: int | None = None

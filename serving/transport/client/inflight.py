@@ -60,7 +60,8 @@ class InflightRequest:
         self.wanted = True  # by its reader: False from a pause until the reader asks for more
         self._parked: set[int] = set()  # sequences whose end for the pause's sake the engine has confirmed
         self._cached: dict[int, int] = {}  # prompt tokens found in the cache by the first attempt
-        self._drafts: dict[int, DraftCounts] = {}  # of all attempts whose ends came
+        self._drafts: dict[int, DraftCounts] = {}  # of all attempts before
+        self._own_drafts: dict[int, DraftCounts] = {}  # of the attempt now running
 
     @property
     def done(self) -> bool:
@@ -86,6 +87,8 @@ class InflightRequest:
                 self._cached.setdefault(index, event.num_cached_tokens)
                 if self.delivered[index]:  # the first of a later attempt only
                     event = msgspec.structs.replace(event, num_cached_tokens=None)
+            if event.drafts is not None:
+                self._own_drafts[index] = event.drafts
             self.delivered[index].extend(event.token_ids)
         elif isinstance(event, PromptScored):
             self.scored.add(index)
@@ -96,7 +99,8 @@ class InflightRequest:
             event = new
         elif isinstance(event, Finished):
             if event.drafts is not None:
-                self._drafts[index] = self._drafts.get(index, DraftCounts()) + event.drafts
+                self._own_drafts[index] = event.drafts
+            self._settle_drafts(index)
             event = msgspec.structs.replace(
                 event,
                 num_cached_tokens=self._cached.setdefault(index, event.num_cached_tokens),
@@ -110,6 +114,12 @@ class InflightRequest:
             self.open.discard(index)
         self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
         self._park(None)
+
+    def _settle_drafts(self, index: int) -> None:
+        """Those of a sequence whose attempt has come to an end, its own or its engine's."""
+        counts = self._own_drafts.pop(index, None)
+        if counts is not None:
+            self._drafts[index] = self._drafts.get(index, DraftCounts()) + counts
 
     def _new_rows(self, index: int, event: Logits) -> Logits | None:
         """``event`` without the rows that an earlier attempt has delivered; None where it has no others."""
@@ -157,6 +167,7 @@ class InflightRequest:
         A sequence whose last delivered token was its end (only the word of it was lost) is finished here.
         """
         for index in sorted(self.open):
+            self._settle_drafts(index)
             reason = self._reason(index, max_tokens)
             if reason is not None:
                 self.open.discard(index)

@@ -14,7 +14,7 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import PrefixKey
 from mlflow_llm.serving.engine.logits_processors import LogitsProcessors
 from mlflow_llm.serving.engine.sequence import SequenceGroup, SequenceState
-from mlflow_llm.serving.events import Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
+from mlflow_llm.serving.events import DraftCounts, Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
 from mlflow_llm.serving.request import LogitsOf, ValidRequest
 
 
@@ -27,6 +27,7 @@ class Outcome:
     scored: dict[int, PromptScored] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: Failed | None = None
+    drafts: dict[int, DraftCounts] = field(default_factory=dict)  # with the last tokens that had any
     rows: dict[tuple[LogitsOf, int], list[Logits]] = field(default_factory=lambda: defaultdict(list))
 
     def logits(self, of: LogitsOf, index: int = 0, *, first: int = 0) -> npt.NDArray[np.float32]:
@@ -53,6 +54,8 @@ def take(core: EngineCore, outcomes: dict[str, Outcome], max_steps: int | None =
             if isinstance(event, Tokens):
                 outcome.tokens[event.index].extend(event.token_ids)
                 outcome.logprobs[event.index].extend(event.logprobs)
+                if event.drafts is not None:
+                    outcome.drafts[event.index] = event.drafts
             elif isinstance(event, Logits):
                 outcome.rows[event.of, event.index].append(event)
             elif isinstance(event, PromptScored):

@@ -213,6 +213,8 @@ def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]
     same(found, first)
     counts = found.finished[0].drafts
     assert counts is not None
+    assert found.drafts == {0: counts}  # they come with the tokens, should the engine not live to its end
+    assert first.drafts == {}
     assert counts.predicted_accepted > 40
     assert counts.predicted - counts.predicted_accepted > 0
     assert run(plain, request)["a"].tokens == first.tokens

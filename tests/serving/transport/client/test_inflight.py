@@ -173,3 +173,26 @@ def test_drafts_of_a_paused_attempt_are_counted_with_the_next() -> None:
     last = sink[-1]
     assert isinstance(last, Finished)
     assert last.drafts == DraftCounts(7, 5, 1, 1)
+
+
+def test_drafts_of_a_killed_engine_are_counted_with_the_next() -> None:
+    """They come with the tokens, as many as there were by then, and are counted once, whichever sequence ends first."""
+    before = (Tokens(0, (5,), drafts=DraftCounts(2, 0)), Tokens(1, (6, 7), drafts=DraftCounts(1, 1)))
+    events = (*before, Tokens(0, (8, 9), drafts=DraftCounts(4, 1)), Finished(1, "stop", drafts=DraftCounts(1, 1)))
+    inflight, sink = running(completion(n=2, max_tokens=9), *events)
+    assert inflight.continuation(MAX_TOKENS) is not None  # sequence 0 alone
+    inflight.deliver(Tokens(0, (3,), drafts=DraftCounts(5, 2, 5, 2)))
+    inflight.deliver(Finished(0, "length", drafts=DraftCounts(6, 3, 6, 3)))
+    assert {one.index: one.drafts for one in sink if isinstance(one, Finished)} == {
+        0: DraftCounts(10, 4, 6, 3),
+        1: DraftCounts(1, 1),
+    }
+
+
+def test_drafts_of_a_text_whose_end_was_lost_are_counted() -> None:
+    """What a killed engine had sent the last token of ends with what was drafted for it."""
+    inflight, sink = running(completion(max_tokens=2), Tokens(0, (5, 6), drafts=DraftCounts(3, 1)))
+    assert inflight.continuation(MAX_TOKENS) is None
+    last = sink[-1]
+    assert isinstance(last, Finished)
+    assert (last.reason, last.drafts) == ("length", DraftCounts(3, 1))
