@@ -34,11 +34,18 @@ def read(event: dict[str, Any]) -> tuple[list[int], str]:
 def load(model: str, options: dict[str, Any]) -> HttpStreams:
     port, cores = free_port(), len(os.sched_getaffinity(0))
     command = [options["server"], "-m", options["model"], "--host", "127.0.0.1", "--port", str(port)]
-    server = Server([*command, "-c", "16384", "-np", "32", "--kv-unified", "-t", str(cores)], port, probe="/health")
-    server.__enter__()
+    command += ["-c", "16384", "-np", "32", "--kv-unified", "-t", str(cores)]
+    told = {}
+    server = Server(command, port, probe="/health")
+    try:
+        server.__enter__()
+    except RuntimeError:  # a build with AMX may crash where it packs weights for it
+        told["weights"] = "not repacked: it crashed with them"
+        server = Server([*command, "--no-repack"], port, probe="/health")
+        server.__enter__()
     said = subprocess.run([options["server"], "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"version: (.*)", said.stdout + said.stderr)
-    told = {"llama.cpp": found.group(1) if found else "unknown"}
+    told["llama.cpp"] = found.group(1) if found else "unknown"
     return HttpStreams(port, "/completion", body, read, told, server.__exit__)
 
 
