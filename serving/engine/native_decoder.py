@@ -9,7 +9,6 @@ number of threads.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +236,7 @@ class NativeDecoder:
             _pointers(weights.norm),
             weights.head.handle,
         )
-        weakref.finalize(self, found.mlt_decoder_free, self._handle)
+        library.free_with(self, found.mlt_decoder_free, self._handle)
 
     def forward(
         self,

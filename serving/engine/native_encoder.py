@@ -6,7 +6,6 @@ embedder compares the result with the model's own before anyone is answered with
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +96,7 @@ class NativeEncoder:
         ]
         embeddings = library.EncoderEmbeddings(*(table.data_ptr() for table in tables))
         self._handle = found.mlt_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
-        weakref.finalize(self, found.mlt_encoder_free, self._handle)
+        library.free_with(self, found.mlt_encoder_free, self._handle)
 
     def run(
         self,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
+from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...processors import num_threads, processors
 
@@ -152,6 +155,12 @@ def why_no_bf16_kv(head_dim: int) -> str | None:
     if not can & 2:
         return "the processor lacks AMX for bfloat16"
     return None if can & 1 else f"heads of {head_dim} are no multiple of 32"
+
+
+def free_with(owner: object, free: Callable[[Any], None], handle: Any) -> None:
+    """Call ``free`` with ``handle`` once ``owner`` is gone. Not when the process ends, as finalizers would: a thread
+    may be reading the memory then, in a step or for a file that it writes."""
+    weakref.finalize(owner, free, handle).atexit = False
 
 
 def use_threads(threads: int) -> None:

@@ -7,14 +7,13 @@ float32 14 / 18 / 62 / 244 against 31 / 33 / 74 / 256 of oneDNN's blocked layout
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from .library import BF16, F32, INT8, LANES, has_bf16, library, required
+from .library import BF16, F32, INT8, LANES, free_with, has_bf16, library, required
 
 PARTS = ("packed", "scale", "offset", "bias")  # of native.cpp's linear
 Array = np.ndarray[Any, Any]
@@ -50,7 +49,7 @@ class NativeWeight:
 
     def _own(self, handle: int | None) -> None:
         self.handle = handle
-        weakref.finalize(self, self._library.mlt_linear_free, handle)
+        free_with(self, self._library.mlt_linear_free, handle)
 
     @classmethod
     def over(cls, shape: tuple[int, int], kind: int, parts: Mapping[str, Array]) -> NativeWeight:

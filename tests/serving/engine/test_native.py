@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -489,3 +491,18 @@ def test_native_draws_within_masks_equal_torchs(
     assert all(allowed[i, token] for i, token in enumerate(drawn) if i % 4)
     monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
     assert drawn == [one.token_id for one in sample(logits, sequences)]
+
+
+def test_weights_outlive_all_that_runs_when_a_process_ends() -> None:
+    """A thread that still reads them, to write the packed file, does not bring the process down."""
+    program = """if True:
+        import atexit
+        seen = []
+        atexit.register(lambda: print(sum(seen[0].tobytes())))  # the last to run: after all finalizers
+        import torch
+        from mlflow_llm.serving.engine.native.weight import F32, NativeWeight
+        weight = NativeWeight(torch.ones(2048, 2048), None, F32)
+        seen.append(max(weight.parts().values(), key=len))
+    """
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.strip()) == (0, str(2048 * 2048 * (0x3F + 0x80)))
