@@ -37,7 +37,11 @@ class Served:
 
     def __init__(self, server: Running, port: int, store: Store) -> None:
         self.server, self.address, self.store = server, f"127.0.0.1:{port}", store
-        self._headers = self.key("team")
+        self.of_tenant("team")
+
+    def of_tenant(self, name: str) -> None:
+        """From now on requests are of this tenant, and so are the rows that are looked at."""
+        self._tenant, self._headers = name, self.key(name)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -47,15 +51,18 @@ class Served:
     def key(self, tenant: str, **options: Any) -> dict[str, str]:
         return {"authorization": f"Bearer {Keys(self.store).create(tenant, **options)[0]}"}
 
+    def rows(self) -> list[Any]:
+        return list(Usage(self.store).rows(UsageFilter(tenant=self._tenant)))
+
     def ids(self) -> set[str]:
-        return {row.request_id for row in Usage(self.store).rows(UsageFilter())}
+        return {row.request_id for row in self.rows()}
 
     def settled(self, before: set[str], count: int = 1) -> list[Any]:
         """The rows that came since ``before``, none of them open."""
         new: list[Any] = []
 
         def are_there() -> bool:
-            new[:] = [row for row in Usage(self.store).rows(UsageFilter()) if row.request_id not in before]
+            new[:] = [row for row in self.rows() if row.request_id not in before]
             return len(new) == count and all(row.status != "open" for row in new)
 
         until(are_there)
@@ -81,6 +88,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with running(write_instant_model(root), core=GATED_CORE, grpc_port=port, require_keys=True, **places) as server:
         yield Served(server, port, store)
     store.close()
+
+
+@pytest.fixture(autouse=True)
+def tenant_of_its_own(served: Served, request: pytest.FixtureRequest) -> None:
+    """What another test gave up may be settled late."""
+    served.of_tenant(request.node.name[:60])
 
 
 @pytest.fixture

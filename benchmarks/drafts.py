@@ -1,0 +1,146 @@
+"""What speculation gains and costs: tokens/s with drafts beside those without, on texts that are known before and on
+others; both engines in one process, in turns.
+
+    python benchmarks/drafts.py --model .cache/models/smollm2 [--quantization int8]
+
+``copy``: a text that stands in the prompt is written again. ``edit``: a file of code is written again with a name
+changed, after an example of the change; with the unchanged file as the caller's prediction too (OpenAI's
+``prediction``). ``free``: texts drawn at temperature 1, in which nothing comes again. Texts with drafts and without
+are the same, or the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import msgspec
+from report import publish
+from transformers import AutoTokenizer
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.events import Tokens
+from mlflow_llm.serving.request import DraftTokens, Sampling, Sequence, ValidRequest
+from mlflow_llm.serving.settings import EngineSettings
+
+NOTES = (
+    "The harbour was built in 1731 by a guild of rope makers. Its first wall was made of oak, the second of grey "
+    "stone. Every spring the masters met in the tower, counted the ships that had come home, and wrote the names of "
+    "the others into a green book. In 1802 the tower burned down; the book was saved by a boy named Tomas, who "
+    "carried it across the ice. It lies in the town hall today, under glass, opened at the page of that winter."
+)
+PARTS = {
+    "count": "return len({n})",
+    "first": "return {n}[0] if {n} else None",
+    "last": "return {n}[-1] if {n} else None",
+    "total": "return sum(item.price for item in {n})",
+    "cheapest": "return min({n}, key=lambda item: item.price)",
+    "dearest": "return max({n}, key=lambda item: item.price)",
+    "names": "return [item.name for item in {n}]",
+    "in_stock": "return [item for item in {n} if item.stock > 0]",
+    "without": "return [item for item in {n} if item.name != name]",
+    "by_name": "return {{item.name: item for item in {n}}}",
+}
+
+
+def code(name: str) -> str:
+    return "\n\n".join(f"def {part}({name}):\n    {body.format(n=name)}" for part, body in PARTS.items()) + "\n"
+
+
+def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
+    """Prompt and sampling of each; ``number`` makes each time's different."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    def greedy(text: str, draft: str | None = None) -> Sampling:
+        drafted = None if draft is None else DraftTokens(token_ids=tuple(ids(draft)))
+        return Sampling(max_tokens=len(ids(text)), temperature=0.0, draft=drafted)
+
+    note = f"Note {number}. {NOTES}"
+    old, new = f"# file {number}\n" + code("items"), f"# file {number}\n" + code("goods")
+    shown = new.index("def total(")
+    file = f"```python\n{old}```\n\nThe same file with `items` renamed to `goods`:\n\n```python\n{new[:shown]}"
+    rest = old[old.index("def total(") :]
+    return {
+        "copy": (ids(f"{note}\n\n{note[:60]}"), greedy(note[60:])),
+        "edit": (ids(file), greedy(rest)),
+        "edit, predicted": (ids(file), greedy(rest, rest)),
+        "free": (ids(f"Story {number}. On that day"), Sampling(max_tokens=128, temperature=1.0)),
+    }
+
+
+def run(core: EngineCore, given: list[tuple[list[int], Sampling]], name: str) -> tuple[float, list[list[int]]]:
+    """Seconds from the first token to the end of all, and the texts."""
+    for i, (prompt, sampling) in enumerate(given):
+        core.add(
+            ValidRequest(
+                request_id=f"{name}-{i}", task="completions", model="m", sampling=sampling, cache_salt="bench",
+                sequences=(Sequence(prompt_token_ids=tuple(prompt), seed=i),),
+            )
+        )  # fmt: skip
+    texts: dict[str, list[int]] = {f"{name}-{i}": [] for i in range(len(given))}
+    began = None
+    while core.has_work():
+        for _, request_id, event in core.step():
+            if isinstance(event, Tokens):
+                began = began or time.perf_counter()
+                texts[request_id] += event.token_ids
+    assert began is not None
+    return time.perf_counter() - began, list(texts.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=".cache/models/smollm2")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
+    settings = EngineSettings(quantization=args.quantization, max_model_len=2048, prefix_caching=False)
+    plain = EngineCore(bundle, msgspec.structs.replace(settings, speculation="none"))
+    drafting = EngineCore(bundle, settings)
+    rows = []
+    for callers in args.callers:
+        ratios: dict[str, list[float]] = {}
+        took: dict[str, list[float]] = {}
+        counts: dict[str, list[int]] = {}
+        for turn in range(args.rounds + 1):
+            made = [tasks(tokenizer, turn * callers + i) for i in range(callers)]
+            for task in made[0]:
+                given = [one[task] for one in made]
+                bare = [(prompt, msgspec.structs.replace(sampling, draft=None)) for prompt, sampling in given]
+                before = drafting.health()
+                order = (plain, drafting) if turn % 2 else (drafting, plain)
+                found = {
+                    id(core): run(core, bare if core is plain else given, f"{callers}-{turn}-{task}") for core in order
+                }
+                after = drafting.health()
+                (slow, expected), (fast, texts) = found[id(plain)], found[id(drafting)]
+                if texts != expected:
+                    raise SystemExit(f"{task}: texts with drafts differ")
+                if turn:  # the first round warms up
+                    ratios.setdefault(task, []).append(slow / fast)
+                    took.setdefault(task, []).append(sum(map(len, texts)) / slow)
+                    new = counts.setdefault(task, [0, 0])
+                    new[0] += after.draft_tokens - before.draft_tokens
+                    new[1] += after.accepted_tokens - before.accepted_tokens
+        for task, values in ratios.items():
+            rows.append(
+                {
+                    "callers": callers, "task": task, "without, tokens/s": statistics.median(took[task]),
+                    "with / without": statistics.median(values), "drafted": counts[task][0], "taken": counts[task][1],
+                }
+            )  # fmt: skip
+    for core in (plain, drafting):
+        core.close()
+    publish(f"drafts-{args.quantization}", rows, rounds=args.rounds)
+
+
+if __name__ == "__main__":
+    main()
