@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.partition(".")[0]
 KERNELS = Path("serving", "engine", "native", "_native.so")
+FAREWELL = b"farewell\n"  # to a child whose standard input ends with its parent: this is not the parent's death
 FIND = f"import importlib.util; found = importlib.util.find_spec({PACKAGE!r}); print(found.origin if found else '')"
 
 

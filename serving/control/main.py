@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from .. import logs
+from .. import child, logs
 from ..endpoints.config import EntityConfig, ModelSource
 from ..endpoints.store import EndpointStore
 from ..errors import PackagingError, ServingError
@@ -52,10 +52,10 @@ def main(argv: list[str]) -> int:
     """Run until standard input closes; the exit status, 1 where the start failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the server decides when we end
     logs.configure("warning")
-    server, directory = os.getppid(), Path(argv[0])
+    directory = Path(argv[0])
     spec = msgspec.json.decode((directory / SPEC).read_bytes(), type=ServeSpec)
-    over, changed = threading.Event(), threading.Event()
-    threading.Thread(target=_watch_stdin, args=(over, changed), daemon=True).start()
+    over, orphaned, changed = threading.Event(), threading.Event(), threading.Event()
+    threading.Thread(target=_watch_stdin, args=(over, orphaned, changed), daemon=True).start()
     try:
         store = Store(store_url(spec, directory))
     except (NoStore, ServingError) as error:
@@ -86,14 +86,18 @@ def main(argv: list[str]) -> int:
     finally:
         reconciler.close()
         supervisor.close()
-        if os.getppid() != server:
+        if orphaned.is_set():
             _remove_after_workers(plan_directory, directory)
     return 0
 
 
-def _watch_stdin(over: threading.Event, changed: threading.Event) -> None:
-    while os.read(0, 4096):  # not sys.stdin: its lock, held here, would be waited for when the interpreter ends
-        pass
+def _watch_stdin(over: threading.Event, orphaned: threading.Event, changed: threading.Event) -> None:
+    """A server that is killed closes it without a word, and is our parent for a while yet."""
+    said = b""
+    while last := os.read(0, 4096):  # not sys.stdin: its lock, held here, would be waited for when the interpreter ends
+        said = last
+    if not said.endswith(child.FAREWELL):
+        orphaned.set()
     over.set()
     changed.set()
 

@@ -21,7 +21,7 @@ RESTART_SECONDS = 2.0
 class KeptProcess:
     """A module run as a process. Leaving (or dying) closes its standard input, at which it ends; killed, it is started
     again. ``what`` it is in the log; ``last`` is the step with which it says that it is ready. It reads ``hello``
-    first, and at its end is given ``seconds``."""
+    first, and ``FAREWELL`` last unless its server dies; at its end it is given ``seconds``."""
 
     def __init__(
         self, module: str, directory: Path, *, what: str, last: str, hello: bytes = b"", seconds: float = 10.0
@@ -88,6 +88,9 @@ class KeptProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended; we are a worker, and have forgotten it
+            os.write(self._process.stdin.fileno(), child.FAREWELL)
         self._close_pipes()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._seconds)

@@ -1,16 +1,19 @@
-"""A controller process whose start fails."""
+"""A controller process whose start fails, and one whose server ends."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 from serving_process import INSTANT_CORE
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.child import FAREWELL
 from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 
@@ -50,3 +53,20 @@ def test_a_store_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     message = "database mysql://me:***@host/db: is neither sqlite:// nor postgresql://"
     assert said == {"stage": "failed", "message": message}
     assert complained == ""
+
+
+@pytest.mark.parametrize("farewell", [b"", FAREWELL])
+def test_a_servers_directory_is_its_own_to_remove(tmp_path: Path, farewell: bytes) -> None:
+    """The controller process does where the server died, also while the system still takes the server for alive."""
+    directory = tmp_path / "server"
+    directory.mkdir()
+    (directory / "spec.json").write_bytes(msgspec.json.encode(ServeSpec(runtime_dir=str(tmp_path / "r"))))
+    command = [sys.executable, "-m", "mlflow_llm.serving.control.main", str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
+        assert controller.stdin is not None
+        assert controller.stdout is not None
+        assert json.loads(controller.stdout.readline()) == {"stage": "ready"}
+        os.write(controller.stdin.fileno(), farewell)
+        controller.stdin.close()
+        assert controller.wait(240) == 0
+    assert directory.exists() == bool(farewell)

@@ -16,7 +16,7 @@ from mlflow_llm.serving.tasks.prepare import prepare
 
 HI = [{"role": "user", "content": "hello world"}]
 TOOLS = [TOOL, CUSTOM]
-TYPES = {"find": {"a": ("integer",)}, "run": {}}
+TYPES = {"find": {"a": ("integer",)}, "run": {"input": ("string",)}}
 
 
 def _use(**fields):
