@@ -3,10 +3,10 @@ others; both engines in one process, in turns.
 
     python benchmarks/drafts.py --model .cache/models/smollm2 [--quantization int8]
 
-``copy``: a text that stands in the prompt is written again. ``edit``: a file of code is written again with a name
-changed, after an example of the change; with the unchanged file as the caller's prediction too (OpenAI's
-``prediction``). ``free``: texts drawn at temperature 1, in which nothing comes again. Texts with drafts and without
-are the same, or the run fails.
+``copy``: a text that stands in the prompt is written again. ``edit``: a file of code is written again with one word of
+each function changed, after an example of the change; ``rename``: with a name changed, so that something changes every
+few tokens. Both with the unchanged file as the caller's prediction too (OpenAI's ``prediction``). ``free``: texts drawn
+at temperature 1, in which nothing comes again. Texts with drafts and without are the same, or the run fails.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ PARTS = {
 }
 
 
-def code(name: str) -> str:
-    return "\n\n".join(f"def {part}({name}):\n    {body.format(n=name)}" for part, body in PARTS.items()) + "\n"
+def code(name: str, version: int) -> str:
+    parts = (f"# v{version}\ndef {part}({name}):\n    {body.format(n=name)}" for part, body in PARTS.items())
+    return "\n\n".join(parts) + "\n"
 
 
 def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
@@ -61,14 +62,20 @@ def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
         return Sampling(max_tokens=len(ids(text)), temperature=0.0, draft=drafted)
 
     note = f"Note {number}. {NOTES}"
-    old, new = f"# file {number}\n" + code("items"), f"# file {number}\n" + code("goods")
-    shown = new.index("def total(")
-    file = f"```python\n{old}```\n\nThe same file with `items` renamed to `goods`:\n\n```python\n{new[:shown]}"
+    old, edited, renamed = (f"# file {number}\n{code(*how)}" for how in (("items", 1), ("items", 2), ("goods", 1)))
     rest = old[old.index("def total(") :]
+
+    def again(new: str, change: str) -> list[int]:
+        shown = new[: new.index("def total(")]
+        return ids(f"```python\n{old}```\n\nThe same file with {change}:\n\n```python\n{shown}")
+
+    edit, rename = again(edited, "`v1` changed to `v2`"), again(renamed, "`items` renamed to `goods`")
     return {
         "copy": (ids(f"{note}\n\n{note[:60]}"), greedy(note[60:])),
-        "edit": (ids(file), greedy(rest)),
-        "edit, predicted": (ids(file), greedy(rest, rest)),
+        "edit": (edit, greedy(rest)),
+        "edit, predicted": (edit, greedy(rest, rest)),
+        "rename": (rename, greedy(rest)),
+        "rename, predicted": (rename, greedy(rest, rest)),
         "free": (ids(f"Story {number}. On that day"), Sampling(max_tokens=128, temperature=1.0)),
     }
 
@@ -98,7 +105,7 @@ def main() -> None:
     parser.add_argument("--model", default=".cache/models/smollm2")
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")

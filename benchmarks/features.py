@@ -38,6 +38,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_bias of 100": {"logit_bias": tuple((token, 1.0) for token in range(1000, 1100))},
     "logprobs 5": {"logprobs": 5},
     "generation logits": {"generation_logits": True},
+    "bad_words, 10 of two tokens": {"bad_words": tuple((1000 + i, 2000 + i) for i in range(10))},
+    "stop_sequences, 4 of two tokens": {"stop_sequences": tuple((1000 + i, 2000 + i) for i in range(4))},
+    "no_repeat_ngram_size 3": {"no_repeat_ngram_size": 3},
+    "embedding_bias": {"embedding_bias": True},  # of the model's own vocabulary: see ``burst``
+    "penalties that count the prompt": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "penalize_prompt": True},
     f"beams, {WIDTH}": {"beams": Beams(width=WIDTH, early_stopping="never")},
     f"beams, {WIDTH} in 2 groups": {"beams": Beams(width=WIDTH, num_groups=2, diversity_penalty=0.5)},
 }
@@ -46,6 +51,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 def burst(core: EngineCore, size: int, new: int, number: int, fields: dict[str, Any]) -> float:
     """Milliseconds a step, the median once all of ``size`` sequences decode."""
     width = fields["beams"].width if "beams" in fields else 1
+    if "embedding_bias" in fields:
+        fields = fields | {"embedding_bias": b"\0\0\0\0" * core.info.vocab_size}
     for i in range(size // width):
         ids = tuple((number * 7919 + i * 104729 + place * 31) % core.info.vocab_size for place in range(16))
         sampling = Sampling(**{"max_tokens": new, "temperature": 0.0} | fields)
