@@ -18,9 +18,11 @@ import transformers  # noqa: E402
 from engine_runs import run  # noqa: E402
 from tiny_models import (  # noqa: E402
     COMMON,
+    EXPERTS,
     FAMILIES,
     MORE_FAMILIES,
     REFUSED,
+    ROUTED,
     WINDOWS,
     greedy,
     make_model,
@@ -36,6 +38,7 @@ from mlflow_llm.serving.settings import EngineSettings  # noqa: E402
 LENGTHS = (1, 3, 40, 9, 23, 17)  # longer than the sliding window, longer than a chunk
 # of a width that our kernels take, for those architectures that they know
 WIDE = COMMON | {"hidden_size": 64}
+WIDE_ROUTED = ROUTED | {"moe_intermediate_size": 32}
 
 
 def wide_gemma(cls: Any, **more: Any) -> Any:
@@ -57,7 +60,13 @@ NATIVE: dict[str, Callable[[], Any]] = {
         vocab_size=COMMON["vocab_size"], n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=1,
         eos_token_id=2, initializer_range=0.4, resid_pdrop=0.0,
     ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**WIDE, **EXPERTS),
+    "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(**WIDE, **EXPERTS, shared_intermediate_size=32),
     "ministral": lambda: transformers.MinistralConfig(**WIDE, head_dim=16, **WINDOWS),
+    "mixtral": lambda: transformers.MixtralConfig(**WIDE, **EXPERTS),
+    "olmoe": lambda: transformers.OlmoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**WIDE, **WIDE_ROUTED, shared_expert_intermediate_size=32),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**WIDE, **WIDE_ROUTED, head_dim=16),
     "seed_oss": lambda: transformers.SeedOssConfig(**WIDE, head_dim=16),
     "starcoder2": lambda: transformers.Starcoder2Config(**WIDE),
     "olmo2": lambda: transformers.Olmo2Config(**WIDE),
@@ -113,6 +122,12 @@ NOTES = """
   adapters may be on it and on every other projection. A model with latent attention in another form runs by its own
   code with whole keys and values, and the log and `/health` (`kv_cache_reason`) say why. DeepSeek V3.2's choice of
   tokens by an index (`indexed_attention`) is refused.
+- **Experts** (Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, GraniteMoE) run natively in float32, int8 and bfloat16: the
+  router in float32, tokens grouped by expert, so that an expert's weights are read once a step, and a token's sum in
+  the order of its own scores, whatever is beside it. Layers with and without experts may alternate. A shared expert
+  takes adapters, experts take none (`target_parameters`, and `experts.0.…` of older adapters, are refused by name).
+  Not native, by torch: routers that choose by sigmoids, groups or biases of experts (GLM-4 MoE, MiniMax, DeepSeek) or
+  by turns (Phi-MoE), experts with biases or sinks (gpt-oss), latent attention.
 - **ALiBi** (Bloom, MPT, Falcon's first ones), recurrent layers, convolutions and attention in chunks are refused by
   name: transformers offers no way to replace the first, and the others keep a state that is no KV cache.
 - **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .native.adapters import MEMBERS
+from .native.adapters import GATE, MEMBERS
 from .native.library import GELU, GELU_TANH, SILU
 
 # Norms of a layer: before the attention, behind it, before the MLP, behind it.
@@ -34,10 +34,24 @@ ACTIVATIONS = {
 }
 
 
+ONE_FOR_ALL: Sequence[str] = ("", "", "", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertForm:
+    """``shared``: gate, up and down of the MLP that all tokens go through beside their experts, and what says how much
+    it counts; "" for what there is not."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared: Sequence[str] = ONE_FOR_ALL
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """``members``: linears of a layer, q, k, v, o, gate, up, down; "" where one before it has its columns, or the MLP
-    has no gate. ``norm_offset`` is added to the weights of norms. ``positions``: a table of learned positions."""
+    has no gate. ``norm_offset`` is added to the weights of norms. ``positions``: a table of learned positions.
+    ``experts``: of those layers that have them."""
 
     body: str = "model"
     layers: str = "layers"
@@ -50,15 +64,30 @@ class Form:
     members: Sequence[str] = MEMBERS
     gated: bool = True
     activation: str = "mlp.act_fn"
+    experts: ExpertForm | None = None
 
     @property
     def attention(self) -> str:
         return self.members[0].partition(".")[0]
 
+    def experts_of(self, layer: Any) -> ExpertForm | None:
+        """None where the layer's MLP is one for all tokens."""
+        return self.experts if self.experts is not None and at(layer, self.experts.experts) is not None else None
+
+    def members_of(self, layer: Any) -> tuple[str, ...]:
+        """As ``MEMBERS``."""
+        routed = self.experts_of(layer)
+        return tuple(self.members) if routed is None else (*self.members[:GATE], *routed.shared)
+
+    def activation_of(self, layer: Any) -> str:
+        """The name of its class."""
+        routed = self.experts_of(layer)
+        return type(at(layer, self.activation if routed is None else f"{routed.experts}.act_fn")).__name__
+
 
 LLAMA = Form()
-JOINED = ("self_attn.qkv_proj", "", "", "self_attn.o_proj", "mlp.gate_up_proj", "", "mlp.down_proj")
-UNGATED = (*MEMBERS[:4], "mlp.c_fc", "", "mlp.c_proj")
+JOINED = ("self_attn.qkv_proj", "", "", "self_attn.o_proj", "mlp.gate_up_proj", "", "mlp.down_proj", "")
+UNGATED = (*MEMBERS[:GATE], "mlp.c_fc", "", "mlp.c_proj", "")
 GPT2 = Form(
     body="transformer",
     layers="h",
@@ -67,11 +96,16 @@ GPT2 = Form(
     norm="ln_f",
     norms=("ln_1", None, "ln_2", None),
     eps="layer_norm_epsilon",
-    members=("attn.c_attn", "", "", "attn.c_proj", "mlp.c_fc", "", "mlp.c_proj"),
+    members=("attn.c_attn", "", "", "attn.c_proj", "mlp.c_fc", "", "mlp.c_proj", ""),
     gated=False,
     activation="mlp.act",
 )
 GEMMA = Form(norms=BOTH, norm_offset=1.0)
+ROUTED = Form(experts=ExpertForm())
+QWEN2_MOE = ExpertForm(
+    shared=(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")), "mlp.shared_expert_gate")
+)
+GRANITE_MOE = {"router": "block_sparse_moe.router", "experts": "block_sparse_moe.experts"}
 
 FORMS = {
     "LlamaDecoderLayer": LLAMA,
@@ -90,6 +124,14 @@ FORMS = {
     "GemmaDecoderLayer": Form(norm_offset=1.0),
     "Gemma2DecoderLayer": GEMMA,
     "Gemma3DecoderLayer": GEMMA,
+    "MixtralDecoderLayer": ROUTED,
+    "OlmoeDecoderLayer": ROUTED,
+    "Qwen2MoeDecoderLayer": Form(experts=QWEN2_MOE),
+    "Qwen3MoeDecoderLayer": ROUTED,
+    "GraniteMoeDecoderLayer": Form(experts=ExpertForm(**GRANITE_MOE)),
+    "GraniteMoeSharedDecoderLayer": Form(
+        experts=ExpertForm(**GRANITE_MOE, shared=("shared_mlp.input_linear", "", "shared_mlp.output_linear", ""))
+    ),
 }
 
 

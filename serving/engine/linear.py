@@ -20,6 +20,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..settings import EngineSettings
+from . import experts
+from .experts import EngineExperts
 from .forward_context import ContextHolder
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
@@ -108,10 +110,21 @@ class EngineLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LinearSet:
-    """Every engine linear of a model by module name. ``head`` is the output head's name, where there is one."""
+    """Every engine linear of a model by module name, and experts. ``head`` is the output head's name, where there is
+    one."""
 
     linears: dict[str, EngineLinear] = field(default_factory=dict)
     head: str | None = None
+    experts: dict[str, EngineExperts] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> dict[str, PackedWeight]:
+        """By what they are made of: module names joined by +, of experts the parameter's name."""
+        groups = {id(one.group): one.group for one in self.linears.values()}.values()
+        found = {"+".join(group.key): group.packed for group in groups}
+        for path, module in self.experts.items():
+            found |= {f"{path}.{name}": packed for name, packed in module.packed.items()}
+        return found
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -179,7 +192,10 @@ def install(
     """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
     Those named in ``plain`` stay floats in torch's layout: their weights are read by others.
 
+    Experts are replaced where our kernels take them; elsewhere they stay as they are.
+
     ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
+    pack = pack or (lambda names, weight, bias, is_head: _pack(weight, bias, settings, is_head))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found: dict[str, EngineLinear] = {}
     head_name: str | None = None
@@ -192,15 +208,22 @@ def install(
             is_head = head is not None and modules[0] is head
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = _joined_bias(modules, sizes)
-            packed: PackedWeight
-            if paths[0] in plain:
-                packed = PlainWeight(weight, bias)
-            else:
-                packed = _pack(weight, bias, settings, is_head) if pack is None else pack(paths, weight, bias, is_head)
+            packed = PlainWeight(weight, bias) if paths[0] in plain else pack(paths, weight, bias, is_head)
             group = LinearGroup(paths, packed, sizes, holder)
             if is_head:
                 head_name = paths[0]
             for member, (name, path) in enumerate(zip(names, paths, strict=True)):
                 found[path] = EngineLinear(path, group, member)
                 setattr(parent, name, found[path])
-    return LinearSet(linears=found, head=head_name)
+    return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack))
+
+
+def _install_experts(model: nn.Module, settings: EngineSettings, pack: Pack) -> dict[str, EngineExperts]:
+    found: dict[str, EngineExperts] = {}
+    for path, module in list(model.named_modules()):
+        if settings.kernels == "auto" and experts.replaceable(module):
+            packed = {name: pack((f"{path}.{name}",), one, None, False) for name, one in experts.parameters(module)}
+            found[path] = experts.replaced(module, packed)
+            parent, _, own = path.rpartition(".")
+            setattr(model.get_submodule(parent), own, found[path])
+    return found

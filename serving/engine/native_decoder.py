@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from .decoder_forms import ACTIVATIONS, Form, at, form_of
+from .decoder_forms import ACTIVATIONS, ExpertForm, Form, at, form_of
+from .experts import PARAMETERS, EngineExperts
 from .kv_cache import Row
 from .linear import EngineLinear
 from .native import library
-from .native.adapters import DOWN, GATE, UP, AdapterTables, K, O, Pool, Q
+from .native.adapters import DOWN, GATE, SHARE, UP, AdapterTables, K, O, Pool, Q
 from .native.library import LANES, NotNative
-from .native.weight import NativeWeight
+from .native.weight import F32, NativeWeight, can_pack
 from .self_test import LayerUse
 from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
@@ -33,16 +34,32 @@ Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Norms and packed linears of one layer; ``window`` in tokens, 0 for none; ``rotation``: which of the model's kinds
-    of rotation, -1 for none."""
+class ExpertWeights:
+    """All experts of a layer, of which a token has ``chosen``. ``share`` [hidden] says what the MLP beside them counts
+    for."""
 
+    router: NativeWeight
+    gate_up: NativeWeight
+    down: NativeWeight
+    share: torch.Tensor | None
+    count: int
+    chosen: int
+    normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Norms and packed linears of one layer, whose modules are ``members``; ``window`` in tokens, 0 for none;
+    ``rotation``: which of the model's kinds of rotation, -1 for none."""
+
+    members: tuple[str, ...]
     norms: tuple[Norm | None, ...]
     head_norms: tuple[torch.Tensor | None, torch.Tensor | None]
     qkv: NativeWeight
     o: NativeWeight
-    gate_up: NativeWeight
-    down: NativeWeight
+    gate_up: NativeWeight | None
+    down: NativeWeight | None
+    experts: ExpertWeights | None
     window: int
     rotation: int
 
@@ -87,15 +104,17 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     shape = uses[0].shape
     head_dim, kv_heads = shape.key_dim, shape.num_kv_heads
     heads = at(layers[0], form.members[O]).in_features // head_dim
-    activation = type(at(layers[0], form.activation)).__name__
-    if activation not in ACTIVATIONS:
-        raise NotNative(f"its activation is {activation}, a native step knows silu and gelu")
+    activation, *others = sorted({form.activation_of(layer) for layer in layers})
+    if others or activation not in ACTIVATIONS:
+        raise NotNative(f"its activation is {' and '.join([activation, *others])}, a native step knows silu or gelu")
     if not found.mlt_can_attend(head_dim, heads // kv_heads):
         raise NotNative(f"heads of {head_dim} in groups of {heads // kv_heads} are not among those of a native step")
     if len({(use.shape, use.scaling, use.softcap) for use in uses}) != 1 or shape.value_dim != head_dim:
         raise NotNative("its layers attend in different ways, which a native step does not know")
     rotary = getattr(body, "rotary_emb", None)
     config = model.config.get_text_config()
+    if getattr(config, "clip_qkv", None) is not None:
+        raise NotNative("it clips queries, keys and values (clip_qkv), which a native step does not know")
     kinds = getattr(rotary, "layer_types", None)
     each = []
     for index, (layer, use) in enumerate(zip(layers, uses, strict=True)):
@@ -107,6 +126,8 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
     fits = all(layer is not None for layer in each) and _plain(words.weight)
     if not fits or not isinstance(packed, NativeWeight):
         raise NotNative(f"some of its layers have widths that are no multiple of {LANES}, or another form")
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    _refuse_other_linears(form, layers, prefix)
     norm = _norm(form, body, form.norm)
     assert norm is not None, "looked for by its name"
     vector_scale = float(getattr(config, "embedding_multiplier", 1.0))
@@ -119,7 +140,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         head=packed,
         rotary=rotary,
         rotations=((),) if kinds is None else tuple((kind,) for kind in kinds),
-        prefix=next(name for name, module in model.named_modules() if module is layers),
+        prefix=prefix,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -165,20 +186,63 @@ def _norm(form: Form, parent: Any, name: str | None) -> Norm | None:
 
 
 def _layer_weights(form: Form, layer: Any, window: int, rotation: int) -> LayerWeights | None:
-    members = [at(layer, name) if name else None for name in form.members]
-    alike = [sum(one is not None for one in some) for some in (members[Q:O], members[O:GATE], members[GATE:DOWN])]
-    groups = [one.group for one in (members[i] for i in (Q, O, GATE, DOWN)) if isinstance(one, EngineLinear)]
-    if [len(group.sizes) for group in groups] != [*alike, 1] or groups[3].packed.in_features % LANES:
-        return None
-    packed = [group.packed for group in groups if isinstance(group.packed, NativeWeight)]
+    names = form.members_of(layer)
+    members = [at(layer, name) if name else None for name in names]
+    bounds = ((Q, O), (O, GATE), (GATE, DOWN), (DOWN, SHARE))
+    qkv, o, gate_up, down = (_packed(members[first:end]) for first, end in bounds)
+    routed = form.experts_of(layer)
+    has_mlp = gate_up is not None and down is not None and down.in_features % LANES == 0
     norms = tuple(_norm(form, layer, name) for name in form.norms)
     tensors = [one for norm in norms if norm is not None for one in norm if one is not None]
-    if len(packed) != len(groups) or not all(map(_plain, tensors)):
+    if qkv is None or o is None or not (has_mlp or (routed and not any(routed.shared))):
+        return None
+    experts = None if routed is None else _expert_weights(routed, layer)
+    if (routed and experts is None) or not all(map(_plain, tensors)):
         return None
     attention = at(layer, form.attention)
     named = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (None if one is None else one.weight.detach() + form.norm_offset for one in named)
-    return LayerWeights(norms, (q_norm, k_norm), packed[0], packed[1], packed[2], packed[3], window, rotation)
+    return LayerWeights(names, norms, (q_norm, k_norm), qkv, o, gate_up, down, experts, window, rotation)
+
+
+def _packed(members: Sequence[Any]) -> NativeWeight | None:
+    """The one weight of all members that there are."""
+    present = [member for member in members if member is not None]
+    if not present or not all(isinstance(member, EngineLinear) for member in present):
+        return None
+    group = present[0].group
+    packed = group.packed
+    return packed if len(group.sizes) == len(present) and isinstance(packed, NativeWeight) else None
+
+
+def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
+    """The router is in float32 whatever the experts are."""
+    router, experts, share = at(layer, form.router), at(layer, form.experts), None
+    if not isinstance(experts, EngineExperts) or not can_pack(router.weight):
+        return None
+    if form.shared[-1]:
+        share = _packed([at(layer, form.shared[-1])])
+        if share is None or share.bias is not None:
+            return None
+    gate_up, down = (experts.packed[name] for name in PARAMETERS)
+    return ExpertWeights(
+        router=NativeWeight(router.weight, None, F32),
+        gate_up=gate_up,
+        down=down,
+        share=None if share is None else share.dense()[0],
+        count=experts.num_experts,
+        chosen=router.top_k,
+        normalized=bool(getattr(router, "norm_topk_prob", True)),
+    )
+
+
+def _refuse_other_linears(form: Form, layers: Any, prefix: str) -> None:
+    """Those that a step would leave out, and adapters with them."""
+    for layer in layers:
+        known = set(form.members_of(layer))
+        for name, module in layer.named_modules():
+            if isinstance(module, EngineLinear) and name not in known:
+                raise NotNative(f"a native step does not know its linear {module.name.removeprefix(prefix)[1:]}")
 
 
 class NativeDecoder:
@@ -197,16 +261,14 @@ class NativeDecoder:
         self._adapters = (
             None
             if pool is None
-            else AdapterTables(pool, weights.prefix, len(weights.layers), _factor_dtype(weights), weights.form.members)
+            else AdapterTables(pool, weights.prefix, [one.members for one in weights.layers], _factor_dtype(weights))
         )
-        joined = {member: not weights.form.members[member] for member in (K, UP)}
         first = weights.layers[0]
         shape = library.Shape(
             hidden=weights.embedding.shape[1],
             heads=weights.heads,
             kv_heads=weights.kv_heads,
             head_dim=weights.head_dim,
-            intermediate=first.down.in_features,
             layers=len(weights.layers),
             slot_tokens=cache.slot_tokens,
             slot_elements=cache.slot_elements,
@@ -218,8 +280,8 @@ class NativeDecoder:
             gated=weights.form.gated,
             apart=weights.branch_scale != 1.0 or any(weights.form.norms[1::2]),
             norm_all_heads=_norm_all_heads(weights),
-            q_columns=first.qkv.out_features if joined[K] else weights.heads * weights.head_dim,
-            gate_columns=first.gate_up.out_features if joined[UP] else first.down.in_features,
+            q_columns=weights.heads * weights.head_dim if first.members[K] else first.qkv.out_features,
+            joined=any(one.members[GATE] and not one.members[UP] for one in weights.layers),
             word_scale=weights.word_scale,
             vector_scale=weights.vector_scale,
             branch_scale=weights.branch_scale,
@@ -325,11 +387,26 @@ def _layer(weights: LayerWeights, kv_offset: int) -> library.Layer:
         k_norm=k_norm,
         qkv=weights.qkv.handle,
         o=weights.o.handle,
-        gate_up=weights.gate_up.handle,
-        down=weights.down.handle,
+        gate_up=None if weights.gate_up is None else weights.gate_up.handle,
+        down=None if weights.down is None else weights.down.handle,
         window=weights.window,
         rotation=weights.rotation,
         kv_offset=kv_offset,
+        experts=_experts(weights.experts),
+    )
+
+
+def _experts(weights: ExpertWeights | None) -> library.Experts:
+    if weights is None:
+        return library.Experts()
+    return library.Experts(
+        router=weights.router.handle,
+        gate_up=weights.gate_up.handle,
+        down=weights.down.handle,
+        share=None if weights.share is None else weights.share.data_ptr(),
+        count=weights.count,
+        chosen=weights.chosen,
+        normalized=weights.normalized,
     )
 
 

@@ -164,10 +164,9 @@ def _keep(
     """Write the packed file on a thread: the next load of the model is faster for it. Failing is no error."""
     arrays = dict(more)
     kinds, held = {}, []
-    for group in {id(one.group): one.group for one in linears.linears.values()}.values():
-        packed = group.packed
+    for of, packed in linears.packed.items():
         assert isinstance(packed, NativeWeight), "others have no packed form of ours"
-        name = "linear/" + "+".join(group.key)
+        name = f"linear/{of}"
         kinds[name] = packed.kind
         arrays |= {f"{name}/{part}": array for part, array in packed.parts().items()}
         held.append(packed)

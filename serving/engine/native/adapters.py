@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from . import library
 from .library import LANES
@@ -18,9 +19,9 @@ RANK_TILE = 4  # of lora.h: ranks of A that lie together
 RANK_BLOCK = 64  # ranks of B that do
 MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "",
 )  # fmt: skip
-Q, K, V, O, GATE, UP, DOWN = range(len(MEMBERS))  # noqa: E741
+Q, K, V, O, GATE, UP, DOWN, SHARE = range(len(MEMBERS))  # noqa: E741
 
 
 class Pool(Protocol):
@@ -31,19 +32,14 @@ class Pool(Protocol):
 
 
 class AdapterTables:
-    """``prefix`` is the module name of the list of layers. ``dtype``: float32 or bfloat16, what factors are kept in.
-    ``members``: as ``MEMBERS``, "" for what the model has not by itself."""
+    """``prefix`` is the module name of the list of layers. ``members``: of each, as ``MEMBERS``, "" for what it has not
+    by itself. ``dtype``: float32 or bfloat16, what factors are kept in."""
 
     def __init__(
-        self,
-        pool: Pool,
-        prefix: str,
-        num_layers: int,
-        dtype: torch.dtype = torch.float32,
-        members: Sequence[str] = MEMBERS,
+        self, pool: Pool, prefix: str, members: Sequence[Sequence[str]], dtype: torch.dtype = torch.float32
     ) -> None:
         self._pool, self._dtype = pool, dtype
-        self._names = [f"{prefix}.{layer}.{member}" for layer in range(num_layers) for member in members]
+        self._names = [f"{prefix}.{layer}.{member}" for layer, each in enumerate(members) for member in each]
         self._tables: dict[str, tuple[Mapping[str, Any], Any, list[torch.Tensor]]] = {}
 
     def numbered(self, names: Sequence[str | None]) -> tuple[list[int], Any]:
@@ -63,21 +59,28 @@ class AdapterTables:
     def _fill(self, factors: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         table = (library.Factors * len(self._names))()
         adapted = [(entry, factors[name]) for entry, name in zip(table, self._names, strict=True) if name in factors]
-        packed = _huge(sum(one.a.numel() + one.b.numel() for _, one in adapted), self._dtype)
+        packed = _huge(sum(one.a.numel() + _columns(one.b).numel() for _, one in adapted), self._dtype)
         kept = [packed]
         at = 0
         for entry, one in adapted:
             entry.rank, entry.scale, entry.narrow = one.rank, one.scaling, self._dtype == torch.bfloat16
-            for side, pieces in (("a", one.a.split(RANK_TILE)), ("b", one.b.t().split(RANK_BLOCK))):
+            for side, pieces in (("a", one.a.split(RANK_TILE)), ("b", _columns(one.b).split(RANK_BLOCK))):
                 setattr(entry, side, packed.data_ptr() + at * packed.element_size())
                 for piece in pieces:  # [ranks, width] as [width / LANES, ranks, LANES]
                     into = packed[at : at + piece.numel()].view(-1, len(piece), LANES)
                     into.copy_(piece.reshape(len(piece), -1, LANES).transpose(0, 1))
                     at += piece.numel()
             if one.gain is not None:
-                kept += [one.gain, one.shift]
-                entry.gain, entry.shift = one.gain.data_ptr(), one.shift.data_ptr()
+                gain, shift = _columns(one.gain[:, None])[0], _columns(one.shift[:, None])[0]
+                kept += [gain, shift]
+                entry.gain, entry.shift = gain.data_ptr(), shift.data_ptr()
         return table, kept
+
+
+def _columns(rows: torch.Tensor) -> torch.Tensor:
+    """[out, ranks] as [ranks, out], of zeros beyond where out is no multiple of LANES."""
+    beyond = -rows.shape[0] % LANES
+    return F.pad(rows.t(), (0, beyond)) if beyond else rows.t()
 
 
 def _huge(size: int, dtype: torch.dtype) -> torch.Tensor:

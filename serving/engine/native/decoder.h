@@ -2,6 +2,8 @@
 //
 //   hidden ─ norm ─ q,k,v ─ rotate, write KV ─ attend ─ o ─(+)─ norm ─ gate,up ─ act·up ─ down ─(+)─ ... ─ norm ─ head
 //
+// A layer's MLP is one for all rows, or experts (experts.h), or both, added to each other.
+//
 // What differs between architectures is data of `Shape` and `Layer`: which norms there are (before a branch, behind it,
 // of heads or of all of them together), what is rotated and by which table, windows, activations, multipliers, caps.
 //
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "lora.h"
 #include "norms.h"
@@ -22,21 +25,22 @@ namespace mlt {
 constexpr int QUERY_ROWS = 8;  // rows of a prompt that one item of attention takes
 constexpr int MAX_GROUP = 16;  // query heads of a KV head
 
-enum Member { Q, K, V, O, GATE, UP, DOWN, MEMBERS };
+enum Member { Q, K, V, O, GATE, UP, DOWN, SHARE, MEMBERS };
 
 enum class Activation : int { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
 struct Layer {
     Norm before_attention, after_attention, before_mlp, after_mlp;  // [H]; those after only where `apart`
     const float *q_norm, *k_norm;    // [D], or of all heads together, or null
-    const Linear *qkv, *o, *gate_up, *down;
+    const Linear *qkv, *o, *gate_up, *down;  // of experts alone: the last two are null
     int32_t window;                  // tokens a query sees, 0: all before it
     int32_t rotation;                // which table of rotations, -1: none
     int64_t kv_offset;               // of this layer in a slot, in numbers: K [Hkv, S, D] then V
+    Experts experts;
 };
 
 struct Shape {
-    int32_t hidden, heads, kv_heads, head_dim, intermediate, layers, slot_tokens;
+    int32_t hidden, heads, kv_heads, head_dim, layers, slot_tokens;
     int64_t slot_elements;
     float eps, scaling;
     int32_t bf16_kv;  // 1: keys and values are kept in bfloat16, as tile_attention.h has them; 0: in float32
@@ -45,7 +49,8 @@ struct Shape {
     int32_t gated;           // 1: act(gate) * up; 0: act of the one there is
     int32_t apart;           // 1: o and down are not added to the hidden states as they are
     int32_t norm_all_heads;  // 1: q_norm and k_norm are of all heads together
-    int32_t q_columns, gate_columns;  // that members Q and GATE of an adapter are for: all where linears are one
+    int32_t q_columns;       // that member Q of an adapter is for: all where linears are one
+    int32_t joined;          // 1: member GATE of an adapter is for UP too
     float word_scale, vector_scale;   // of embeddings, and of vectors in their place
     float branch_scale;      // of what is added to the hidden states, where `apart`
     float score_cap;         // 0: none
@@ -94,13 +99,30 @@ class Decoder {
     std::vector<TiledPartial> tiled_partials;
     std::vector<float> hidden, normed, qkv, attended, wide, gated;
     std::vector<float> branch;  // what o and down make, where `apart`
+    Routing routing;
+    std::vector<float> expert_in, expert_wide, expert_gated, expert_made;  // of rows side by side
+    std::vector<float> shared, share;  // what the MLP for all made, beside experts; what it counts for [T, LANES]
+    Prepared routed_for, expert_for;   // rows as experts' linears take them: each once, and side by side
     std::vector<float> before;  // hidden states that o and down are added to, of rows whose adapter has a gain there
     Prepared rows_for;
 
     void plan(const Step& step);
     void layer(Team& team, const Layer& layer, int index, const Step& step);
+    // Calls work(t) for each row, after adapt(group) for the rows of an adapter together.
+    template <class Adapt, class Work>
+    void each_row(Team& team, const Adapt& adapt, const Work& work) {
+        team.each(int(groups.size()), [&](int g) {
+            const RowGroup& group = groups[g];
+            if (group.adapter >= 0) adapt(group);
+            for (int m = 0; m < group.count; m++) work(group.rows[m]);
+        });
+    }
     void embed(const Step& step, int t);
-    void activate(const float* wide, float* out) const;
+    void activate(const float* wide, int I, float* out) const;
+    void mlp(Team& team, const Layer& layer, int index, const Step& step);
+    void run_experts(Team& team, const Layer& layer, const Step& step);
+    void adapt_down(const Step& step, const RowGroup& group, int index);
+    void join_mlp(int index, int t);
     void finish_logits(float* logits) const;
     void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);

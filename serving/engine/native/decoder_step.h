@@ -38,8 +38,22 @@ inline void Decoder::plan(const Step& step) {
     if (shape.apart) room(branch, shape.hidden);
     room(hidden, shape.hidden), room(before, shape.hidden), room(normed, shape.hidden), room(attended, attention);
     room(qkv, attention + 2 * shape.kv_heads * shape.head_dim);
-    room(wide, 2 * shape.intermediate), room(gated, shape.intermediate);
-    rows_for.room(step.T, std::max({shape.hidden, attention, shape.intermediate}));
+    int inner = 0, experts = 0, chosen = 0, expert_inner = 0;
+    for (const Layer& layer : layers) {
+        if (layer.down) inner = std::max(inner, layer.down->K);
+        if (!layer.experts.router) continue;
+        experts = std::max(experts, layer.experts.count), chosen = std::max(chosen, layer.experts.chosen);
+        expert_inner = std::max(expert_inner, layer.experts.down->K);
+    }
+    room(wide, 2 * inner), room(gated, inner);
+    rows_for.room(step.T, std::max({shape.hidden, attention, inner}));
+    if (!experts) return;
+    routing.room(step.T, experts, chosen);
+    room(expert_in, chosen * shape.hidden), room(expert_made, chosen * shape.hidden);
+    room(expert_wide, 2 * chosen * expert_inner), room(expert_gated, chosen * expert_inner);
+    if (inner) room(shared, shape.hidden), room(share, LANES);
+    routed_for.room(step.T, shape.hidden);
+    expert_for.room(step.T * chosen + 2 * TILE_ROWS, std::max(shape.hidden, expert_inner));  // tiles from any row on
 }
 
 inline void Decoder::step(const Step& step) {
@@ -51,10 +65,10 @@ inline void Decoder::step(const Step& step) {
         team.each(int(kept_groups.size()), [&](int g) {
             RowGroup group = kept_groups[g];
             for (int m = 0; m < group.count; m++) group.rows[m] = step.kept[group.rows[m]];
-            adapt(step, group, shape.layers - 1, DOWN, gated, shape.intermediate, sums().data(), H, H, !shape.apart);
+            adapt_down(step, group, shape.layers - 1);
             for (int m = 0; m < group.count; m++) {
                 const int i = kept_groups[g].rows[m];
-                join_branch(layers.back().after_mlp, group.rows[m]);
+                join_mlp(shape.layers - 1, group.rows[m]);
                 norm(&hidden[size_t(group.rows[m]) * H], H, shape.eps, &normed[size_t(i) * H]);
                 rows_for.fill(*head, normed.data(), i);
             }
@@ -100,27 +114,18 @@ inline void Decoder::finish_logits(float* logits) const {
 }
 
 inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step& step) {
-    const int H = shape.hidden, I = shape.intermediate, T = step.T, A = shape.heads * shape.head_dim;
-    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV, W = shape.gated ? 2 * I : I;
-    // Calls work(t) for each row, after adapt(group) for the rows of an adapter together.
-    const auto each_row = [&](const auto& adapt, const auto& work) {
-        team.each(int(groups.size()), [&](int g) {
-            const RowGroup& group = groups[g];
-            if (group.adapter >= 0) adapt(group);
-            for (int m = 0; m < group.count; m++) work(group.rows[m]);
-        });
-    };
+    const int H = shape.hidden, T = step.T, A = shape.heads * shape.head_dim;
+    const int KV = shape.kv_heads * shape.head_dim, wide_row = A + 2 * KV;
     each_row(
-        [&](const RowGroup& group) {
-            if (index) adapt(step, group, index - 1, DOWN, gated, I, sums().data(), H, H, !shape.apart);
-        },
+        team, [&](const RowGroup& group) { if (index) adapt_down(step, group, index - 1); },
         [&](int t) {
-            if (index) join_branch(layers[index - 1].after_mlp, t);
+            if (index) join_mlp(index - 1, t);
             layer.before_attention(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
             rows_for.fill(*layer.qkv, normed.data(), t);
         });
     multiply(team, *layer.qkv, rows_for.of(*layer.qkv, normed.data()), T, qkv.data(), Finish::WRITE);
     each_row(
+        team,
         [&](const RowGroup& group) {
             adapt(step, group, index, Q, normed, H, qkv.data(), wide_row, shape.q_columns);
             adapt(step, group, index, K, normed, H, qkv.data() + A, wide_row, KV);
@@ -135,28 +140,103 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
     });
     multiply(team, *layer.o, rows_for.of(*layer.o, attended.data()), T, sums().data(), adding());
     each_row(
+        team,
         [&](const RowGroup& group) { adapt(step, group, index, O, attended, A, sums().data(), H, H, !shape.apart); },
         [&](int t) {
             join_branch(layer.after_attention, t);
             layer.before_mlp(&hidden[size_t(t) * H], H, shape.eps, &normed[size_t(t) * H]);
-            rows_for.fill(*layer.gate_up, normed.data(), t);
+            if (layer.gate_up) rows_for.fill(*layer.gate_up, normed.data(), t);
+            if (layer.experts.router) routed_for.fill(*layer.experts.gate_up, normed.data(), t);
         });
-    multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
-    each_row(
-        [&](const RowGroup& group) {
-            adapt(step, group, index, GATE, normed, H, wide.data(), W, shape.gate_columns);
-            adapt(step, group, index, UP, normed, H, wide.data() + I, W, I);
-        },
-        [&](int t) {
-            keep(step, t, index, DOWN);
-            activate(&wide[size_t(t) * W], &gated[size_t(t) * I]);
-            rows_for.fill(*layer.down, gated.data(), t);
-        });
-    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, sums().data(), adding());
+    if (layer.experts.router) run_experts(team, layer, step);
+    if (layer.gate_up) mlp(team, layer, index, step);
 }
 
-inline void Decoder::activate(const float* wide, float* out) const {
-    const int I = shape.intermediate;
+// Beside experts what it makes stands by itself, until join_mlp().
+inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& step) {
+    const int H = shape.hidden, I = layer.down->K, T = step.T, W = shape.gated ? 2 * I : I;
+    const bool beside = layer.experts.router;
+    multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
+    each_row(
+        team,
+        [&](const RowGroup& group) {
+            adapt(step, group, index, GATE, normed, H, wide.data(), W, shape.joined ? W : I);
+            adapt(step, group, index, UP, normed, H, wide.data() + I, W, I);
+            if (layer.experts.share) adapt(step, group, index, SHARE, normed, H, share.data(), LANES, LANES);
+        },
+        [&](int t) {
+            if (!beside) keep(step, t, index, DOWN);
+            activate(&wide[size_t(t) * W], I, &gated[size_t(t) * I]);
+            rows_for.fill(*layer.down, gated.data(), t);
+        });
+    std::vector<float>& made = beside ? shared : sums();
+    multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, made.data(), beside ? Finish::WRITE : adding());
+}
+
+// Of rows that are normed, and prepared in `routed_for`.
+inline void Decoder::run_experts(Team& team, const Layer& layer, const Step& step) {
+    const Experts& experts = layer.experts;
+    const int H = shape.hidden, I = experts.down->K, T = step.T, pairs = T * experts.chosen;
+    multiply(team, *experts.router, {normed.data(), nullptr}, T, routing.scores.data(), Finish::WRITE);
+    const auto choose = [&](int t) {
+        routing.choose(t, experts);
+        if (experts.share) share[size_t(t) * LANES] = dot(&normed[size_t(t) * H], experts.share, H);
+    };
+    if (T > 1) team.each(T, choose);
+    team.each(1, [&](int) {
+        if (T == 1) choose(0);
+        routing.gather(T, experts);
+    });
+    const Linear &up = *experts.gate_up, &down = *experts.down;
+    if (T > 1)
+        team.each(pairs, [&](int i) {
+            const int t = routing.row_of[i];
+            expert_for.copy(up, routed_for, t, i);
+            if (up.kind == Kind::F32) std::memcpy(&expert_in[size_t(i) * H], &normed[size_t(t) * H], H * sizeof(float));
+        });
+    const auto read = [&](const Routing::Group& group) {
+        return T == 1 ? routed_for.of(up, normed.data()) : expert_for.of(up, expert_in.data(), group.first);
+    };
+    multiply_groups(team, up, experts, routing, T, read, expert_wide.data());
+    team.each(pairs, [&](int i) {
+        activate(&expert_wide[size_t(i) * 2 * I], I, &expert_gated[size_t(i) * I]);
+        expert_for.fill(down, expert_gated.data(), i);
+    });
+    const auto inner = [&](const Routing::Group& group) { return expert_for.of(down, expert_gated.data(), group.first); };
+    multiply_groups(team, down, experts, routing, T, inner, expert_made.data());
+}
+
+// What adapters add to what the MLP of a layer made.
+inline void Decoder::adapt_down(const Step& step, const RowGroup& group, int index) {
+    const Layer& layer = layers[index];
+    if (!layer.down) return;
+    const int H = shape.hidden, I = layer.down->K;
+    if (layer.experts.router) adapt(step, group, index, DOWN, gated, I, shared.data(), H, H);
+    else adapt(step, group, index, DOWN, gated, I, sums().data(), H, H, !shape.apart);
+}
+
+// What the MLP of a layer made of a row goes to its hidden states, where it was not added already.
+inline void Decoder::join_mlp(int index, int t) {
+    const Layer& layer = layers[index];
+    const Experts& experts = layer.experts;
+    const int H = shape.hidden, chosen = experts.chosen;
+    if (experts.router) {
+        const int* place = &routing.place[size_t(t) * chosen];
+        const float* weights = &routing.weights[size_t(t) * chosen];
+        float* to = &sums()[size_t(t) * H];
+        const float counts = experts.share ? 1.0f / (1.0f + std::exp(-share[size_t(t) * LANES])) : 1.0f;
+        for (int i = 0; i < H; i += LANES) {
+            __m512 sum = _mm512_setzero_ps();
+            for (int j = 0; j < chosen; j++)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[j]), _mm512_loadu_ps(&expert_made[size_t(place[j]) * H + i]), sum);
+            if (layer.down) sum = _mm512_fmadd_ps(_mm512_set1_ps(counts), _mm512_loadu_ps(&shared[size_t(t) * H + i]), sum);
+            _mm512_storeu_ps(to + i, shape.apart ? sum : _mm512_add_ps(sum, _mm512_loadu_ps(to + i)));
+        }
+    }
+    join_branch(layer.after_mlp, t);
+}
+
+inline void Decoder::activate(const float* wide, int I, float* out) const {
     const auto each = [&](const auto& act) {
         if (shape.gated)
             for (int i = 0; i < I; i += LANES)

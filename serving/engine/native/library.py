@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "_native.so"
 LANES = 16  # widths must be a multiple of this
+PANEL = 32  # columns of a packed weight that lie together
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
@@ -41,6 +42,15 @@ class Norm(ctypes.Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
+class Experts(ctypes.Structure):
+    """``Experts`` of experts.h; ``router`` null: none."""
+
+    _fields_ = (
+        ("router", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("share", c_void_p),
+        ("count", c_int32), ("chosen", c_int32), ("normalized", c_int32),
+    )  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """``Layer`` of decoder.h. ``kv_offset``: elements from a slot's begin to the layer's keys; ``window`` 0 is none."""
 
@@ -48,7 +58,7 @@ class Layer(ctypes.Structure):
         ("before_attention", Norm), ("after_attention", Norm), ("before_mlp", Norm), ("after_mlp", Norm),
         ("q_norm", c_void_p), ("k_norm", c_void_p),
         ("qkv", c_void_p), ("o", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
-        ("window", c_int32), ("rotation", c_int32), ("kv_offset", c_int64),
+        ("window", c_int32), ("rotation", c_int32), ("kv_offset", c_int64), ("experts", Experts),
     )  # fmt: skip
 
 
@@ -57,10 +67,10 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
-        ("intermediate", c_int32), ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
+        ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
         ("eps", c_float), ("scaling", c_float), ("bf16_kv", c_int32), ("rotated", c_int32), ("activation", c_int32),
         ("gated", c_int32), ("apart", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
-        ("gate_columns", c_int32), ("word_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
+        ("joined", c_int32), ("word_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
         ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
     )  # fmt: skip
 

@@ -80,6 +80,17 @@ inline size_t place(const Linear& w, int n, int k) {
     return size_t(n / PANEL) * (size_t(w.K) * PANEL) + (size_t(k / lane) * PANEL + n % PANEL) * lane + k % lane;
 }
 
+// One of `count` linears that lie in `all` one below the other; each is of whole panels.
+inline Linear part(const Linear& all, int number, int count) {
+    const int N = all.N / count, panels = N / PANEL;
+    Linear one{all.kind, all.K, N, panels, (char*)all.packed + size_t(number) * panels * all.panel_bytes()};
+    if (all.scale) one.scale = all.scale + size_t(number) * N;
+    if (all.offset) one.offset = all.offset + size_t(number) * N;
+    if (all.bias) one.bias = all.bias + size_t(number) * N;
+    one.owned = false;
+    return one;
+}
+
 // NaN where a value is not finite: then so is every product of the row, and the request fails instead of going astray.
 inline float row_scale(const float* x, int K) {
     __m512 most = _mm512_setzero_ps();
@@ -169,13 +180,23 @@ class Prepared {
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
     }
-    Rows of(const Linear& w, const float* x) const {
-        return w.kind == Kind::F32 ? Rows{x, nullptr} : Rows{bytes.data(), scales.data()};
+    // Rows from `first` on.
+    Rows of(const Linear& w, const float* x, int first = 0) const {
+        if (w.kind == Kind::F32) return {x + size_t(first) * w.K, nullptr};
+        return {bytes.data() + size_t(first) * row_bytes(w), scales.data() + first};
+    }
+    // Row t is what row `from` of others is.
+    void copy(const Linear& w, const Prepared& others, int from, int t) {
+        if (w.kind == Kind::F32) return;
+        std::memcpy(&bytes[size_t(t) * row_bytes(w)], &others.bytes[size_t(from) * row_bytes(w)], row_bytes(w));
+        scales[t] = others.scales[from];
     }
 
   private:
     std::vector<uint8_t> bytes;
     std::vector<float> scales;
+
+    static size_t row_bytes(const Linear& w) { return size_t(w.K) / w.lane() * 4; }
 };
 
 template <Kind KIND>
@@ -339,13 +360,16 @@ inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish fin
     else multiply_panels<KIND>(w, x, T, y, finish, first, last);
 }
 
+// The columns of some panels of y [T, N] = x W^T + b.
+inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
+    else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
+    else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
+}
+
 // y [T, N] from x W^T + b, shared out by panels.
 inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finish finish) {
-    team.ranges(w.panels, PANELS, [&](int first, int last) {
-        if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
-        else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
-        else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
-    });
+    team.ranges(w.panels, PANELS, [&](int first, int last) { multiply_range(w, x, T, y, finish, first, last); });
 }
 
 }  // namespace mlt

@@ -66,6 +66,12 @@ class NativeWeight:
         weight._own(made.value)
         return weight
 
+    def part(self, number: int, count: int) -> NativeWeight:
+        """Of ``count`` weights that lie in this one, one below the other, of whole panels; good as long as this."""
+        shape = self.out_features // count, self.in_features
+        parts = {name: array.reshape(count, -1)[number] for name, array in self.parts().items()}
+        return NativeWeight.over(shape, self.kind, parts)
+
     def parts(self) -> dict[str, Array]:
         """What it consists of, as bytes; views that are good as long as it is."""
         pointers, sizes = (ctypes.c_void_p * len(PARTS))(), (ctypes.c_int64 * len(PARTS))()

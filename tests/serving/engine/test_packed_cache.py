@@ -32,6 +32,15 @@ DECODERS = {
     "llama_bias": lambda: tf.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
     "qwen3_tied": lambda: tf.Qwen3Config(**WIDE, head_dim=32, tie_word_embeddings=True),
     "mistral": lambda: tf.MistralConfig(**WIDE, sliding_window=37),
+    "mixtral": lambda: tf.MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **WIDE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[0],
+    ),
     # buffers that are one number, rotations of two kinds
     "gemma3": lambda: tf.Gemma3TextConfig(
         **WIDE, head_dim=32, sliding_window=37, layer_types=["sliding_attention", "full_attention"]
