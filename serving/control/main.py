@@ -77,9 +77,13 @@ def main(argv: list[str]) -> int:
         reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")
         while not over.is_set():
-            reconciler.tick()
-            changed.wait(TICK)
             changed.clear()
+            stamp = plan_directory.change_stamp()
+            reconciler.tick()
+            until = time.monotonic() + reconciler.pause
+            while time.monotonic() < until and plan_directory.change_stamp() == stamp:
+                if changed.wait(TICK):
+                    break
     except (ServingError, PackagingError) as error:
         say("failed", message=str(error))
         return 1

@@ -8,6 +8,7 @@
     logs/<hash>          what an engine wrote whose load failed, by endpoint and served entity
     engines.json         what the controller process has seen of each engine (``EngineRecord``)
     wanted/<key>         touched by a worker that has a request and no replica to run it
+    changed              touched by a worker that has done so, or changed the endpoints' store
 
 The endpoints' store is the truth; the plan is what the controller process has made of it on this machine.
 """
@@ -101,6 +102,7 @@ class PlanDirectory:
         self._wanted = Path(directory, "wanted")
         self._logs = Path(directory, "logs")
         self._engines = Path(directory, "engines.json")
+        self._changed = Path(directory, "changed")
 
     def publish(self, plan: Plan) -> None:
         """Replace the plan as a whole. Raises ``OSError``."""
@@ -115,11 +117,16 @@ class PlanDirectory:
 
     def stamp(self) -> tuple[int, int]:
         """Changes whenever the plan does; cheap enough to be asked many times a second."""
-        try:
-            found = os.stat(self._plan)
-        except FileNotFoundError:
-            return (0, 0)
-        return (found.st_ino, found.st_mtime_ns)
+        return _stamp(self._plan)
+
+    def note_change(self) -> None:
+        """Have the controller process look at the endpoints' store and at requests for replicas at once."""
+        with contextlib.suppress(OSError):  # else it looks soon; the server's directory is gone at its end
+            self._changed.touch()
+
+    def change_stamp(self) -> tuple[int, int]:
+        """Changes with every ``note_change``."""
+        return _stamp(self._changed)
 
     def add_worker(self) -> WorkerFile:
         """A new worker's file. Those of workers that were killed are removed."""
@@ -189,6 +196,7 @@ class PlanDirectory:
         self._wanted.mkdir(exist_ok=True)
         (self._wanted / key).touch()
         os.utime(self._wanted / key, (now := time.monotonic(), now))
+        self.note_change()
 
     def replica_requested_at(self, key: str) -> float | None:
         """When ``request_replica`` was last called, by ``time.monotonic``, which all processes of a host share; None
@@ -197,6 +205,14 @@ class PlanDirectory:
             return os.stat(self._wanted / key).st_mtime
         except FileNotFoundError:
             return None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return (0, 0)
+    return (found.st_ino, found.st_mtime_ns)
 
 
 class WorkerFile:

@@ -30,6 +30,7 @@ from .rollout import Rollout
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
+QUIET_TICK = 0.5  # between looks at the store while nothing is under way and nobody says that it changed
 ADOPTION_SECONDS = 60.0  # after which a worker that does not answer holds up an update no longer
 SCALE_SECONDS = 0.5
 UNREADY_SECONDS = 1.0  # an engine that is back sooner was never away
@@ -116,6 +117,11 @@ class Reconciler:
             if state.active_version is not None and state.id not in self._deployed and not failed:
                 return False
         return True
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next tick, where nothing changes meanwhile."""
+        return TICK if self._rollouts else QUIET_TICK
 
     def close(self) -> None:
         """Begin nothing any more; what is under way on threads is left to end with the process."""

@@ -30,10 +30,11 @@ class DynamicAdapter(Struct, frozen=True, kw_only=True):
 
 
 class EndpointAdapters:
-    """Methods that take an ``endpoint`` raise ``NotFound`` for an unknown one. ``clock`` gives Unix seconds."""
+    """Methods that take an ``endpoint`` raise ``NotFound`` for an unknown one. ``clock`` gives Unix seconds,
+    ``changed()`` is called after each change."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: Store, clock: Callable[[], float], changed: Callable[[], None] = lambda: None) -> None:
+        self._store, self._clock, self._changed = store, clock, changed
 
     def all(self) -> dict[str, tuple[DynamicAdapter, ...]]:
         """By endpoint; cheap enough to be asked many times a second."""
@@ -73,7 +74,9 @@ class EndpointAdapters:
             record(connection, by, "endpoint.load_adapter", f"{endpoint}:{name}", before=before, after=after)
             return old
 
-        return new, self._store.write(work)
+        replaced = self._store.write(work)
+        self._changed()
+        return new, replaced
 
     def take_back(self, endpoint: str, new: DynamicAdapter, old: DynamicAdapter | None) -> None:
         """``new``, which no engine takes, was never there, unless another one is in its place by now."""
@@ -87,6 +90,7 @@ class EndpointAdapters:
                 self._write(connection, endpoint, old)
 
         self._store.write(work)
+        self._changed()
 
     def remove(self, endpoint: str, name: str, *, by: Actor | None = None) -> None:
         """Raises ``NotFound`` in vLLM's words."""
@@ -100,6 +104,7 @@ class EndpointAdapters:
             record(connection, by, "endpoint.unload_adapter", f"{endpoint}:{name}", before={"uri": old.uri})
 
         self._store.write(work)
+        self._changed()
 
     def _write(self, connection: sa.Connection, endpoint: str, adapter: DynamicAdapter) -> None:
         connection.execute(sa.delete(endpoint_adapters).where(_is(endpoint, adapter.name)))

@@ -61,7 +61,8 @@ class EndpointState(Struct, frozen=True, kw_only=True):
 
 class EndpointStore:
     """The endpoints of a store, as the management API changes and shows them. ``locate(entities)`` finds the models of
-    served entities, and raises ``NotFound``, ``InvalidField``.
+    served entities, and raises ``NotFound``, ``InvalidField``. ``changed()`` is called after a change of what is to be
+    served.
 
     It may take seconds and is called outside transactions. Methods that take a ``name`` raise ``NotFound`` for an
     unknown one.
@@ -73,11 +74,13 @@ class EndpointStore:
         *,
         locate: Callable[[tuple[EntityConfig, ...]], tuple[ModelSource, ...]],
         clock: Callable[[], float] = time.time,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._locate = locate
         self._clock = clock
-        self.adapters = EndpointAdapters(store, clock)
+        self._changed = changed
+        self.adapters = EndpointAdapters(store, clock, changed)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``POST /api/2.0/serving-endpoints``. Raises ``AlreadyExists``, ``InvalidField``."""
@@ -95,6 +98,7 @@ class EndpointStore:
             record(connection, by, "endpoint.create", name, after=after)
 
         self._store.write(work)
+        self._changed()
         return self.get(name)
 
     def get(self, name: str, caller: Caller = ANONYMOUS) -> dict[str, Any]:
@@ -122,6 +126,7 @@ class EndpointStore:
             record(connection, by, "endpoint.delete", name, before=before)
 
         self._store.write(work)
+        self._changed()
 
     def update_config(self, name: str, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """``PUT …/{name}/config``. Raises ``Conflict`` while an update runs, ``InvalidField``."""
@@ -137,6 +142,7 @@ class EndpointStore:
             self._begin(connection, row, config, by)
 
         self._store.write(work)
+        self._changed()
         return self.get(name)
 
     def _begin(self, connection: sa.Connection, row: sa.Row, config: EndpointConfig, by: Actor | None) -> int:

@@ -24,7 +24,6 @@ from ..observability.tracing import OFF, Outbox, Tracer
 from ..routing.admission import profiles_of
 from ..routing.plan_follower import PlanFollower
 from ..routing.served_endpoints import ServedEndpoints
-from ..supervision.warm_up import generate_one
 from ..transport.client.gevent_client import attach
 from . import gevent_wait
 from .server import Server, make_load_shedder, make_server
@@ -37,15 +36,21 @@ if TYPE_CHECKING:  # libraries that a server without them does not load
 
 
 def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Server:
-    """That of one process, its engines proven to give tokens. ``directory`` and ``cache_secret`` are the server's."""
+    """That of one process. ``directory`` and ``cache_secret`` are the server's.
+
+    The controller process has proven the engines before they are in the plan. It is not done here again: a worker that
+    takes the place of a killed one would answer nobody, not even ``/health``, for as long as an engine stands still or
+    has no room.
+    """
     logs.configure(spec.settings.log_level)
     gevent_wait.install()
     settings = spec.settings
     store = _store(store_url(spec, directory))
     keys, ledger = _metering(spec, store)
     endpoints, load_shedder = ServedEndpoints(), make_load_shedder(settings)
+    plan_directory = PlanDirectory(directory)
     follower = PlanFollower(
-        PlanDirectory(directory),
+        plan_directory,
         endpoints,
         load_shedder,
         open=_open_engines(settings, ledger),
@@ -57,9 +62,6 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         counter_directory=CounterDirectory(Path(os.environ[METRICS])) if METRICS in os.environ else None,
     )
     follower.adopt()
-    for endpoint in endpoints.entities():
-        if endpoint.engine.num_replicas:
-            generate_one(endpoint.engine)
     if ledger is not None:
         ledger.start()  # here we are after the fork
     find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
@@ -73,7 +75,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         tokens=_tokens(settings),
         ledger=ledger,
         tracer=_tracer(settings, directory),
-        endpoint_store=EndpointStore(store, locate=located),
+        endpoint_store=EndpointStore(store, locate=located, changed=plan_directory.note_change),
         follower=follower,
         runtime_dir=spec.runtime_dir,
         find_models=find,

@@ -128,7 +128,7 @@ class Application(BaseApplication):
             self.cfg.set(name, value)
 
     def load(self) -> Any:
-        """In a worker: connect, prove that a token comes, build the application."""
+        """In a worker: connect to the engines, build the application."""
         from .worker_app import build
 
         self.controller.forget()

@@ -13,8 +13,7 @@ from ..worker_server import worker_server
 
 
 def build(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> Flask:
-    """The application of one worker, its engines proven to give tokens. ``directory`` and ``cache_secret`` are the
-    server's."""
+    """The application of one worker. ``directory`` and ``cache_secret`` are the server's."""
     app = create_app(worker_server(spec, directory, cache_secret))
     give_way()
     return app

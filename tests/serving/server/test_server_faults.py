@@ -70,6 +70,19 @@ def test_a_killed_worker_loses_only_its_own(unsteady: Running) -> None:
     assert ask(unsteady, BODY)[0] == 200
 
 
+def test_a_worker_starts_beside_an_engine_that_stands_still(deliberate: Running) -> None:
+    """The successor of a killed worker answers though no engine takes a step: it waits for no token."""
+    until(lambda: idle(deliberate))
+    with steps_up_to(deliberate.model_dir, 0), socket.create_connection(("127.0.0.1", deliberate.port)):
+        until(lambda: worker_of(deliberate) is not None)
+        killed = worker_of(deliberate)
+        assert killed is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait(240)
+        until(lambda: idle(deliberate))
+    assert ask(deliberate, BODY)[0] == 200
+
+
 def test_health_comes_back_by_itself(deliberate: Running) -> None:
     """With nothing asked of it, a server whose engine is killed is unhealthy, and healthy again with the next one."""
     until(lambda: idle(deliberate))
