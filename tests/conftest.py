@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -57,6 +58,21 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
 }
 
 
+CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A cache for the run: what one process of tests has packed of a model, the others map."""
+    if not hasattr(config, "workerinput"):  # before xdist starts its workers, which inherit the environment
+        config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True)
+        os.environ["MLFLOW_LLM_CACHE"] = made.name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if CACHE in config.stash:
+        config.stash[CACHE].cleanup()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """xdist runs one test an id, and says nothing of others of the same. Long files come first, in random order
     otherwise."""
@@ -72,7 +88,6 @@ def runtime_of_its_own() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("XDG_RUNTIME_DIR", place)
-        patch.setenv("MLFLOW_LLM_CACHE", f"{place}/cache")
         yield
 
 

