@@ -2,7 +2,8 @@
 
 Layout under the root of a saved model (written by ``flavors.llm``, everything relative)::
 
-    model/                      config.json, *.safetensors (sentence-transformers: also modules.json, 1_Pooling/ …)
+    model/                      config.json, *.safetensors (sentence-transformers: also modules.json, 1_Pooling/ …),
+                                as they came or with quantised linears (``engine/stored_weights.py``)
     tokenizer/                  what AutoTokenizer.from_pretrained reads
     adapters/<name>/            adapter_config.json, adapter_model.safetensors (peft's layout)
     chat_template.jinja         the default template

@@ -17,7 +17,9 @@ from .base_model import pinned_base
 from .bundle_reader import read_bundle
 from .checkpoints import read_shapes
 from .manifest import BaseReference, Manifest, describe, write
+from .manifest import read as read_manifest
 from .meta_model import build, check_complete, check_supported, check_weights
+from .quantize import check_quantize, quantize_weights
 from .sources import place_model
 from .tasks import cross_encoder_spec, embedding_spec, is_causal, parse_tasks, read_config, resolve_tasks
 from .tokenizers import check_vocabulary, load_tokenizer, place_tokenizer
@@ -36,6 +38,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     tool_format: ToolFormat | None = None
     default_adapter: str | None = None
     pinned_adapters: tuple[str, ...] = ()
+    quantize: str | None = None
     revision: str | None = None
     link: bool = False
     trust_remote_code: bool = False
@@ -49,6 +52,7 @@ def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """
     if (parts.model is None) == (parts.base is None):
         raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
+    check_quantize(parts.quantize, base=parts.base, trust_remote_code=parts.trust_remote_code)
     return _write_whole(root, parts) if parts.base is None else _write_over_base(root, parts)
 
 
@@ -76,7 +80,12 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     spec = embedding_spec(tasks, model_dir, parts.embedding)
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
-    manifest = _finish(root, parts, tasks, names, embedding=spec, cross_encoder=crosses, tool_formats=formats)
+    if parts.quantize is not None:
+        quantize_weights(model_dir, tasks, parts.quantize)
+    manifest = _finish(
+        root, parts, tasks, names,
+        embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantize,
+    )  # fmt: skip
     return manifest, model_dir
 
 
@@ -105,7 +114,10 @@ def _write_over_base(root: Path, parts: Parts) -> tuple[Manifest, Path]:
         chat_templates.write(found, root)
         formats = formats_of(found, tokenizer, parts.tool_format)
     tasks = _tasks_over(base, parts, root)
-    manifest = _finish(root, parts, tasks, [*names, *base.adapters], base=reference, tool_formats=formats)
+    stored = read_manifest(base_root).quantization
+    manifest = _finish(
+        root, parts, tasks, [*names, *base.adapters], base=reference, tool_formats=formats, quantization=stored
+    )
     return manifest, Path(base.model_dir)
 
 
@@ -128,6 +140,7 @@ def _finish(
     embedding: Any = None,
     cross_encoder: Any = None,
     tool_formats: dict[str, ToolFormat],
+    quantization: str | None = None,
 ) -> Manifest:
     default = () if parts.default_adapter is None else (parts.default_adapter,)
     for field, names in (("default_adapter", default), ("pinned_adapters", parts.pinned_adapters)):
@@ -143,6 +156,7 @@ def _finish(
         embedding=embedding,
         cross_encoder=cross_encoder,
         tool_formats=tool_formats,
+        quantization=quantization,
     )
     write(manifest, root)
     return manifest

@@ -24,7 +24,8 @@ from ...serving.errors import PackagingError, shown
 from ...serving.request import Task
 from ...serving.tool_calls.formats import ToolFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PLAIN_VERSION = 1  # what models are written as that earlier releases can serve too
 MANIFEST = "manifest.json"
 DEFAULT_TEMPLATE = "chat_template.jinja"
 COVERED = ("model", "tokenizer", "adapters", "chat_templates", DEFAULT_TEMPLATE)
@@ -52,11 +53,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     ``files`` are POSIX paths relative to the model root. ``base`` is set where ``model/`` is another model's.
     ``default_adapter`` answers requests that name none. ``tool_formats``: how calls are written after each chat
-    template, by its name. ``environment`` are the files of the Python environment, None where an earlier release saved
-    the model.
+    template, by its name. ``quantization``: how the linears are stored, None where they are as they came; it makes the
+    model one of format version 2. ``environment`` are the files of the Python environment, None where an earlier
+    release saved the model.
     """
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = PLAIN_VERSION
     content_hash: str
     tasks: tuple[Task, ...]
     files: dict[str, FileEntry]
@@ -65,6 +67,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     embedding: EmbeddingSpec | None = None
     cross_encoder: CrossEncoderSpec | None = None
     tool_formats: dict[str, ToolFormat] = {}
+    quantization: str | None = None
     environment: dict[str, FileEntry] | None = None
 
     @property
@@ -82,6 +85,7 @@ def describe(
     embedding: EmbeddingSpec | None = None,
     cross_encoder: CrossEncoderSpec | None = None,
     tool_formats: dict[str, ToolFormat] | None = None,
+    quantization: str | None = None,
 ) -> Manifest:
     """A manifest of the files under ``root``, each of which is read once. Raises ``PackagingError``."""
     files = _entries(root, COVERED)
@@ -94,6 +98,8 @@ def describe(
         embedding=embedding,
         cross_encoder=cross_encoder,
         tool_formats=tool_formats or {},
+        quantization=quantization,
+        format_version=PLAIN_VERSION if quantization is None else FORMAT_VERSION,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import msgspec
 from mlflow import pyfunc
@@ -24,7 +24,7 @@ from . import model_config as configs
 from . import tool_formats
 from .bundle_writer import Parts, write_bundle
 from .errors import raises_mlflow
-from .manifest import FORMAT_VERSION, Manifest
+from .manifest import Manifest
 from .names import FLAVOR_NAME, LOADER_MODULE
 from .options import EngineOptions
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
@@ -48,6 +48,7 @@ def save_model(
     generation_config: Any = None,
     embedding: Any = None,
     tool_format: tool_formats.Given = None,
+    quantize: Literal["int8"] | None = None,
     revision: str | None = None,
     mlflow_model: Model | None = None,
     signature: ModelSignature | None = None,
@@ -81,6 +82,8 @@ def save_model(
         embedding: pooling and prompts (``serving.bundle.EmbeddingSpec`` or some of its fields). None: the model's own.
         tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
             of its fields. None: what its chat templates and its tokenizer show.
+        quantize: "int8" stores the model's linears as an engine with ``quantization="int8"`` would make them at each
+            start, to the bit, and not as they were (docs/quantize.md). None: weights are stored as they are.
         revision: branch, tag or commit of a hub id.
         mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
         signature: None for the lossless one, which passes every request field on.
@@ -111,6 +114,7 @@ def save_model(
         tool_format=tool_formats.parse(tool_format),
         default_adapter=config.default_adapter,
         pinned_adapters=config.settings.pinned_adapters,
+        quantize=quantize,
         revision=revision,
         link=link_files,
         trust_remote_code=config.settings.trust_remote_code,
@@ -123,6 +127,7 @@ def save_model(
     _prepare(root)
     try:
         manifest, model_dir = write_bundle(root, parts)
+        config = _as_stored(config, manifest, asked="quantization" in settings, model_config=model_config)
         found, without_effect = generation_configs.read(model_dir)
         if not configs.has_value(model_config, "generation_config") and generation_config is None:
             config = msgspec.structs.replace(config, generation_config=found)
@@ -162,6 +167,7 @@ def log_model(
     generation_config: Any = None,
     embedding: Any = None,
     tool_format: tool_formats.Given = None,
+    quantize: Literal["int8"] | None = None,
     revision: str | None = None,
     signature: ModelSignature | None = None,
     input_example: Any = None,
@@ -224,6 +230,7 @@ def log_model(
         generation_config=generation_config,
         embedding=embedding,
         tool_format=tool_format,
+        quantize=quantize,
         revision=revision,
         signature=signature,
         input_example=input_example,
@@ -249,6 +256,21 @@ def _prepare(root: Path) -> None:
     if root.is_file() or (root.is_dir() and any(True for _ in root.iterdir())):
         raise PackagingError(f"path: {root.name} already exists and is not empty")
     root.mkdir(parents=True, exist_ok=True)
+
+
+def _as_stored(
+    config: configs.ModelConfig, manifest: Manifest, *, asked: bool, model_config: dict[str, Any] | str | None
+) -> configs.ModelConfig:
+    """``config`` with the quantization of the weights. Raises ``PackagingError`` where another one is asked for."""
+    stored = manifest.quantization
+    if stored is None:
+        return config
+    settings = config.settings
+    if (asked or configs.has_value(model_config, "quantization")) and settings.quantization != stored:
+        raise PackagingError(
+            f"quantization: {settings.quantization!r} is not allowed; expected {stored!r}: so the weights are stored"
+        )
+    return msgspec.structs.replace(config, settings=msgspec.structs.replace(settings, quantization=stored))
 
 
 def _describe(
@@ -287,12 +309,13 @@ def _write_mlmodel(
     mlflow_model.add_flavor(
         FLAVOR_NAME,
         mlflow_llm_version=__version__,
-        format_version=FORMAT_VERSION,
+        format_version=manifest.format_version,
         content_hash=manifest.content_hash,
         tasks=list(manifest.tasks),
         adapters=manifest.adapters,
         tool_formats={name: format.name for name, format in manifest.tool_formats.items()},
         base=manifest.base.uri if manifest.base is not None else None,
+        quantization=manifest.quantization,
         request_defaults=config.request_defaults,
         generation_config_without_effect=without_effect,
         code=code,

@@ -58,7 +58,7 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     parts = [state, *state.get("entities", {}).values()]
     if standbys := [part["standbys"] for part in parts if "standbys" in part]:
         load["standbys"] = sum(standbys)
-    load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason")}
+    load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason", "quantization")}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
 
 
@@ -73,7 +73,8 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
     counts = ("?" if model[key] is None else str(model[key]) for key in ("running", "waiting"))
     named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
     waiting = f", {model['standbys']} standby" if "standbys" in model else ""
-    return (*named, model["kernels"] or "?", f"{model['status']}{waiting}", *counts)
+    kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))
+    return (*named, kernels, f"{model['status']}{waiting}", *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

@@ -21,10 +21,12 @@ from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
 from .lora import LoraPool
 from .native_decoder import NativeDecoder
+from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache
 from .speculation import Speculation
+from .stored_weights import settled
 from .virtual_tokens import embedding_width
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     """Load the weights. Raises ``PackagingError`` for what cannot be run as asked."""
     if settings.compile:
         raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
+    settings = settled(settings, transformer_dir(bundle.model_dir))
     use_threads(settings)
     for task in POOLED.intersection(bundle.tasks):
         if len(bundle.tasks) > 1:

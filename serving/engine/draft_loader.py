@@ -18,6 +18,7 @@ from .native_decoder import NativeDecoder
 from .runner import ModelForward, StepForward
 from .slot_cache import SlotKVCache
 from .speculation import ROWS
+from .stored_weights import adopted
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ def load_draft_model(
         tokenizer_dir=draft.tokenizer_dir,
     )
     try:
-        loaded = load_model(own, msgspec.structs.replace(settings, max_model_len=None, kv_cache_dtype="auto"))
+        plain = msgspec.structs.replace(settings, max_model_len=None, kv_cache_dtype="auto")
+        loaded = load_model(own, adopted(plain, draft.model_dir))
     except PackagingError as error:
         raise PackagingError(f"draft_model: {draft.uri}: {error}") from error
     if not draft.tokenizer_dir and loaded.vocab_size != large.vocab_size:

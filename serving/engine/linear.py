@@ -11,7 +11,7 @@ multiplies anew. So a module that feeds its siblings different tensors is slower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from ..settings import EngineSettings
 from . import experts
 from .experts import EngineExperts
 from .forward_context import ContextHolder
+from .native.library import LANES
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
+from .stored_weights import StoredLinear, joined, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
@@ -133,7 +135,10 @@ class LinearSet:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """[out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out])."""
+    """[out, in] of an ``nn.Linear`` or a ``Conv1D`` (which stores [in, out]); its shape alone, where it is stored in
+    another form than floats."""
+    if (stored := stored_of(module)) is not None:
+        return torch.empty(stored.shape, device="meta")
     weight: torch.Tensor = module.weight.detach()
     return weight.t() if isinstance(module, Conv1D) else weight
 
@@ -179,6 +184,16 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
 
 
+def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any) -> PackedWeight:
+    """Weights that were quantised before, to the bit as ``_pack`` quantises those that they were made of."""
+    native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
+    if native:
+        return NativeWeight.of_int8(stored.values, stored.scale, bias)
+    if can_quantize(stored.values.to(like.device)):
+        return Int8Weight.of(stored.values.to(like.device), stored.scale.to(like.device), bias, like.dtype)
+    return pack_float(stored.dense(like.dtype, like.device), bias)
+
+
 Pack = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None, bool], PackedWeight]
 
 
@@ -195,26 +210,33 @@ def install(
     Experts are replaced where our kernels take them; elsewhere they stay as they are.
 
     ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
-    pack = pack or (lambda names, weight, bias, is_head: _pack(weight, bias, settings, is_head))
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found: dict[str, EngineLinear] = {}
     head_name: str | None = None
-    for prefix, parent in list(model.named_modules()):
-        for names in _siblings(parent):
-            modules = [getattr(parent, name) for name in names]
-            paths = tuple(f"{prefix}.{name}" if prefix else name for name in names)
-            weights = [weight_of(module) for module in modules]
-            sizes = [weight.shape[0] for weight in weights]
-            is_head = head is not None and modules[0] is head
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            bias = _joined_bias(modules, sizes)
-            packed = PlainWeight(weight, bias) if paths[0] in plain else pack(paths, weight, bias, is_head)
-            group = LinearGroup(paths, packed, sizes, holder)
-            if is_head:
-                head_name = paths[0]
-            for member, (name, path) in enumerate(zip(names, paths, strict=True)):
-                found[path] = EngineLinear(path, group, member)
-                setattr(parent, name, found[path])
+    like = next(model.parameters(), None)
+    for parent, paths, modules, is_head in groups_of(model):
+        weights = [weight_of(module) for module in modules]
+        sizes = [weight.shape[0] for weight in weights]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        bias = _joined_bias(modules, sizes)
+        kept = [stored for module in modules if (stored := stored_of(module)) is not None]
+        packed: PackedWeight
+        if pack is not None and paths[0] not in plain:
+            packed = pack(paths, weight, bias, is_head)
+        elif paths[0] in plain:
+            packed = PlainWeight(
+                joined(kept).dense(like.dtype, like.device) if kept and like is not None else weight, bias
+            )
+        elif kept:
+            packed = _pack_stored(joined(kept), bias, settings, like)
+        else:
+            packed = _pack(weight, bias, settings, is_head)
+        group = LinearGroup(paths, packed, sizes, holder)
+        if is_head:
+            head_name = paths[0]
+        for member, path in enumerate(paths):
+            found[path] = EngineLinear(path, group, member)
+            setattr(parent, path.rpartition(".")[2], found[path])
+    pack = pack or (lambda names, weight, bias, is_head: _pack(weight, bias, settings, is_head))
     return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack))
 
 
@@ -227,3 +249,13 @@ def _install_experts(model: nn.Module, settings: EngineSettings, pack: Pack) -> 
             parent, _, own = path.rpartition(".")
             setattr(model.get_submodule(parent), own, found[path])
     return found
+
+
+def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module], bool]]:
+    """The linears that share a GEMM: their parent, their paths, themselves, and whether they are the output head."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for prefix, parent in list(model.named_modules()):
+        for names in _siblings(parent):
+            modules = [getattr(parent, name) for name in names]
+            paths = tuple(f"{prefix}.{name}" if prefix else name for name in names)
+            yield parent, paths, modules, head is not None and modules[0] is head

@@ -15,7 +15,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
-from . import attention, latent_attention, linear, openmp
+from . import attention, latent_attention, linear, openmp, stored_weights
 from .config_bounds import in_proportion
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
@@ -164,6 +164,8 @@ def _uses(model: Any, holder: ContextHolder, config: Any, test: SelfTest) -> lis
 def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any) -> Any:
     """A model of safetensors alone, with attention that is transformers' own: a configuration may name one that is
     code to be fetched. Raises ``PackagingError`` where the files make no model, or less than one."""
+    if stored_weights.quantization_of(folder) is not None:
+        return stored_weights.load(auto, folder, dtype, resolve_device(settings))
     try:
         with in_proportion(folder):
             model, found = auto.from_pretrained(

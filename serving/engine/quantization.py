@@ -40,11 +40,19 @@ class Int8Weight:
     __slots__ = ("bias", "dtype", "in_features", "out_features", "scale", "values")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+        self._hold(*quantize_rows(weight.detach().float()), bias, weight.dtype)
+
+    @classmethod
+    def of(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Int8Weight:
+        """Of weights that ``quantize_rows`` made int8 before, for a model in ``dtype``."""
+        weight = cls.__new__(cls)
+        weight._hold(values, scale, bias, dtype)
+        return weight
+
+    def _hold(self, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = values.shape
+        self.values, self.scale, self.dtype = values, scale.flatten(), dtype
         self.bias = None if bias is None else bias.float()
-        values, scale = quantize_rows(weight.detach().float())
-        self.values, self.scale = values, scale.flatten()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         q, row_scale = quantize_rows(x)

@@ -232,6 +232,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_use_tiles", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
+    declare_checked("mlt_linear_of_int8", c_int32, c_int32, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
     declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
     declare_checked("mlt_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
     declare("mlt_linear_free", None, c_void_p)

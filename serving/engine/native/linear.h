@@ -115,7 +115,8 @@ inline float quantize_row(const float* x, int K, uint8_t* q) {
     return scale;
 }
 
-inline void pack(Linear& w, const float* dense, const float* bias) {
+// Room for all of it, zeros.
+inline void make_room(Linear& w, const float* bias) {
     w.panels = round_up(w.N, PANEL) / PANEL;
     w.packed = allocate(w.panels * w.panel_bytes());
     std::memset(w.packed, 0, w.panels * w.panel_bytes());
@@ -130,6 +131,23 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
         std::memset(w.scale, 0, sizeof(float) * w.panels * PANEL);
         std::memset(w.offset, 0, sizeof(int32_t) * w.panels * PANEL);
     }
+}
+
+// Row n of int8 weights; q(k) gives them.
+template <class Values>
+inline void pack_row(Linear& w, int n, float scale, const Values& q) {
+    int32_t sum = 0;
+    for (int k = 0; k < w.K; k++) {
+        const int8_t value = q(k);
+        ((int8_t*)w.packed)[place(w, n, k)] = value;
+        sum += value;
+    }
+    w.scale[n] = scale;
+    w.offset[n] = 128 * sum;
+}
+
+inline void pack(Linear& w, const float* dense, const float* bias) {
+    make_room(w, bias);
     parallel_for(w.N, [&](int n) {
         const float* row = dense + size_t(n) * w.K;
         if (w.kind == Kind::F32) {
@@ -138,15 +156,17 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
             for (int k = 0; k < w.K; k++) ((uint16_t*)w.packed)[place(w, n, k)] = to_bf16(row[k]);
         } else {
             const float scale = row_scale(row, w.K), inverse = 1.0f / scale;
-            int32_t sum = 0;
-            for (int k = 0; k < w.K; k++) {
-                const int8_t q = (int8_t)__builtin_rintf(row[k] * inverse);
-                ((int8_t*)w.packed)[place(w, n, k)] = q;
-                sum += q;
-            }
-            w.scale[n] = scale;
-            w.offset[n] = 128 * sum;
+            pack_row(w, n, scale, [&](int k) { return (int8_t)__builtin_rintf(row[k] * inverse); });
         }
+    });
+}
+
+// Of weights [N, K] that are int8 already, with a scale for each row.
+inline void pack_int8(Linear& w, const int8_t* values, const float* scale, const float* bias) {
+    make_room(w, bias);
+    parallel_for(w.N, [&](int n) {
+        const int8_t* row = values + size_t(n) * w.K;
+        pack_row(w, n, scale[n], [&](int k) { return row[k]; });
     });
 }
 

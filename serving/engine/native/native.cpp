@@ -110,6 +110,15 @@ API int mlt_linear_new(int kind, int K, int N, const float* weight, const float*
     });
 }
 
+// Of int8 weights [N, K] with a scale for each row.
+API int mlt_linear_of_int8(int K, int N, const int8_t* values, const float* scale, const float* bias, Linear** made) {
+    return checked([&] {
+        auto linear = std::make_unique<Linear>(Linear{Kind::INT8, K, N, 0});
+        pack_int8(*linear, values, scale, bias);
+        *made = linear.release();
+    });
+}
+
 // The parts of a packed linear: packed, scale, offset, bias, with their sizes in bytes; null and 0 where it has none.
 API void mlt_linear_parts(const Linear* linear, const void** parts, int64_t* sizes) {
     const Linear& w = *linear;

@@ -72,6 +72,23 @@ class NativeWeight:
         parts = {name: array.reshape(count, -1)[number] for name, array in self.parts().items()}
         return NativeWeight.over(shape, self.kind, parts)
 
+    @classmethod
+    def of_int8(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> NativeWeight:
+        """Of int8 ``values`` [N, K] and a scale for each row, as ``__init__`` makes them of floats."""
+        weight = cls.__new__(cls)
+        weight._library, weight._kept = required(), {}
+        weight.out_features, weight.in_features = values.shape
+        weight.kind, weight.dtype = INT8, torch.float32
+        weight.bias = None if bias is None else bias.detach().float().contiguous()
+        values, scale = values.contiguous(), scale.contiguous()
+        pointer = None if weight.bias is None else weight.bias.data_ptr()
+        made = ctypes.c_void_p()
+        weight._library.mlt_linear_of_int8(
+            weight.in_features, weight.out_features, values.data_ptr(), scale.data_ptr(), pointer, made
+        )
+        weight._own(made.value)
+        return weight
+
     def parts(self) -> dict[str, Array]:
         """What it consists of, as bytes; views that are good as long as it is."""
         pointers, sizes = (ctypes.c_void_p * len(PARTS))(), (ctypes.c_int64 * len(PARTS))()

@@ -93,6 +93,9 @@ def test_health_names_the_engines_kernels() -> None:
     assert "kv_cache_reason" not in found["one"]
     slow.info = msgspec.structs.replace(NATIVE, kv_cache_reason="whole keys and values")
     assert health_of(one={"v1": slow})[1]["one"]["kv_cache_reason"] == "whole keys and values"
+    slow.info = msgspec.structs.replace(NATIVE, quantization="int8")
+    found = health_of(one={"v1": slow}, two={"v1": engine("ready")})[1]
+    assert (found["one"]["quantization"], "quantization" in found["two"]) == ("int8", False)
 
 
 def test_health_counts_standbys_where_they_are_configured() -> None:

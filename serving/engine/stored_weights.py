@@ -1,0 +1,215 @@
+"""Models whose linears were quantised when they were logged: read as they are stored, never made floats as a whole.
+
+::
+
+    model/config.json         quantization_config: which linears, how (compressed-tensors' own description)
+    model/*.safetensors       <linear>.weight        int8 [N, K]       every other tensor as it was
+                              <linear>.weight_scale  float32 [N, 1]    weight = values * scale
+
+That is the form "int-quantized" of compressed-tensors (llm-compressor's, which vLLM and transformers read):
+github.com/neuralmagic/compressed-tensors. ``weight_writer.py`` writes it.
+
+A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, which ``linear.install`` packs
+from. Until then, while the model's own code is asked what it makes of a few tokens, its weight is made for each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
+
+from ..errors import PackagingError, reason, shown
+from ..settings import EngineSettings
+from .config_bounds import in_proportion
+
+Quantization = Literal["int8"]
+METHOD = "compressed-tensors"
+FORMATS: dict[str, Quantization] = {"int-quantized": "int8"}
+SCALE = ".weight_scale"
+STORED = "stored"  # the attribute of a linear
+KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """Weights [N, K] as they lie in the file: ``values`` int8 [N, K], ``scale`` float32 [N, 1]."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values.shape[0], self.values.shape[1])
+
+    def dense(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> torch.Tensor:
+        """[N, K] of ``dtype``."""
+        return (self.values.to(device).float() * self.scale.to(device)).to(dtype)
+
+
+def joined(parts: list[StoredLinear]) -> StoredLinear:
+    """Linears that read the same input, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return StoredLinear(torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts]))
+
+
+def stored_of(module: nn.Module) -> StoredLinear | None:
+    """What a linear's weights are stored as; None where they are floats."""
+    found: StoredLinear | None = module.__dict__.get(STORED)
+    return found
+
+
+def quantization_of(folder: str | Path) -> Quantization | None:
+    """How the linears of the model in ``folder`` are stored; None: as floats. Raises ``PackagingError`` for a form that
+    was not written here."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # building the model says so
+    said = config.get("quantization_config") if isinstance(config, dict) else None
+    if not said:
+        return None
+    form = said.get("format") if isinstance(said, dict) and said.get("quant_method") == METHOD else None
+    if form not in FORMATS:
+        raise PackagingError(
+            f"config.json: quantization_config: {shown(said)} is not allowed; expected weights in floats, or as"
+            " log_model(quantize=…) stores them"
+        )
+    return FORMATS[form]
+
+
+def settled(settings: EngineSettings, folder: str | Path) -> EngineSettings:
+    """``settings`` for the model in ``folder``. Raises ``PackagingError`` where they ask for other weights than are
+    there."""
+    found = quantization_of(folder)
+    if found is None or found == settings.quantization:
+        return settings
+    raise PackagingError(
+        f"quantization: {settings.quantization!r} is not allowed; expected {found!r}: the model was logged with"
+        f" quantize={found!r}, and its weights as they were are not in it"
+    )
+
+
+def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:
+    """``settings``, with the quantization of the model in ``folder``, if it has one. Raises ``PackagingError``."""
+    found = quantization_of(folder)
+    return settings if found is None else msgspec.structs.replace(settings, quantization=found)
+
+
+def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
+    """The model in ``folder`` as ``auto`` names its class, in ``dtype``, its linears as they are stored. Raises
+    ``PackagingError`` where the files make no model, or less than one."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with in_proportion(folder), _without_weights():
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+        model.eval().requires_grad_(False)
+        _fill(model, Path(folder), dtype)
+        model.tie_weights()
+    except (PackagingError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of transformers or safetensors
+        raise PackagingError(f"the model cannot be loaded: {type(error).__name__}: {reason(error)}") from error
+    if missing := sorted(name for name, value in model.named_parameters() if value.is_meta):
+        raise PackagingError(f"the weights are incomplete: they lack {len(missing)} tensors: {', '.join(missing[:5])}")
+    for _, buffer in list(model.named_buffers()):
+        assert not buffer.is_meta, "they are made with the model"
+    model.to(device)
+    _make_runnable(model)
+    return model
+
+
+@contextlib.contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that this thread's modules register are on the meta device; buffers are made."""
+    me = threading.get_ident()
+
+    def to_meta(module: Any, name: str, parameter: Any) -> Any:
+        if threading.get_ident() != me or parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Give the model its tensors, by the names that it has for them."""
+    modules = dict(model.named_modules())
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as found:
+            names = set(found.keys())
+            for name in sorted(names):
+                module = modules.get(name.rpartition(".")[0])
+                if module is None or name.endswith(SCALE):
+                    continue
+                value = found.get_tensor(name)
+                if f"{name}_scale" in names:
+                    _store(module, name, value, found.get_tensor(f"{name}_scale"))
+                else:
+                    _set(module, name, value.to(dtype) if value.is_floating_point() else value)
+
+
+def _store(module: nn.Module, name: str, values: torch.Tensor, scale: torch.Tensor) -> None:
+    expected = module._parameters.get("weight")
+    if values.dtype != torch.int8 or scale.dtype != torch.float32 or scale.shape != (len(values), 1):
+        raise PackagingError(f"{name}: {values.dtype} with scales {tuple(scale.shape)} is no weight in int8")
+    shape = () if expected is None else tuple(expected.shape)
+    _check_shape(name, tuple(values.shape), shape[::-1] if isinstance(module, Conv1D) else shape)
+    module.__dict__[STORED] = StoredLinear(values, scale)
+    del module._parameters["weight"]
+
+
+def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    own = name.rpartition(".")[2]
+    place: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+    expected = place.get(own)
+    if expected is None:
+        return
+    _check_shape(name, tuple(value.shape), tuple(expected.shape))
+    if value.is_floating_point() != expected.is_floating_point():
+        raise PackagingError(f"{name} is {value.dtype} in the weights; expected {expected.dtype}")
+    place[own] = nn.Parameter(value, requires_grad=False) if place is module._parameters else value
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise PackagingError(f"{name} has shape {found} in the weights but config.json gives {expected}")
+
+
+def _make_runnable(model: nn.Module) -> None:
+    """A stored linear has its weight as floats for the time of a call, or from the first one on if they are few."""
+    linears = [(module, found) for module in model.modules() if (found := stored_of(module)) is not None]
+    keep = 4 * sum(found.values.numel() for _, found in linears) <= KEPT
+    for module, found in linears:
+        _run_by_calls(module, found, keep=keep)
+
+
+def _run_by_calls(module: nn.Module, found: StoredLinear, *, keep: bool) -> None:
+    def make(linear: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if "weight" not in linear.__dict__:
+            dense = found.dense(inputs[0].dtype, inputs[0].device)
+            linear.__dict__["weight"] = dense.t().contiguous() if isinstance(linear, Conv1D) else dense
+
+    def drop(linear: nn.Module, inputs: Any, output: Any) -> None:
+        del linear.__dict__["weight"]
+
+    module.register_forward_pre_hook(make)
+    if not keep:
+        module.register_forward_hook(drop)

@@ -1,0 +1,129 @@
+"""Quantise the linears of a model's files, as ``stored_weights.py`` reads them. Done once, when a model is logged."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from msgspec import Struct
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from ..errors import PackagingError
+from ..settings import EngineSettings
+from . import latent_attention, stored_weights
+from .linear import groups_of, weight_of
+from .loader import POOLER, from_pretrained
+from .quantization import can_quantize, quantize_rows
+from .stored_weights import METHOD, SCALE, Quantization
+
+logger = logging.getLogger(__name__)
+
+SHARD = "4GB"
+NARROW = (torch.bfloat16, torch.float16)
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+class Written(Struct, frozen=True, kw_only=True):
+    """How many linears were quantised, and the bytes of all weights before and after."""
+
+    linears: int
+    bytes_before: int
+    bytes_after: int
+
+
+@torch.inference_mode()
+def quantize_files(folder: Path, tasks: tuple[str, ...], quantization: Quantization) -> Written:
+    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones. Links are broken, what they lead
+    to stays as it is. Raises ``PackagingError`` for a model without linears that can be."""
+    auto: Any = AutoModelForCausalLM
+    if tasks == ("score",) or tasks == ("embeddings",):
+        auto = AutoModelForSequenceClassification if tasks == ("score",) else AutoModel
+    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32)
+    body = getattr(model, model.base_model_prefix) if tasks == ("score",) else model
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
+    chosen = {f"{prefix}{name}": module for name, module in _linears(body).items()}
+    tensors = _other_tensors(model, chosen)
+    for name, module in chosen.items():
+        weight = weight_of(module)
+        if not bool(torch.isfinite(weight).all()):
+            raise PackagingError(f"quantize: {name}.weight holds values that are not finite")
+        tensors[f"{name}.weight"], tensors[f"{name}{SCALE}"] = quantize_rows(weight.contiguous())
+    if not chosen:
+        raise PackagingError(
+            f"quantize: {quantization!r} is of no use: {type(model).__name__} has no linears to quantise"
+        )
+    kinds = sorted({type(module).__name__ for module in chosen.values()})
+    ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
+    del model, body
+    before = _size(folder)
+    for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        old.unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size=SHARD, metadata={"format": "pt"})
+    _describe(folder, kinds, ignored)
+    for file in folder.glob("*.safetensors*"):
+        file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
+    stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
+    return Written(linears=len(chosen), bytes_before=before, bytes_after=_size(folder))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _linears(body: nn.Module) -> dict[str, nn.Module]:
+    """Those that an engine which quantises at load would, by name: not the head, gates, or what is read by others."""
+    latent, _ = latent_attention.install(body)
+    latent_attention.remove(body)
+    found: dict[str, nn.Module] = {}
+    for _, paths, modules, is_head in groups_of(body):
+        whole = torch.empty(sum(weight_of(m).shape[0] for m in modules), weight_of(modules[0]).shape[1], device="cpu")
+        if not is_head and paths[0] not in latent and can_quantize(whole) and not POOLER.search(f"{paths[0]}."):
+            found |= dict(zip(paths, modules, strict=True))
+    return found
+
+
+def _other_tensors(model: nn.Module, quantised: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """As they are, in the narrowest type that holds them exactly; of tied ones that which others are tied to."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    stored = {f"{name}.weight" for name in quantised}
+    for name, value in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
+        if name in stored or (value.numel() and value.data_ptr() in seen):
+            continue
+        seen.add(value.data_ptr())
+        tensors[name] = _narrowed(value).contiguous()
+    return tensors
+
+
+def _narrowed(value: torch.Tensor) -> torch.Tensor:
+    if value.dtype == torch.float32:
+        for dtype in NARROW:
+            if torch.equal(value.to(dtype).float(), value):
+                return value.to(dtype)
+    return value
+
+
+def _describe(folder: Path, kinds: list[str], ignored: list[str]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_bytes())
+    group = {"targets": kinds, "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
+    config["quantization_config"] = {
+        "quant_method": METHOD,
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+    file.unlink()
+    file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,0 +1,92 @@
+"""Weights quantised once, when a model is logged."""
+
+import json
+from pathlib import Path
+
+import mlflow
+import pytest
+from flavor_models import tiny_llama
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model
+
+from mlflow_llm.flavors import llm
+
+
+def test_answers_as_quantised_at_load(store, llama_dir, adapter_dir):
+    """Base and adapter of a model logged with quantize, the adapter together with it or alone over it, answer what the
+    whole weights with quantization="int8" do."""
+    llm.log_model(llama_dir, name="q", registered_model_name="q", adapters={"formal": adapter_dir}, quantize="int8")
+    llm.log_model(llama_dir, name="b", registered_model_name="b", quantize="int8")
+    llm.log_model(name="a", registered_model_name="a", adapters={"formal": adapter_dir}, base="models:/b/1")
+    llm.log_model(llama_dir, name="w", registered_model_name="w", adapters={"formal": adapter_dir}, quantization="int8")
+    body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    texts = {}
+    for name in ("q", "a", "w"):
+        model = mlflow.pyfunc.load_model(f"models:/{name}/1", model_config={"in_process": True})
+        texts[name] = [model.predict(body | {"adapter": one})["choices"][0]["text"] for one in (None, "formal")]
+        llm.close(model)
+    assert texts["q"] == texts["a"] == texts["w"]
+
+
+def test_what_the_model_says_of_itself(tmp_path, llama_dir):
+    """The MLmodel file has the quantization, the size, and the setting; the manifest covers what is stored, and earlier
+    releases are told that they cannot read it. A model stored as it came says nothing of this."""
+    llm.save_model(tmp_path / "m", llama_dir, quantize="int8", link_files=True)
+    said = Model.load(str(tmp_path / "m"))
+    assert said.flavors["llm"]["quantization"] == "int8"
+    assert said.flavors["llm"]["format_version"] == 2
+    assert said.flavors["python_function"]["config"]["quantization"] == "int8"
+    assert said.model_size_bytes >= (tmp_path / "m/model/model.safetensors").stat().st_size
+    manifest = json.loads((tmp_path / "m/manifest.json").read_text())
+    assert (manifest["format_version"], manifest["quantization"]) == (2, "int8")
+    assert llm.load_bundle(tmp_path / "m", verify="full").content_hash == manifest["content_hash"]
+    llm.save_model(tmp_path / "again", llama_dir, quantize="int8")
+    assert llm.load_bundle(tmp_path / "again").content_hash == manifest["content_hash"]
+    llm.save_model(tmp_path / "plain", llama_dir)
+    plain = Model.load(str(tmp_path / "plain"))
+    assert plain.flavors["llm"]["quantization"] is None
+    assert plain.flavors["python_function"]["config"]["quantization"] == "none"
+    before = Path(llama_dir, "model.safetensors").stat().st_size
+    assert (tmp_path / "m/model/model.safetensors").stat().st_size < before
+
+
+def test_a_model_object(tmp_path, tokenizer):
+    """A model object is quantised as a directory is, and left as it was."""
+    model = tiny_llama()
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    llm.save_model(tmp_path / "m", model, tokenizer=tokenizer, quantize="int8")
+    assert model.model.layers[0].mlp.up_proj.weight.equal(before)
+    assert json.loads((tmp_path / "m/manifest.json").read_text())["quantization"] == "int8"
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"quantize": "int3"}, "quantize: 'int3' is not allowed; expected 'int8'"),
+        ({"quantize": 8}, "quantize: 8 is not allowed"),
+        ({"quantize": "int8", "quantization": "none"}, "quantization: 'none' is not allowed; expected 'int8'"),
+        ({"quantize": "int8", "model_config": {"quantization": "none"}}, "quantization: 'none' is not allowed"),
+        ({"quantize": "int8", "trust_remote_code": True}, "quantize: 'int8' is not allowed with trust_remote_code"),
+        ({"quantize": "int8", "base": "models:/x/1", "model": None}, "quantize: 'int8' is not allowed with base="),
+    ],
+)
+def test_refused_by_name(tmp_path, llama_dir, given, match):
+    """What cannot be is refused by field and value, and nothing is left behind."""
+    with pytest.raises(MlflowException, match=match):
+        llm.save_model(tmp_path / "m", **{"model": llama_dir, **given})
+    assert not (tmp_path / "m").exists()
+
+
+def test_other_weights_than_there_are(tmp_path, llama_dir):
+    """A model loaded with another quantization than it has is refused by name when its engine starts."""
+    llm.save_model(tmp_path / "m", llama_dir, quantize="int8")
+    refused = pytest.raises(MlflowException, match="quantization: 'none' is not allowed; expected 'int8'")
+    with llm.load_model(str(tmp_path / "m"), in_process=True, quantization="none") as model, refused:
+        model.complete("x", max_tokens=1)
+
+
+def test_not_quantised_twice(tmp_path, llama_dir):
+    """The files of a quantised model are no model to log anew: what they were made of is."""
+    llm.save_model(tmp_path / "m", llama_dir, quantize="int8")
+    with pytest.raises(MlflowException, match="quantised already: compressed-tensors"):
+        llm.save_model(tmp_path / "n", str(tmp_path / "m/model"), tokenizer=str(llama_dir), quantize="int8")

@@ -1,0 +1,183 @@
+"""Models whose linears were quantised when they were logged: the same to the bit as quantised at load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from engine_runs import run
+from safetensors.torch import load_file, save_file
+from tiny_models import COMMON, FAMILIES, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine import loader, stored_weights
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.embedder import load_embedder
+from mlflow_llm.serving.engine.weight_writer import quantize_files
+from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.settings import EngineSettings
+
+WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama with biases": lambda: tf.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
+    "tied head": lambda: tf.Qwen3Config(**WIDE, head_dim=32, tie_word_embeddings=True),
+    "two rotations": lambda: tf.Gemma3TextConfig(
+        **WIDE, head_dim=32, sliding_window=37, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "Conv1D": FAMILIES["gpt2"],
+    "experts": FAMILIES["mixtral"],
+    "latent attention": FAMILIES["deepseek_v3"],
+}
+
+
+def quantised(bundle: Bundle, to: Path, tasks: tuple[Any, ...] = ("completions",)) -> Bundle:
+    """``bundle`` with its linears stored in int8, in another directory."""
+    shutil.copytree(bundle.model_dir, to)
+    quantize_files(to, tasks, "int8")
+    return Bundle(content_hash="stored", tasks=tasks, model_dir=str(to), tokenizer_dir="")
+
+
+def scores(bundle: Bundle, **settings: Any) -> list[Any]:
+    """Log probabilities of a prompt and of what follows."""
+    core = EngineCore(bundle, EngineSettings(quantization="int8", kv_cache_memory=1 << 24, packed_cache=0, **settings))
+    found = run(core, request_of("r", prompt_of(40, 3), max_tokens=6, prompt_logprobs=2, logprobs=2))["r"]
+    core.close()
+    return [found.tokens, [None if one is None else one.logprob for one in found.scored[0].logprobs]]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_as_quantised_at_load(name: str, kernels: str, tmp_path: Path) -> None:
+    """Whatever kernels run, logits are bitwise those of the whole weights quantised at each start."""
+    whole = save_bundle(make_model(MODELS[name]()), tmp_path / "whole")
+    stored = quantised(whole, tmp_path / "stored")
+    assert scores(stored, kernels=kernels) == scores(whole, kernels=kernels)
+
+
+def test_nothing_is_kept_twice(tmp_path: Path) -> None:
+    """The file has int8 and a scale a row in place of each linear, other tensors once and exactly, as its
+    configuration says."""
+    model = make_model(MODELS["tied head"]())
+    model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.data.bfloat16().float()
+    stored = quantised(save_bundle(model, tmp_path / "whole"), tmp_path / "stored")
+    found = load_file(tmp_path / "stored/model.safetensors")
+    values, scale = found["model.layers.0.mlp.up_proj.weight"], found["model.layers.0.mlp.up_proj.weight_scale"]
+    assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (values.shape[0], 1))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert ((values * scale - weight).abs() <= 0.501 * scale).all()
+    assert "lm_head.weight" not in found
+    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    said = json.loads((tmp_path / "stored/config.json").read_text())["quantization_config"]
+    assert (said["format"], said["ignore"]) == ("int-quantized", ["lm_head"])
+    assert stored_weights.quantization_of(stored.model_dir) == "int8"
+
+
+def test_links_are_broken(tmp_path: Path) -> None:
+    """Files that are hard links of the caller's own are replaced, not written."""
+    source = Path(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole").model_dir)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    (tmp_path / "stored").mkdir()
+    for file in source.iterdir():
+        (tmp_path / "stored" / file.name).hardlink_to(file)
+    quantize_files(tmp_path / "stored", ("completions",), "int8")
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+
+
+def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they would be many, weights are floats for the time of a call only; the result is the same."""
+    stored = quantised(save_bundle(make_model(MODELS["llama with biases"]()), tmp_path / "whole"), tmp_path / "stored")
+    wanted = scores(stored)
+    monkeypatch.setattr(stored_weights, "KEPT", 0)
+    assert scores(stored) == wanted
+    model = loader.from_pretrained(tf.AutoModelForCausalLM, stored.model_dir, EngineSettings(), torch.float32)
+    model(torch.tensor([[5, 6]]))
+    assert not [name for name, module in model.named_modules() if "weight" in module.__dict__]
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    """Embeddings are bitwise those of an encoder quantised at load."""
+    torch.manual_seed(0)
+    config = tf.BertConfig(
+        vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+    tf.BertModel(config).save_pretrained(tmp_path / "whole")
+    whole = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path / "whole"), tokenizer_dir="")
+    stored = quantised(whole, tmp_path / "stored", ("embeddings",))
+    settings = EngineSettings(quantization="int8", packed_cache=0)
+    texts = [[5, 6, 7], list(range(3, 60))]
+    wanted, found = (load_embedder(bundle, settings) for bundle in (whole, stored))
+    assert torch.equal(wanted.hidden(texts), found.hidden(texts))
+
+
+@pytest.mark.parametrize("asked", ["none"])
+def test_other_weights_than_there_are(asked: Any, tmp_path: Path) -> None:
+    """An engine asked for weights that are not stored is refused by the setting's name and value."""
+    stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
+    with pytest.raises(PackagingError, match=f"quantization: '{asked}' is not allowed; expected 'int8'"):
+        EngineCore(stored, EngineSettings(quantization=asked))
+
+
+def lose(tensors: dict[str, Any]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def lose_linear(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def lose_scale(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+
+
+def cut(tensors: dict[str, Any]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:, :-16].contiguous()
+
+
+def widen_scale(tensors: dict[str, Any]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    tensors[name] = tensors[name].expand(-1, 3).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lose, "lack 1 tensors: model.norm.weight"),
+        (lose_linear, "lack 1 tensors: model.layers.1.mlp.up_proj.weight"),
+        (lose_scale, "model.layers.1.mlp.up_proj.weight is torch.int8 in the weights; expected torch.float32"),
+        (cut, r"has shape \(48, 48\) in the weights but config.json gives \(48, 64\)"),
+        (widen_scale, "is no weight in int8"),
+    ],
+)
+def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, tmp_path: Path) -> None:
+    """By the tensor's name, and never made up."""
+    stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
+    tensors = load_file(tmp_path / "stored/model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "stored/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PackagingError, match=match):
+        EngineCore(stored, EngineSettings(quantization="int8"))
+
+
+def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
+    """A configuration that says of weights what was not written here is refused by that."""
+    bundle = save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole")
+    file = tmp_path / "whole/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(PackagingError, match=r"quantization_config: .*awq.* is not allowed"):
+        EngineCore(bundle, EngineSettings())
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """They are refused by the linear's name."""
+    model = make_model(MODELS["tied head"]())
+    model.model.layers[1].mlp.down_proj.weight.data[3, 4] = torch.inf
+    bundle = save_bundle(model, tmp_path / "whole")
+    with pytest.raises(PackagingError, match=r"model.layers.1.mlp.down_proj.weight holds values that are not finite"):
+        quantize_files(Path(bundle.model_dir), ("completions",), "int8")
