@@ -133,6 +133,14 @@ NOTES = """
 - **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they
   were trained for.
 
+## Encoders
+
+For embeddings and [cross-encoders](scoring.md). Native, in float32 and int8: BERT, RoBERTa, XLM-RoBERTa, CamemBERT,
+DistilBERT, ELECTRA (with words as wide as its layers), MPNet, ModernBERT; so the models made of them: e5, bge,
+all-MiniLM, all-mpnet and others. Others run by their own code in torch, texts side by side without padding, with
+windows to both sides too; MPNet there takes texts of equal length at a time, since its attention cannot be replaced
+(scores have a bias for distance). What neither can do is refused by name (DeBERTa). Decoders as embedders run in torch.
+
 ## Checkpoints that are quantised already
 
 Refused by the name of their form when they are logged (`quantization_config` in `config.json`): GPTQ, AWQ,

@@ -24,7 +24,12 @@ CONFIGS = {
     "bert": lambda: tf.BertConfig(vocab_size=95, **SIZES),
     "electra": lambda: tf.ElectraConfig(vocab_size=95, embedding_size=64, **SIZES),
     "xlm-roberta": lambda: tf.XLMRobertaConfig(vocab_size=95, pad_token_id=1, type_vocab_size=1, **SIZES),
-    "modernbert": lambda: tf.ModernBertConfig(vocab_size=95, pad_token_id=0, classifier_pooling="mean", **SIZES),
+    "modernbert": lambda: tf.ModernBertConfig(vocab_size=95, pad_token_id=0, local_attention=16, **SIZES),
+    "modernbert-mean": lambda: tf.ModernBertConfig(
+        vocab_size=95, pad_token_id=0, local_attention=16, classifier_pooling="mean", **SIZES
+    ),
+    "mpnet": lambda: tf.MPNetConfig(vocab_size=95, **SIZES | {"max_position_embeddings": 68}),
+    "deberta": lambda: tf.DebertaV2Config(vocab_size=95, **SIZES),
     "distilbert": lambda: tf.DistilBertConfig(
         vocab_size=95, dim=64, hidden_dim=128, n_layers=2, n_heads=4, num_labels=1, max_position_embeddings=66
     ),

@@ -1,7 +1,8 @@
 """Texts to vectors: an encoder or a decoder over one flat row of whole sequences, then pooling.
 
 Sequences are sorted by length and cut into rows of about ``ROW_TOKENS`` (``NATIVE_ROW_TOKENS`` where the model runs
-natively); no token is padding.
+natively); no token is padding. A model whose attention cannot be replaced, of those that are known (``BY_LENGTH``),
+takes those of a row that are equally long at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import msgspec
@@ -39,7 +40,9 @@ ROW_TOKENS = 1024
 # Native groups are near the cache by themselves and only wait at a row's end: 1024/2048/8192/32768 tokens took
 # float32 2.83/2.74/2.69/2.70 s for 24,296, int8 0.98/0.94/0.91/0.90 s.
 NATIVE_ROW_TOKENS = 8192
+BY_LENGTH = ("MPNetModel",)
 CHECK_LENGTHS = (9, 5, 5, 2)
+BEYOND_WINDOW = 8  # tokens by which a text of the check is longer than the widest window to both sides
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest activation
 
 
@@ -52,6 +55,7 @@ class Embedder:
         self._model, self._holder, self._spec = model, holder, spec
         self._device = next(model.parameters()).device
         self._position_offset = position_offset(model)
+        self._by_length = type(model).__name__ in BY_LENGTH
         self.native: NativeEncoder | None = None
         self.max_length = max_length
         self.info = info
@@ -92,6 +96,8 @@ class Embedder:
         if self.native is not None:
             row = np.fromiter(chain.from_iterable(sequences), np.int32, sum(lengths))
             return self.native.run(row, lengths, types)
+        if self._by_length:
+            return torch.cat([self._equally_long(list(some)) for _, some in groupby(sequences, len)])
         ids = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
         positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences]) + self._position_offset
         plan = ragged_attention.RaggedPlan(lengths)
@@ -109,6 +115,12 @@ class Embedder:
             ).last_hidden_state[0]
         finally:
             self._holder.context = None
+
+    def _equally_long(self, sequences: Sequence[Sequence[int]]) -> Any:
+        """Their hidden states [T, D] by the model's own attention, which needs no mask for them."""
+        ids = torch.tensor(sequences, device=self._device)
+        positions = torch.arange(ids.shape[1], device=self._device) + self._position_offset
+        return self._model(input_ids=ids, position_ids=positions.expand_as(ids)).last_hidden_state.flatten(0, 1)
 
 
 def row_tokens(embedder: Embedder) -> int:
@@ -147,7 +159,7 @@ def rows(token_ids: Sequence[Sequence[int]], limit: int) -> Iterator[list[int]]:
 def position_offset(model: Any) -> int:
     """RoBERTa's family numbers positions from ``pad_token_id + 1``, everyone else from 0."""
     embeddings: Any = getattr(model, "embeddings", None)
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+    if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
         return int(embeddings.padding_idx) + 1
     return 0
 
@@ -246,12 +258,13 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
     """Switch the model to our attention and compare with its own, one sequence at a time; returns tokens and what
     the model made of them."""
     name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
+    if not getattr(model, "_supports_attention_backend", False) and name not in BY_LENGTH:
         raise PackagingError(f"{name} is not supported for embeddings: its attention cannot be replaced")
     vocab = int(model.get_input_embeddings().weight.shape[0])
     special = {model.config.pad_token_id}
     allowed = [i for i in range(min(vocab, 1000)) if i not in special]
-    tests = [[allowed[(7 * i + 31 * n) % len(allowed)] for i in range(size)] for n, size in enumerate(CHECK_LENGTHS)]
+    lengths = (*_beyond_windows(model, embedder.max_length), *CHECK_LENGTHS)
+    tests = [[allowed[(7 * i + 31 * n) % len(allowed)] for i in range(size)] for n, size in enumerate(lengths)]
     expected = torch.cat(
         [model(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0] for ids in tests]
     )
@@ -263,7 +276,20 @@ def use_ragged_attention(embedder: Embedder, model: Any, holder: ContextHolder) 
     return tests, expected
 
 
+def _beyond_windows(model: Any, longest: int) -> list[int]:
+    """A length by which windows to both sides show; none where there are no such, or no text is longer than they."""
+    windows = [
+        module.sliding_window
+        for module in model.modules()
+        if getattr(module, "is_causal", None) is False and getattr(module, "sliding_window", None) is not None
+    ]
+    beyond = max(windows, default=longest) + BEYOND_WINDOW
+    return [beyond] if beyond <= longest else []
+
+
 def _attend_raggedly(model: Any, holder: ContextHolder) -> None:
+    if type(model).__name__ in BY_LENGTH:
+        return
     for module in model.modules():
         object.__setattr__(module, HOLDER, holder)
     model.set_attn_implementation(ragged_attention.NAME)

@@ -33,6 +33,7 @@ SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("query", "key", "value"),
+    ("q", "k", "v"),
     ("q_lin", "k_lin", "v_lin"),
 )
 

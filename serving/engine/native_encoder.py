@@ -23,17 +23,25 @@ from .native_decoder import check_plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Where things stand in encoders of one kind: words, positions and types are added, then a norm; layers of
-    attention, residual, norm; GELU MLP, residual, norm. ``linears`` of a layer: q (with k and v), o, up, down."""
+    """Where things stand in encoders of one kind. ``linears`` of a layer: q (with k and v; ``fused``: they are one), o,
+    up, down; ``norms`` of its attention and its MLP, behind them or (``norms_before``) before; ``positions``: the table
+    added to words; ``last``: a norm behind all layers; ``rotary``: how heads are turned; ``gated``: up has a gate."""
 
-    layers: str
+    layers: str = "encoder.layer"
+    words: str = "embeddings.word_embeddings"
+    positions: str | None = "embeddings.position_embeddings"
+    norm: str = "embeddings.LayerNorm"
     attention: str
     linears: tuple[str, str, str, str]
+    fused: bool = False
     norms: tuple[str, str]
+    norms_before: bool = False
+    last: str | None = None
+    rotary: str | None = None
+    gated: bool = False
 
 
 BERT = Form(
-    layers="encoder.layer",
     attention="attention.self",
     linears=("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense"),
     norms=("attention.output.LayerNorm", "output.LayerNorm"),
@@ -44,6 +52,25 @@ DISTILBERT = Form(
     linears=("attention.q_lin", "attention.out_lin", "ffn.lin1", "ffn.lin2"),
     norms=("sa_layer_norm", "output_layer_norm"),
 )
+MPNET = Form(
+    attention="attention.attn",
+    linears=("attention.attn.q", "attention.attn.o", "intermediate.dense", "output.dense"),
+    norms=("attention.LayerNorm", "output.LayerNorm"),
+)
+MODERNBERT = Form(
+    layers="layers",
+    words="embeddings.tok_embeddings",
+    positions=None,
+    norm="embeddings.norm",
+    attention="attn",
+    linears=("attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"),
+    fused=True,
+    norms=("attn_norm", "mlp_norm"),
+    norms_before=True,
+    last="final_norm",
+    rotary="rotary_emb",
+    gated=True,
+)
 ENCODERS = {
     "BertModel": BERT,
     "RobertaModel": BERT,
@@ -51,7 +78,11 @@ ENCODERS = {
     "CamembertModel": BERT,
     "ElectraModel": BERT,
     "DistilBertModel": DISTILBERT,
+    "MPNetModel": MPNET,
+    "ModernBertModel": MODERNBERT,
 }
+ROTATIONS = ("default", "linear")  # of no sequence's length
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # weight and bias of a norm
 
 
 class NativeEncoder:
@@ -71,30 +102,48 @@ class NativeEncoder:
             raise RuntimeError("the native kernels are not available")
         self._library = found
         layers = at(model, form.layers)
-        attention = at(layers[0], form.attention)
-        norms = [[at(layer, name) for name in form.norms] for layer in layers]
-        tables = _tables(model.embeddings, position_offset, typed=typed)
-        self._kept = [packed, tables, [(norm.weight, norm.bias) for pair in norms for norm in pair]]
-        self._vocabulary = len(model.embeddings.word_embeddings.weight)
-        self._is_typed = len(tables[0]) > self._vocabulary
-        self.hidden_size = tables[0].shape[1]
+        head_dim, scaling = _heads(at(layers[0], form.attention))
+        words, positions = _tables(model, form, position_offset, typed=typed)
+        first = _norm(at(model, form.norm))
+        last = (None, None) if form.last is None else _norm(at(model, form.last))
+        norms = [[_norm(at(layer, name)) for name in form.norms] for layer in layers]
+        kinds, cos, sin = _rotations(model, form)
+        bias = _position_bias(model, position_offset)
+        longest = max((table.shape[1] // per for table, per in ((cos, 1), (bias, 2)) if table is not None), default=0)
+        self._kept = [packed, words, positions, first, last, norms, cos, sin, bias]
+        self._vocabulary = len(at(model, form.words).weight)
+        self._is_typed = len(words) > self._vocabulary
+        self.hidden_size = words.shape[1]
         shape = library.EncoderShape(
             hidden=self.hidden_size,
-            heads=packed[0][1].in_features // attention.attention_head_size,
-            head_dim=attention.attention_head_size,
-            intermediate=packed[0][2].out_features,
+            heads=packed[0][1].in_features // head_dim,
+            head_dim=head_dim,
+            intermediate=packed[0][3].in_features,
             layers=len(layers),
-            eps=norms[0][0].eps,
-            scaling=attention.scaling,
+            longest=longest,
+            eps=at(model, form.norm).eps,
+            scaling=scaling,
+            norms_before=form.norms_before,
+            gated=form.gated,
         )
         each = [
             library.EncoderLayer(
                 *(weight.handle for weight in weights),
-                *(tensor.data_ptr() for norm in pair for tensor in (norm.weight, norm.bias)),
+                *(library.Norm(*map(_pointer, norm)) for norm in pair),
+                getattr(at(layer, form.attention), "sliding_window", None) or 0,
+                kinds.index(layer.attention_type) if kinds else -1,
             )
-            for weights, pair in zip(packed, norms, strict=True)
+            for layer, weights, pair in zip(layers, packed, norms, strict=True)
         ]
-        embeddings = library.EncoderEmbeddings(*(table.data_ptr() for table in tables))
+        embeddings = library.EncoderEmbeddings(
+            words=words.data_ptr(),
+            positions=_pointer(positions),
+            norm=library.Norm(*map(_pointer, first)),
+            last=library.Norm(*map(_pointer, last)),
+            cos=_pointer(cos),
+            sin=_pointer(sin),
+            bias=_pointer(bias),
+        )
         self._handle = found.mlt_encoder_new(shape, embeddings, (library.EncoderLayer * len(each))(*each))
         library.free_with(self, found.mlt_encoder_free, self._handle)
 
@@ -120,19 +169,65 @@ class NativeEncoder:
         return hidden
 
 
-def _tables(embeddings: Any, position_offset: int, *, typed: bool) -> tuple[torch.Tensor, ...]:
-    """Words, positions from ``position_offset`` on with the first type added, the norm's weight and bias.
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _heads(attention: Any) -> tuple[int, float]:
+    """Their width, and what scores are multiplied by."""
+    width = int(getattr(attention, "attention_head_size", 0) or attention.head_dim)
+    return width, float(getattr(attention, "scaling", width**-0.5))
+
+
+def _norm(module: Any) -> Pair:
+    """A LayerNorm's, whose bias is zeros where it has none; of the identity nothing."""
+    if isinstance(module, nn.Identity):
+        return None, None
+    weight = module.weight.detach()
+    return weight, torch.zeros_like(weight) if module.bias is None else module.bias.detach()
+
+
+def _tables(model: Any, form: Form, position_offset: int, *, typed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words; positions from ``position_offset`` on with the first type added.
 
     ``typed``: all words stand there once more, as tokens of the second type: the kernels know of words alone."""
-    module = getattr(embeddings, "token_type_embeddings", None)
+    words = at(model, form.words).weight
+    if form.positions is None:
+        return words.contiguous(), None
+    module = at(model, "embeddings.token_type_embeddings")
     types = None if module is None else module.weight
-    positions = embeddings.position_embeddings.weight[position_offset:]
+    positions = at(model, form.positions).weight[position_offset:]
     if types is not None:
         positions = positions + types[0]
-    norm, words = embeddings.LayerNorm, embeddings.word_embeddings.weight
     if typed and types is not None and len(types) > 1:
         words = torch.cat([words, words + (types[1] - types[0])])
-    return words.contiguous(), positions.contiguous(), norm.weight, norm.bias
+    return words.contiguous(), positions.contiguous()
+
+
+@torch.inference_mode()  # as the model was made
+def _rotations(model: Any, form: Form) -> tuple[list[str], torch.Tensor | None, torch.Tensor | None]:
+    """The kinds that layers are of, and for each of them cosines and sines [kinds, positions, width / 2]."""
+    if form.rotary is None:
+        return [], None, None
+    rotary, config = at(model, form.rotary), model.config
+    kinds = list(rotary.layer_types)
+    places, like = torch.arange(config.max_position_embeddings)[None], at(model, form.words).weight[:1, None]
+    both = [rotary(like, places, kind) for kind in kinds]
+    half = both[0][0].shape[-1] // 2
+    cos, sin = (torch.stack([pair[i][0, :, :half] for pair in both]).contiguous() for i in range(2))
+    return kinds, cos, sin
+
+
+def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
+    """[heads, 2 longest]: what a score has added for a key that is as far before its query, and so on to as far
+    behind; of models whose encoder has such a table."""
+    table = at(model, "encoder.relative_attention_bias")
+    if table is None:
+        return None
+    longest = model.config.max_position_embeddings - position_offset
+    buckets = model.encoder.relative_position_bucket(torch.arange(-longest, longest))
+    bias: torch.Tensor = table.weight.detach()[buckets].t().contiguous()
+    return bias
 
 
 def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = False) -> NativeEncoder:
@@ -144,13 +239,17 @@ def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = Fals
     if form is None or not type(model).__module__.startswith("transformers.models.") or not layers:
         raise NotNative(f"its architecture is not among those of a native run: {type(model).__name__}")
     config: Any = model.config
-    activation = getattr(config, "hidden_act", None) or getattr(config, "activation", None)
+    named = (getattr(config, name, None) for name in ("hidden_act", "activation", "hidden_activation"))
+    activation = next((name for name in named if name), None)
     decodes = getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)
     if activation != "gelu" or decodes:
         raise NotNative(f"a native run knows encoders with gelu, this model has {activation} or decodes")
     if hasattr(model, "embeddings_project"):
         raise NotNative("its words are projected to another width, which a native run does not know")
-    head_dim = at(layers[0], form.attention).attention_head_size
+    kinds = {} if form.rotary is None else at(model, form.rotary).rope_type
+    if unknown := set(kinds.values()) - set(ROTATIONS):
+        raise NotNative(f"rotations of type {', '.join(sorted(unknown))} are not among those of a native run")
+    head_dim, _ = _heads(at(layers[0], form.attention))
     if not found.mlt_can_attend(head_dim, 1):
         raise NotNative(f"heads of {head_dim} are not among those of a native run")
     packed = [_packed(form, layer) for layer in layers]
@@ -163,7 +262,9 @@ def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = Fals
 def _packed(form: Form, layer: Any) -> tuple[NativeWeight, ...] | None:
     groups = [at(layer, name).group for name in form.linears]
     weights = tuple(group.packed for group in groups)
-    fits = [len(group.sizes) for group in groups] == [3, 1, 1, 1] and weights[2].out_features % LANES == 0
-    norms = [at(layer, name) for name in form.norms]
-    fits = fits and all(norm.weight.dtype == torch.float32 and norm.bias is not None for norm in norms)
+    inner = weights[3].in_features
+    fits = [len(group.sizes) for group in groups] == [1 if form.fused else 3, 1, 1, 1]
+    fits = fits and inner % LANES == 0 and weights[2].out_features == (2 * inner if form.gated else inner)
+    tensors = [one for name in form.norms for one in _norm(at(layer, name)) if one is not None]
+    fits = fits and all(one.dtype == torch.float32 for one in tensors)
     return weights if fits and all(isinstance(weight, NativeWeight) for weight in weights) else None

@@ -43,7 +43,7 @@ class RaggedPlan:
         for start, count, length in self.runs:
             end = start + count * length
             q, k, v = (t[:, start:end].unflatten(1, (count, length)).transpose(0, 1) for t in (query, key, value))
-            mask = _window_mask(length, window, q) if window is not None and length > window else None
+            mask = _window_mask(length, window, q, causal) if window is not None and length > window else None
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=heads != k.shape[1]
             )
@@ -51,11 +51,11 @@ class RaggedPlan:
         return out
 
 
-def _window_mask(length: int, window: int, like: Any) -> Any:
-    """Causal, the last ``window`` tokens counting the token itself. [L, L]."""
+def _window_mask(length: int, window: int, like: Any, causal: bool) -> Any:
+    """Tokens nearer than ``window``; causal, those before and the token itself alone. [L, L]."""
     at = torch.arange(length, device=like.device)
     distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
+    return (distance >= 0) & (distance < window) if causal else distance.abs() < window
 
 
 def attend(
@@ -76,8 +76,6 @@ def attend(
     if softcap is not None:
         raise UnsupportedAttentionError(f"{name} uses softcap")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if sliding_window is not None and not causal:
-        raise UnsupportedAttentionError(f"{name} uses a window in both directions")
     plan = getattr(module, HOLDER).context.attention
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(query[0], key[0], value[0], scale, causal, sliding_window)[None], None

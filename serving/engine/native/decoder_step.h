@@ -262,14 +262,6 @@ inline void Decoder::keep(const Step& step, int t, int layer, int member) {
         std::memcpy(&before[size_t(t) * shape.hidden], &hidden[size_t(t) * shape.hidden], shape.hidden * sizeof(float));
 }
 
-inline void rotate(float* x, const float* cos, const float* sin, int half) {
-    for (int i = 0; i < half; i++) {
-        const float a = x[i], b = x[i + half];
-        x[i] = a * cos[i] - b * sin[i];
-        x[i + half] = b * cos[i] + a * sin[i];
-    }
-}
-
 // Queries are rotated and scaled in place; keys and values go to their place in the slot.
 inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     const int D = shape.head_dim, H = shape.heads, G = shape.kv_heads, position = rows[t].position;

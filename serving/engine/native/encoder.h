@@ -3,6 +3,9 @@
 //   ids ─ word + position ─ norm ─┬ q,k,v ─ attend ─ o ─(+)─ norm ─ up, gelu ─ down ─(+)─ norm ─┬─ hidden
 //                                 └───────────────────────── layers ────────────────────────────┘
 //
+// Norms may stand before the branches instead (and one behind all layers), the MLP may be gated, gelu(up) * gate, and
+// where a token is may be said by rotations or by a bias of scores instead of a table of positions.
+//
 // Many texts are cut into groups, and a thread takes a group through all layers: no thread waits, and a group's
 // activations stay in that core's second cache. Few texts are one group, which all threads take together.
 #pragma once
@@ -20,17 +23,23 @@ constexpr int FEW = 48;     // rows a thread below which waiting costs less than
 
 struct EncoderLayer {
     const Linear *qkv, *o, *up, *down;
-    const float *norm1, *bias1, *norm2, *bias2;  // [H]
+    Norm attention, mlp;  // before these, or behind them
+    int32_t window;       // tokens nearer than this are seen, to both sides; 0: all
+    int32_t rotation;     // which table of rotations, -1: none
 };
 
-// `positions` begins with the first position of a text and has what all texts add besides.
+// `positions`, or null, begins with the first position of a text and has what all texts add besides.
 struct EncoderEmbeddings {
-    const float *words, *positions, *norm, *bias;  // [vocabulary, H], [longest text, H], [H], [H]
+    const float *words, *positions;  // [vocabulary, H], [longest text, H]
+    Norm norm, last;                 // the last behind all layers
+    const float *cos, *sin;          // [tables, longest text, D / 2]
+    const float* bias;               // [heads, 2 * longest text]: of a key that far before a query, and so on; or null
 };
 
 struct EncoderShape {
-    int32_t hidden, heads, head_dim, intermediate, layers;
+    int32_t hidden, heads, head_dim, intermediate, layers, longest;
     float eps, scaling;
+    int32_t norms_before, gated;
 };
 
 class Encoder {
@@ -70,6 +79,7 @@ class Encoder {
     struct Group { int first, last, row, rows; };  // texts [first, last)
     struct Room {
         std::vector<float> wide, attended;  // q,k,v or what is between up and down; by heads
+        std::vector<float> normed, gated;   // where norms stand before, where there is a gate
         Prepared rows_for;
 
         void grow(const EncoderShape& shape, size_t T) {
@@ -77,7 +87,9 @@ class Encoder {
             const auto grow = [](std::vector<float>& buffer, size_t size) {
                 if (buffer.size() < size) buffer.resize(size);
             };
-            grow(wide, T * std::max(width * 3, inner)), grow(attended, T * width);
+            grow(wide, T * std::max(width * 3, shape.gated ? 2 * inner : inner)), grow(attended, T * width);
+            if (shape.norms_before) grow(normed, T * shape.hidden);
+            if (shape.gated) grow(gated, T * inner);
             rows_for.room(T, std::max({size_t(shape.hidden), width, inner}));
         }
     };
@@ -112,41 +124,67 @@ class Encoder {
         });
         float* rows = hidden + size_t(group.row) * shape.hidden;
         for (const EncoderLayer& each : layers) layer(team, each, group, rows, room);
+        if (embeddings.last.weight) norm(team, embeddings.last, group.rows, rows, rows);
+    }
+
+    void norm(Team& team, const Norm& norm, int T, const float* from, float* to) const {
+        const size_t H = shape.hidden;
+        team.each(T, [&](int t) { norm(from + t * H, H, shape.eps, to + t * H); });
     }
 
     void embed(int id, int position, float* x) const {
         const float* word = embeddings.words + size_t(id) * shape.hidden;
+        if (!embeddings.positions) return embeddings.norm(word, shape.hidden, shape.eps, x);
         const float* place = embeddings.positions + size_t(position) * shape.hidden;
         for (int i = 0; i < shape.hidden; i += LANES)
             _mm512_storeu_ps(x + i, _mm512_add_ps(_mm512_loadu_ps(word + i), _mm512_loadu_ps(place + i)));
-        layer_norm(x, embeddings.norm, embeddings.bias, shape.hidden, shape.eps, x);
+        embeddings.norm(x, shape.hidden, shape.eps, x);
+    }
+
+    void rotate_head(const EncoderLayer& layer, float* q, float* k, int row, int length) const {
+        const int half = shape.head_dim / 2;
+        const size_t table = size_t(layer.rotation) * shape.longest * half;
+        for (int t = 0; t < length; t++, q += row, k += row) {
+            const size_t at = table + size_t(t) * half;
+            rotate(q, embeddings.cos + at, embeddings.sin + at, half);
+            rotate(k, embeddings.cos + at, embeddings.sin + at, half);
+        }
     }
 
     void layer(Team& team, const EncoderLayer& layer, const Group& group, float* hidden, Room& room) const {
-        const int H = shape.hidden, D = shape.head_dim, W = shape.heads * D, T = group.rows;
+        const int D = shape.head_dim, W = shape.heads * D, T = group.rows, I = shape.intermediate;
         const auto linear = [&](const Linear& w, const float* x, float* y, Finish finish) {
             if (w.kind != Kind::F32) team.each(T, [&](int t) { room.rows_for.fill(w, x, t); });
             multiply(team, w, room.rows_for.of(w, x), T, y, finish);
         };
-        linear(*layer.qkv, hidden, room.wide.data(), Finish::WRITE);
+        const bool before = shape.norms_before;
+        float* in = before ? room.normed.data() : hidden;
+        if (before) norm(team, layer.attention, T, hidden, in);
+        linear(*layer.qkv, in, room.wide.data(), Finish::WRITE);
         team.each((group.last - group.first) * shape.heads, [&](int i) {
-            static thread_local HeadAttention head;
+            static thread_local HeadAttention attention;
             const Text& text = texts[group.first + i / shape.heads];
-            const size_t row = text.row - group.row, at = i % shape.heads * D;
-            const float* q = &room.wide[row * 3 * W + at];
-            head.attend(q, q + W, q + 2 * W, 3 * W, text.length, D, shape.scaling, &room.attended[row * W + at], W);
+            const int head = i % shape.heads;
+            const size_t row = text.row - group.row, at = head * D;
+            float* q = &room.wide[row * 3 * W + at];
+            if (layer.rotation >= 0) rotate_head(layer, q, q + W, 3 * W, text.length);
+            Sight sight{layer.window};
+            if (embeddings.bias) sight.bias = embeddings.bias + size_t(head) * 2 * shape.longest + shape.longest;
+            attention.attend(q, q + W, q + 2 * W, 3 * W, text.length, D, shape.scaling, sight,
+                             &room.attended[row * W + at], W);
         });
         linear(*layer.o, room.attended.data(), hidden, Finish::ADD);
-        const auto norm = [&](const float* weight, const float* bias) {
+        norm(team, before ? layer.mlp : layer.attention, T, hidden, in);
+        linear(*layer.up, in, room.wide.data(), shape.gated ? Finish::WRITE : Finish::GELU);
+        if (shape.gated)
             team.each(T, [&](int t) {
-                float* row = hidden + size_t(t) * H;
-                layer_norm(row, weight, bias, H, shape.eps, row);
+                const float* up = &room.wide[size_t(t) * 2 * I];
+                float* to = &room.gated[size_t(t) * I];
+                for (int i = 0; i < I; i += LANES)
+                    _mm512_storeu_ps(to + i, _mm512_mul_ps(gelu(_mm512_loadu_ps(up + i)), _mm512_loadu_ps(up + I + i)));
             });
-        };
-        norm(layer.norm1, layer.bias1);
-        linear(*layer.up, hidden, room.wide.data(), Finish::GELU);
-        linear(*layer.down, room.wide.data(), hidden, Finish::ADD);
-        norm(layer.norm2, layer.bias2);
+        linear(*layer.down, shape.gated ? room.gated.data() : room.wide.data(), hidden, Finish::ADD);
+        if (!before) norm(team, layer.mlp, T, hidden, hidden);
     }
 };
 

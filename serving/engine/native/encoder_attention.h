@@ -1,9 +1,10 @@
-// Attention of one head over one text: every query meets every key, no mask, no cache.
+// Attention of one head over one text: a query meets every key, or those within a window to both sides; no cache.
 //
 // Scores and the mix of values are small products of one form, rows of `a` by 16 or 32 columns of `b`. A query's sums
-// run over dimensions and over keys in order, however many queries are taken at a time.
+// run over dimensions and over keys in order, however many queries are taken at a time: keys outside its window weigh 0.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -60,27 +61,41 @@ inline float soften(float* x, int n) {
     return 1.0f / _mm512_reduce_add_ps(sum);
 }
 
+// What a query sees of a text, and how.
+struct Sight {
+    int window = 0;               // keys nearer than this, to both sides; 0: all
+    const float* bias = nullptr;  // bias[j - i] is added to the score of key j for query i; or null
+};
+
 // One thread's room for the keys, values and weights of a head.
 class HeadAttention {
   public:
     // Queries, keys and values of L tokens, a token `row` floats after the one before it, D of each; `out` likewise.
-    void attend(const float* q, const float* k, const float* v, int row, int L, int D, float scaling, float* out,
-                int out_row) {
+    void attend(const float* q, const float* k, const float* v, int row, int L, int D, float scaling, const Sight& sight,
+                float* out, int out_row) {
         gather(k, v, row, L, D, scaling);
         const int wide = round_up(L, KEYS), tiles = (L + QUERIES - 1) / QUERIES;
         for (int i = 0; i < tiles; i++) {
             const int first = int(int64_t(L) * i / tiles), n = int(int64_t(L) * (i + 1) / tiles) - first;
             const float* query = q + size_t(first) * row;
             float *y = out + size_t(first) * out_row, by[QUERIES];
-            for (int t = 0; t < L; t += KEYS) {
+            const int from = sight.window ? std::max(0, first + 1 - sight.window) / KEYS * KEYS : 0;
+            const int end = sight.window ? std::min(L, first + n - 1 + sight.window) : L, seen = end - from;
+            for (int t = from; t < end; t += KEYS) {
                 const float* panel = &keys[size_t(t) * D];
-                if (L - t > LANES) product_of<2>(n, query, row, panel, KEYS, D, &weights[t], wide);
-                else product_of<1>(n, query, row, panel, KEYS, D, &weights[t], wide);
+                if (end - t > LANES) product_of<2>(n, query, row, panel, KEYS, D, &weights[t - from], wide);
+                else product_of<1>(n, query, row, panel, KEYS, D, &weights[t - from], wide);
             }
-            for (int m = 0; m < n; m++) by[m] = soften(&weights[size_t(m) * wide], L);
+            for (int m = 0; m < n; m++) {
+                float* weight = &weights[size_t(m) * wide];
+                if (sight.bias) add(sight.bias + from - (first + m), weight, seen);
+                if (sight.window) blind(weight, first + m, sight.window, from, end);
+                by[m] = soften(weight, seen);
+            }
+            const float* value = &values[size_t(from) * D];
             for (int d = 0; d < D; d += 2 * LANES) {
-                if (D - d > LANES) product_of<2>(n, weights.data(), wide, &values[d], D, L, y + d, out_row);
-                else product_of<1>(n, weights.data(), wide, &values[d], D, L, y + d, out_row);
+                if (D - d > LANES) product_of<2>(n, weights.data(), wide, value + d, D, seen, y + d, out_row);
+                else product_of<1>(n, weights.data(), wide, value + d, D, seen, y + d, out_row);
             }
             for (int m = 0; m < n; m++)
                 for (int d = 0; d < D; d += LANES) {
@@ -92,6 +107,17 @@ class HeadAttention {
 
   private:
     std::vector<float> keys, values, weights;
+
+    static void add(const float* bias, float* score, int n) {
+        for (int t = 0; t < n; t++) score[t] += bias[t];
+    }
+
+    // Scores of keys [from, end) that are not nearer than the window.
+    static void blind(float* score, int query, int window, int from, int end) {
+        const int first = query + 1 - window, last = query + window;
+        for (int t = from; t < std::min(first, end); t++) score[t - from] = -INFINITY;
+        for (int t = std::max(last, from); t < end; t++) score[t - from] = -INFINITY;
+    }
 
     // Keys, scaled, to [token / KEYS][D][KEYS], a vector holds a dimension of as many keys. Values side by side.
     void gather(const float* k, const float* v, int row, int L, int D, float scaling) {

@@ -78,13 +78,19 @@ class Shape(ctypes.Structure):
 class EncoderLayer(ctypes.Structure):
     """``EncoderLayer`` of encoder.h."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("qkv", "o", "up", "down", "norm1", "bias1", "norm2", "bias2"))
+    _fields_ = (
+        ("qkv", c_void_p), ("o", c_void_p), ("up", c_void_p), ("down", c_void_p), ("attention", Norm), ("mlp", Norm),
+        ("window", c_int32), ("rotation", c_int32),
+    )  # fmt: skip
 
 
 class EncoderEmbeddings(ctypes.Structure):
     """``positions`` [longest text, H] from a text's first position on, with what every token adds besides."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("words", "positions", "norm", "bias"))
+    _fields_ = (
+        ("words", c_void_p), ("positions", c_void_p), ("norm", Norm), ("last", Norm), ("cos", c_void_p),
+        ("sin", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
 
 
 class EncoderShape(ctypes.Structure):
@@ -92,7 +98,8 @@ class EncoderShape(ctypes.Structure):
 
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("head_dim", c_int32), ("intermediate", c_int32),
-        ("layers", c_int32), ("eps", c_float), ("scaling", c_float),
+        ("layers", c_int32), ("longest", c_int32), ("eps", c_float), ("scaling", c_float), ("norms_before", c_int32),
+        ("gated", c_int32),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// Norms of a row of n values, a multiple of LANES; `out` may be `x`.
+// Norms of a row of n values, a multiple of LANES, `out` may be `x`; and how positions turn a head.
 #pragma once
 
 #include <cmath>
@@ -41,5 +41,14 @@ struct Norm {
         else if (out != x) std::memcpy(out, x, n * sizeof(float));
     }
 };
+
+// A head whose first and second half are turned by an angle each.
+inline void rotate(float* x, const float* cos, const float* sin, int half) {
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
 
 }  // namespace mlt

@@ -10,6 +10,10 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralModel,
+    ModernBertConfig,
+    ModernBertModel,
+    MPNetConfig,
+    MPNetModel,
     RobertaConfig,
     RobertaModel,
 )
@@ -26,6 +30,10 @@ SIZES = {
 MODELS = {
     "bert": lambda: BertModel(BertConfig(**SIZES, max_position_embeddings=40)),
     "roberta": lambda: RobertaModel(RobertaConfig(**SIZES, max_position_embeddings=40)),
+    "mpnet": lambda: MPNetModel(MPNetConfig(**SIZES, max_position_embeddings=40)),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(**SIZES, max_position_embeddings=40, local_attention=8, pad_token_id=0)
+    ),
     "llama": lambda: LlamaModel(LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=40)),
     "mistral": lambda: MistralModel(
         MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6, max_position_embeddings=40)

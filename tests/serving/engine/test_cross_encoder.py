@@ -19,7 +19,8 @@ from mlflow_llm.serving.events import Embedded, Failed
 from mlflow_llm.serving.request import Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
-KINDS = ["bert", "distilbert", "electra", "xlm-roberta"]
+KINDS = ["bert", "distilbert", "electra", "modernbert", "modernbert-mean", "mpnet", "xlm-roberta"]
+NATIVE = ["bert", "modernbert", "mpnet"]
 
 
 def bundle_of(folder: Path, **spec: Any) -> Bundle:
@@ -57,13 +58,14 @@ def test_the_numbers_of_sentence_transformers(tmp_path: Path, kind: str, kernels
     assert ours.embed(*encoded(kind))[:, 0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_bert_runs_natively(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", NATIVE)
+def test_what_runs_natively(kind: str, tmp_path: Path) -> None:
     """Token types do not keep a BERT from the native kernels, where there are any."""
     from mlflow_llm.serving.engine.native.library import library
 
     if library() is None:
         pytest.skip("no compiler, or a processor without AVX-512 VNNI")
-    save_cross_encoder(tmp_path, "bert")
+    save_cross_encoder(tmp_path, kind)
     assert load_cross_encoder(bundle_of(tmp_path), EngineSettings()).info.kernels == "native"
 
 
@@ -89,9 +91,9 @@ def test_what_is_refused_at_load(tmp_path: Path) -> None:
     save_cross_encoder(tmp_path / "three", labels=3)
     with pytest.raises(PackagingError, match="a head of one label; this one has 3"):
         load_cross_encoder(bundle_of(tmp_path / "three"), EngineSettings())
-    save_cross_encoder(tmp_path / "windows", "modernbert")
-    with pytest.raises(PackagingError, match=r"ModernBertModel is not supported .*window in both directions"):
-        load_cross_encoder(bundle_of(tmp_path / "windows"), EngineSettings())
+    save_cross_encoder(tmp_path / "biases", "deberta")
+    with pytest.raises(PackagingError, match=r"DebertaV2Model is not supported .*cannot be replaced"):
+        load_cross_encoder(bundle_of(tmp_path / "biases"), EngineSettings())
     save_cross_encoder(tmp_path / "headless")
     BertModel.from_pretrained(tmp_path / "headless").save_pretrained(tmp_path / "headless")
     with pytest.raises(PackagingError, match=r"the weights are incomplete: .*classifier"):

@@ -319,7 +319,22 @@ ENCODERS = {
             initializer_range=0.3,
         )
     ),
+    "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**ENCODER_SIZES)),
+    # every second layer looks a few tokens to both sides, and turns heads otherwise
+    "modernbert": lambda: modernbert(),
+    "modernbert_biases": lambda: modernbert(attention_bias=True, mlp_bias=True, norm_bias=True),
 }  # fmt: skip
+
+
+def modernbert(**more: Any) -> Any:
+    sizes = ENCODER_SIZES | {"num_hidden_layers": 4, "pad_token_id": 0, "local_attention": 46}
+    model = tf.ModernBertModel(
+        tf.ModernBertConfig(**sizes, layer_types=["full_attention", "sliding_attention"] * 2, **more)
+    )
+    for parameter in model.parameters():  # as trained: not all norms are ones, not all biases zeros
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.5)
+    return model
 
 
 def test_gelu_is_exact_to_float32() -> None:
@@ -381,11 +396,11 @@ def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: P
     assert "projected to another width" in embedder.info.kernels_reason
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_threads_and_neighbours_change_no_bit_of_a_text(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "quantization"), [("bert", "none"), ("bert", "int8"), ("modernbert", "int8")])
+def test_threads_and_neighbours_change_no_bit_of_a_text(name: str, quantization: str, tmp_path: Path) -> None:
     """Texts that threads take by groups, texts that all threads take together, one thread: the same bits."""
     torch.manual_seed(0)
-    ENCODERS["bert"]().save_pretrained(tmp_path)
+    ENCODERS[name]().save_pretrained(tmp_path)
     bundle = Bundle(content_hash="x", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="")
     embedder = load_embedder(bundle, EngineSettings(quantization=quantization))
     assert embedder.native is not None

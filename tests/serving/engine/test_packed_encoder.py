@@ -33,6 +33,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bert": lambda: tf.BertModel(tf.BertConfig(**SIZES)),
     "bert without a pooler": lambda: tf.BertModel(tf.BertConfig(**SIZES), add_pooling_layer=False),
     "roberta": lambda: tf.RobertaModel(tf.RobertaConfig(**SIZES)),
+    "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**SIZES)),
+    "modernbert": lambda: tf.ModernBertModel(
+        tf.ModernBertConfig(**SIZES, local_attention=8, pad_token_id=0),
+    ),
     "llama": lambda: tf.LlamaModel(tf.LlamaConfig(**SIZES, num_key_value_heads=2)),
 }
 TEXTS = [(5, 6, 7), (9,), (8, 7, 6, 5, 4, 3, 2, 9, 10, 11, 12), (4, 4, 5), tuple(range(3, 33))]
@@ -77,7 +81,7 @@ def bundle_of(root: Path, name: str = "bert", content_hash: str = "ab" * 32, **s
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("name", ["bert", "bert without a pooler", "roberta"])
+@pytest.mark.parametrize("name", ["bert", "bert without a pooler", "roberta", "mpnet", "modernbert"])
 def test_a_mapped_embedder_is_the_same_to_the_bit(
     name: str, quantization: str, tmp_path: Path, load: Load, cache: Path
 ) -> None:
