@@ -1,10 +1,11 @@
-"""What bfloat16 gains and costs, beside float32: of keys and values alone, or of the whole model (--dtype bfloat16).
-Prompts, decodes, and how far texts differ.
+"""What bfloat16 or int8 gains and costs, beside float32: of keys and values alone, or of the whole model in bfloat16
+(--dtype bfloat16). Prompts, decodes, and how far texts differ.
 
     python benchmarks/bfloat16.py --model .cache/models/smollm2 [--quantization int8] [--dtype bfloat16]
+    python benchmarks/bfloat16.py --model .cache/models/smollm2 --kv-cache-dtype int8 [--quantization int8]
 
-Both engines are in one process and take turns, prompt by prompt; times are medians. Texts that are scored are the
-project's own documents; perplexity is that of each token given up to `--window` before it.
+Both engines are in one process and take turns, prompt by prompt; times are medians (--rounds 0: none are taken). Texts
+that are scored are the project's own documents; perplexity is that of each token given up to `--window` before it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
-KINDS = ("float32", "bfloat16")
 DOCUMENTS = Path(__file__).parent.parent / "docs"
 
 
@@ -91,7 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
-    parser.add_argument("--dtype", choices=KINDS, default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "int8"), default="bfloat16")
     parser.add_argument("--prompts", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--length", type=int, default=165, help="of the sequences that decode")
@@ -108,7 +109,9 @@ def main() -> None:
         "speculation": "none",
         "kv_cache_memory": 2 << 30,
     }
-    each: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {"kv_cache_dtype": "bfloat16", "dtype": args.dtype}}
+    narrow = args.kv_cache_dtype
+    kinds = ("float32", narrow)
+    each: dict[str, dict[str, Any]] = {"float32": {}, narrow: {"kv_cache_dtype": narrow, "dtype": args.dtype}}
     cores = {
         kind: EngineCore(bundle, EngineSettings(quantization=args.quantization, **settings, **more))
         for kind, more in each.items()
@@ -116,19 +119,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
 
     def compared(what: str, measure: Any) -> None:
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for turn in range(args.rounds + 1):
-            for kind in KINDS[:: 1 if turn % 2 else -1]:
+            for kind in kinds[:: 1 if turn % 2 else -1]:
                 found = measure(cores[kind], turn)
                 if turn:
                     times[kind].append(found)
-        ms = [1e3 * statistics.median(times[kind]) for kind in KINDS]
+        ms = [1e3 * statistics.median(times[kind]) for kind in kinds]
         ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
-        rows.append({"what": what, "float32": ms[0], "bfloat16": ms[1], "times as fast": ratio})
+        rows.append({"what": what, "float32": ms[0], narrow: ms[1], "times as fast": ratio})
 
-    for length in args.prompts:
+    for length in args.prompts if args.rounds else ():
         compared(f"prompt of {length}, ms", lambda core, turn, n=length: seconds_to_first(core, drawn(n, turn)))
-    for size in args.batch:
+    for size in args.batch if args.rounds else ():
         compared(f"step of {size}, ms", lambda core, _, n=size: seconds_a_step(core, n, args.length))
 
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
@@ -136,15 +139,18 @@ def main() -> None:
     ids = tokenizer.encode(words)
     windows = [tuple(ids[i : i + args.window]) for i in range(0, args.window * args.windows, args.window)]
     perplexity = {}
-    for kind in KINDS:
+    for kind in kinds:
         total, count = surprise(cores[kind], windows)
         perplexity[kind] = math.exp(total / count)
     rows.append({"what": f"perplexity of {count} tokens", **perplexity})
     prompts = [tuple(ids[i * 911 : i * 911 + 64]) for i in range(32)]
-    found = {kind: texts(cores[kind], prompts, 64) for kind in KINDS}
+    found = {kind: texts(cores[kind], prompts, 64) for kind in kinds}
     same = [a == b for a, b in zip(*found.values(), strict=True)]
-    rows.append({"what": "greedy texts of 64 tokens that are the same", "bfloat16": f"{sum(same)} of {len(same)}"})
-    publish("bfloat16", rows, quantization=args.quantization, dtype=args.dtype, rounds=args.rounds)
+    rows.append({"what": "greedy texts of 64 tokens that are the same", narrow: f"{sum(same)} of {len(same)}"})
+    publish(
+        f"kv-{narrow}" if narrow == "int8" else narrow, rows, quantization=args.quantization, dtype=args.dtype,
+        rounds=args.rounds,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

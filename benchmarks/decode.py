@@ -58,9 +58,8 @@ def run_ours(args: argparse.Namespace) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir=args.model)
-    quantization = "int8" if args.contender == "ours int8" else "none"
     settings = EngineSettings(
-        dtype=args.dtype, quantization=quantization, max_model_len=2048, prefix_caching=False, threads=args.threads
+        dtype=args.dtype, max_model_len=2048, prefix_caching=False, threads=args.threads, **OURS[args.contender]
     )
     core = EngineCore(bundle, settings)
 
@@ -108,7 +107,12 @@ def run_openvino(args: argparse.Namespace) -> Any:
     return batch
 
 
-CONTENDERS = {"generate": run_generate, "ours": run_ours, "ours int8": run_ours, "openvino int8": run_openvino}
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours int8": {"quantization": "int8"},
+    "ours int8, KV int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+CONTENDERS = {"generate": run_generate, **dict.fromkeys(OURS, run_ours), "openvino int8": run_openvino}
 
 
 def contend(args: argparse.Namespace) -> None:
@@ -138,7 +142,7 @@ def main() -> None:
     if args.contender:
         contend(args)
         return
-    names = ["generate", "ours", "ours int8"] + (["openvino int8"] if args.openvino else [])
+    names = ["generate", *OURS] + (["openvino int8"] if args.openvino else [])
     found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in args.batch} for name in names}
     for _ in range(args.rounds):
         for name in names:

@@ -43,21 +43,22 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``kv_cache_memory`` is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values
     as the model computes, "bfloat16" in half the memory, for a model in float32 or int8 that our own kernels run on a
     processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
-    float32. ``threads`` None is the physical cores this process may use, by affinity and within the CPU quota of its
-    control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our
-    own kernels run and few sequences do; the text is the same. ``draft_model``: a directory or a model URI of a smaller
-    model of the same vocabulary, which is asked what may come where nothing else suggests it. ``max_logits_bytes``: of
-    the logits that one request may ask for (context and generation together), which the engine and its caller's process
-    hold in memory; 0 gives none. ``batch_invariant``: results are bitwise the same alone and in any batch, also where
-    they are not by themselves (by torch's kernels): each sequence is computed alone, and no prefix is reused
-    (docs/determinism.md). ``max_adapters`` bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of
-    those loaded, and of the ones that came with requests: what no request uses is evicted, the longest unused first
-    and fairly between tenants, and a named one read from disk again when it is asked for. ``adapter_host_memory``:
-    bytes of copies that evicted ones leave in the host's memory, from where they come back; None is 1 GiB beside a GPU
-    and none on CPU. ``pinned_adapters`` of the model are never evicted. ``idle_timeout``: seconds an engine process
-    outlives its last client; ``start_timeout``: seconds its start may take. ``packed_cache``: bytes that weights in the
-    form that our kernels read may take in this user's cache directory, so that later starts map them; 0 keeps and uses
-    none.
+    float32; "int8" in a quarter, with a scale of each token and head, wherever our own kernels run the model, whatever
+    its weights are in. ``threads`` None is the physical cores this process may use, by affinity and within the CPU
+    quota of its control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text
+    suggests, where our own kernels run and few sequences do; the text is the same. ``draft_model``: a directory or a
+    model URI of a smaller model of the same vocabulary, which is asked what may come where nothing else suggests it;
+    its own keys and values are as for "auto". ``max_logits_bytes``: of the logits that one request may ask for (context
+    and generation together), which the engine and its caller's process hold in memory; 0 gives none.
+    ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
+    torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md). ``max_adapters``
+    bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of those loaded, and of the ones that came
+    with requests: what no request uses is evicted, the longest unused first and fairly between tenants, and a named one
+    read from disk again when it is asked for. ``adapter_host_memory``: bytes of copies that evicted ones leave in the
+    host's memory, from where they come back; None is 1 GiB beside a GPU and none on CPU. ``pinned_adapters`` of the
+    model are never evicted. ``idle_timeout``: seconds an engine process outlives its last client; ``start_timeout``:
+    seconds its start may take. ``packed_cache``: bytes that weights in the form that our kernels read may take in this
+    user's cache directory, so that later starts map them; 0 keeps and uses none.
     ``standby``: 1 keeps a second process loaded, which takes over when the engine dies. ``backend``: settings that one
     backend alone has, by its name (``of_backend``); our own engine has none beside these. ``in_process`` runs the
     engine on a thread of this process (debugging and small tests: about half the speed, see docs/performance.md).
@@ -73,7 +74,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_num_batched_tokens: Count = 512
     max_queued_requests: CountOrZero = 4096
     kv_cache_memory: Bytes | None = None
-    kv_cache_dtype: Literal["auto", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
     batch_invariant: bool = False

@@ -20,7 +20,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     max_queued_requests: int
     kv_cache_memory: int | None
-    kv_cache_dtype: Literal["auto", "bfloat16"]
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8"]
     prefix_caching: bool
     speculation: Literal["auto", "none"]
     batch_invariant: bool

@@ -157,7 +157,7 @@ def try_model(uri: str) -> Section:
             "uri": uri,
             "tasks": ", ".join(info.tasks),
             "weights": f"{info.dtype} on {info.device}, quantization {info.quantization}",
-            "keys and values": info.kv_cache_dtype or "none",
+            "keys and values": info.kv_cache_summary or "none",
             "kernels": f"{info.kernels_summary}, {info.threads} threads",
             "adapters": ", ".join(adapter.name for adapter in engine.adapters()) or "none",
             "tool calls": _tool_formats(spec.bundle, spec.engine.trust_remote_code),

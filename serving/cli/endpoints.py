@@ -11,7 +11,9 @@ import click
 from ..visible import visible_line
 from .http import Client, url_options
 
-HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "STATUS", "RUNNING", "WAITING")
+REASONS = {"kernels_reason": "torch's kernels, not ours", "kv_cache_reason": "keys and values"}
+RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
+HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
 
 
 @click.command()
@@ -30,16 +32,17 @@ def endpoints(url: str, key: str | None, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     table(rows)
-    for name, reason in _slow(states):
-        click.echo(f"{visible_line(name)}: torch's kernels, not ours: {visible_line(reason)}", err=True)
+    for name, reason in _reasons(states):
+        click.echo(f"{visible_line(name)}: {visible_line(reason)}", err=True)
 
 
-def _slow(states: dict[str, Any]) -> list[tuple[str, str]]:
-    """(endpoint or its served entity, why it does not run on our kernels)."""
+def _reasons(states: dict[str, Any]) -> list[tuple[str, str]]:
+    """(endpoint or its served entity, why it does not run on our kernels, or keeps more than it could)."""
     found = []
     for name, state in states.items():
         each = {f"{name}/{entity}": one for entity, one in state.get("entities", {}).items()} or {name: state}
-        found += [(place, one["kernels_reason"]) for place, one in each.items() if one.get("kernels_reason")]
+        for place, one in each.items():
+            found += [(place, f"{text}: {one[key]}") for key, text in REASONS.items() if one.get(key)]
     return found
 
 
@@ -58,7 +61,7 @@ def _load(name: str, tasks: dict[str, str], states: dict[str, Any]) -> dict[str,
     parts = [state, *state.get("entities", {}).values()]
     if standbys := [part["standbys"] for part in parts if "standbys" in part]:
         load["standbys"] = sum(standbys)
-    load |= {key: _joined(part.get(key) for part in parts) for key in ("kernels", "kernels_reason", "quantization")}
+    load |= {key: _joined(part.get(key) for part in parts) for key in RUNS_ON}
     return {"task": tasks.get(name, "").removeprefix("llm/v1/"), **load}
 
 
@@ -74,7 +77,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
     named = (model["id"], model["task"], model["root"], str(model["max_model_len"]))
     waiting = f", {model['standbys']} standby" if "standbys" in model else ""
     kernels = " ".join(filter(None, (model["kernels"] or "?", model["quantization"])))
-    return (*named, kernels, f"{model['status']}{waiting}", *counts)
+    return (*named, kernels, model["kv_cache_dtype"] or "-", f"{model['status']}{waiting}", *counts)
 
 
 def table(rows: list[tuple[str, ...]]) -> None:

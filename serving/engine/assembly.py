@@ -24,7 +24,7 @@ from .native_decoder import NativeDecoder
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
-from .slot_cache import SlotKVCache
+from .slot_cache import SlotKVCache, token_bytes
 from .speculation import Speculation
 from .stored_weights import settled
 from .virtual_tokens import embedding_width
@@ -55,6 +55,9 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
             raise PackagingError(f"tasks: {', '.join(bundle.tasks)} is not allowed; expected {task} alone or none")
         if settings.draft_model is not None:
             raise PackagingError(f"draft_model: {settings.draft_model} is of no use; expected null: no text is made")
+        if settings.kv_cache_dtype != "auto":
+            asked = f"kv_cache_dtype: {settings.kv_cache_dtype!r} is not allowed; expected 'auto'"
+            raise PackagingError(f"{asked}: nothing is kept of texts that are read once")
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
@@ -129,15 +132,14 @@ def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
 
 def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, prefix_caching: bool) -> KVCache:
     """A cache within ``memory`` bytes."""
-    itemsize = torch.empty((), dtype=loaded.kept["dtype"]).element_size()
-    token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
-    num_tokens = memory // token_bytes
+    each = token_bytes(loaded.layers, **loaded.kept)
+    num_tokens = memory // each
     num_slots = 2 * settings.max_num_seqs
     max_model_len = loaded.max_model_len
     if loaded.device.type != "cpu":  # there a slot takes its whole memory at once
         num_slots = min(num_slots, num_tokens // max_model_len)
     if num_tokens < 1 or num_slots < 1:
-        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {token_bytes}")
+        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {each}")
     make = partial(
         SlotKVCache, loaded.layers, num_tokens=num_tokens, device=loaded.device,
         prefix_caching=prefix_caching, **loaded.kept,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from ..bundle import Bundle, DraftBundle
 from ..errors import PackagingError, reason
@@ -16,7 +15,7 @@ from .draft_model import DraftModel
 from .loader import LoadedModel, load_model
 from .native_decoder import NativeDecoder
 from .runner import ModelForward, StepForward
-from .slot_cache import SlotKVCache
+from .slot_cache import SlotKVCache, token_bytes
 from .speculation import ROWS
 from .stored_weights import adopted
 
@@ -44,9 +43,7 @@ def load_draft_model(
     if not draft.tokenizer_dir and loaded.vocab_size != large.vocab_size:
         sizes = f"{loaded.vocab_size} tokens, this model {large.vocab_size}"
         raise PackagingError(f"draft_model: {draft.uri} has not this model's vocabulary: it has {sizes}")
-    itemsize = torch.empty((), dtype=loaded.kept["dtype"]).element_size()
-    token_bytes = sum(shape.elements_per_token for shape in loaded.layers) * itemsize
-    num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes)
+    num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept))
     longest = min(loaded.max_model_len, large.max_model_len)
     if num_tokens < 1:
         raise PackagingError(f"draft_model: {draft.uri}: kv_cache_memory, {memory} bytes, leaves no room for it")

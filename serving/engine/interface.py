@@ -90,7 +90,16 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     @property
     def kernels_summary(self) -> str:
         """Which kernels run, and why not ours, in a line."""
-        return f"{self.kernels} ({self.kernels_reason})" if self.kernels_reason else self.kernels
+        return _with_reason(self.kernels, self.kernels_reason)
+
+    @property
+    def kv_cache_summary(self) -> str:
+        """What keys and values are kept in, and why whole ones are, in a line; empty where none are."""
+        return _with_reason(self.kv_cache_dtype, self.kv_cache_reason)
+
+
+def _with_reason(what: str, reason: str) -> str:
+    return f"{what} ({reason})" if reason else what
 
 
 class AdapterInfo(Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ from .native.library import NotNative
 from .native_decoder import DecoderWeights, NativeDecoder, decoder_weights, may_run_in_bf16
 from .packed_cache import MappedDecoder, keep_decoder, packed_key
 from .self_test import LayerUse, SelfTest, model_forward, probe_layers
-from .slot_cache import KEPT_IN_BF16, SlotKVCache
+from .slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
 
 logger = logging.getLogger(__name__)
 
@@ -237,13 +237,16 @@ def native_decoder(
     """The weights of a native step, where the model can be run so and the self-test agrees; else why not. And how its
     KV cache keeps. Raises ``PackagingError`` where keys and values are to be kept as only such a step does."""
     kept: Mapping[str, Any] = {"dtype": like.dtype}
-    must = settings.kv_cache_dtype == "bfloat16" and like.dtype != torch.bfloat16
+    asked = settings.kv_cache_dtype
+    must = asked == "int8" or (asked == "bfloat16" and like.dtype != torch.bfloat16)
     rounded = settings.dtype == "bfloat16"
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         weights = decoder_weights(model, uses)
-        if must or rounded:
+        if asked == "int8":
+            kept = KEPT_IN_INT8
+        elif must or rounded:
             why_not = library.why_no_bf16_kv(weights.head_dim)
             if why_not is None:
                 kept = KEPT_IN_BF16
@@ -251,26 +254,28 @@ def native_decoder(
                 raise NotNative(why_not)
     except NotNative as reason:
         if must:
-            raise refused_bf16_kv(reason) from None
+            raise refused_kv(asked, reason) from None
         return None, str(reason), kept
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
+    layers, int8 = [use.shape for use in uses], settings.quantization == "int8"
+    rounded = rounded or kept is KEPT_IN_BF16
     try:
-        int8 = settings.quantization == "int8"
-        rounded = rounded or kept is KEPT_IN_BF16
-        test.check(forward, [use.shape for use in uses], like, int8=int8, rounded=rounded, kept=kept)
+        if kept is KEPT_IN_INT8 and not int8:  # all but them is held to what floats are
+            test.check(forward, layers, like, rounded=rounded)
+        test.check(forward, layers, like, int8=int8 or kept is KEPT_IN_INT8, rounded=rounded, kept=kept)
     except PackagingError as error:
         if must:
-            raise refused_bf16_kv(error) from error
+            raise refused_kv(asked, error) from error
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
         return None, f"the self-test at load refused them: {error}", {"dtype": like.dtype}
     return weights, "", kept
 
 
-def refused_bf16_kv(reason: Exception) -> PackagingError:
-    text = "kv_cache_dtype: 'bfloat16' is not allowed; expected 'auto': our own kernels alone keep keys and values so"
+def refused_kv(asked: str, reason: Exception) -> PackagingError:
+    text = f"kv_cache_dtype: {asked!r} is not allowed; expected 'auto': our own kernels alone keep keys and values so"
     return PackagingError(f"{text}, and {reason}")
 
 

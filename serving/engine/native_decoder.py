@@ -30,6 +30,7 @@ from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
 
 MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
+KEPT = {torch.float32: library.F32, torch.bfloat16: library.BF16, torch.int8: library.INT8}  # keys and values
 Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
@@ -274,7 +275,7 @@ class NativeDecoder:
             slot_elements=cache.slot_elements,
             eps=weights.eps,
             scaling=weights.scaling,
-            bf16_kv=cache.dtype == torch.bfloat16,
+            kv=KEPT[cache.dtype],
             rotated=self._rotated,
             activation=weights.activation,
             gated=weights.form.gated,

@@ -5,7 +5,8 @@
     slab   [ slot 0                                    | slot 1 … | slot n-1 ]      each slot a whole number of pages
     slot   [ layer 0: K [Hkv, S, D] , V [Hkv, S, D] | layer 1 … | unused ]
 
-A native step may keep V in blocks of tokens, each [D, block] (``block``): then blocks are copied whole.
+A native step may keep tokens in blocks that are laid out in its way (``block``): then blocks are copied whole. They may
+end with a scale of each token's key, or value, that is as wide as ``scale`` elements.
 
 Contiguity is what lets one attention call read the KV of many sequences in place (a strided view over a range of
 slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from .slot_table import EMPTY, Match, Slot, SlotTable
 MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
 PAD = 64  # tokens; keeps rows of a slot aligned to cache lines
 KEPT_IN_BF16: Mapping[str, Any] = {"dtype": torch.bfloat16, "block": 32}  # as native/tile_attention.h has it
+KEPT_IN_INT8: Mapping[str, Any] = {"dtype": torch.int8, "block": 64, "scale": 4}  # and native/int8_attention.h
 
 
 class SlotKVCache(KVCache):
@@ -43,7 +46,9 @@ class SlotKVCache(KVCache):
         device: Any = "cpu",
         prefix_caching: bool = True,
         block: int = 1,
+        scale: int = 0,
     ) -> None:
+        layers = [_with_scales(shape, scale) for shape in layers]
         self.num_tokens_total = num_tokens
         self.max_model_len = max_model_len
         self.dtype = dtype
@@ -233,6 +238,16 @@ class SlotKVCache(KVCache):
 
     def close(self) -> None:
         self._layers.clear()
+
+
+def token_bytes(layers: Sequence[LayerShape], *, dtype: Any, block: int = 1, scale: int = 0) -> int:
+    """What a token's keys and values take in a cache that keeps them so."""
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    return sum(_with_scales(shape, scale).elements_per_token for shape in layers) * itemsize
+
+
+def _with_scales(shape: LayerShape, scale: int) -> LayerShape:
+    return replace(shape, key_dim=shape.key_dim + scale, value_dim=shape.value_dim + scale)
 
 
 def slot_elements(layers: Sequence[LayerShape], slot_tokens: int, dtype: Any) -> int:

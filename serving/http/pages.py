@@ -20,7 +20,7 @@ from .route import Auth, Listener, Request, Route
 from .server import Server
 
 # of an endpoint's health; the rest counts every tenant's work
-SHOWN_TO_ALL = ("status", "kernels", "kernels_reason", "kv_cache_reason", "quantization")
+SHOWN_TO_ALL = ("status", "kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
@@ -122,9 +122,9 @@ def _facts(entity: ServedEntity) -> dict[str, Any]:
 
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
-    reasons = {"kernels_reason": info.kernels_reason, "kv_cache_reason": info.kv_cache_reason}
     quantized = {} if info.quantization == "none" else {"quantization": info.quantization}
-    return {"kernels": info.kernels} | quantized | {name: reason for name, reason in reasons.items() if reason}
+    names = ("kernels_reason", "kv_cache_dtype", "kv_cache_reason")
+    return {"kernels": info.kernels} | quantized | {name: value for name in names if (value := getattr(info, name))}
 
 
 def _memory(entity: ServedEntity) -> dict[str, Any]:

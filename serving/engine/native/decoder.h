@@ -15,6 +15,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "int8_attention.h"
 #include "linear.h"
 #include "lora.h"
 #include "norms.h"
@@ -35,7 +36,7 @@ struct Layer {
     const Linear *qkv, *o, *gate_up, *down;  // of experts alone: the last two are null
     int32_t window;                  // tokens a query sees, 0: all before it
     int32_t rotation;                // which table of rotations, -1: none
-    int64_t kv_offset;               // of this layer in a slot, in numbers: K [Hkv, S, D] then V
+    int64_t kv_offset;               // of this layer in a slot, in numbers: K [Hkv, S, D] then V; in int8 with scales
     Experts experts;
 };
 
@@ -43,7 +44,7 @@ struct Shape {
     int32_t hidden, heads, kv_heads, head_dim, layers, slot_tokens;
     int64_t slot_elements;
     float eps, scaling;
-    int32_t bf16_kv;  // 1: keys and values are kept in bfloat16, as tile_attention.h has them; 0: in float32
+    Kind kv;          // what keys and values are kept in: as attention.h, tile_attention.h or int8_attention.h has them
     int32_t rotated;  // dimensions of a head that are rotated
     Activation activation;
     int32_t gated;           // 1: act(gate) * up; 0: act of the one there is
@@ -127,6 +128,8 @@ class Decoder {
     void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
+    template <class Segment>
+    void attend_segments(const Item& item, int queries, int longest, const Segment& segment);
     void join(int t);
     const Factors* factors(const Step& step, int adapter, int layer, int member) const {
         return adapter < 0 ? nullptr : &step.adapters[adapter][layer * MEMBERS + member];
@@ -140,14 +143,18 @@ class Decoder {
     void join_branch(const Norm& after, int t);
     int group() const { return shape.heads / shape.kv_heads; }
     // Rows of a prompt that one item takes, and softmaxes that a segment of a row has for a KV head.
-    int rows_together() const { return shape.bf16_kv ? std::max(1, TILED_COLUMNS / group()) : QUERY_ROWS; }
-    int parts_together() const { return shape.bf16_kv ? 1 : group(); }
+    int rows_together() const {
+        if (shape.kv == Kind::F32) return QUERY_ROWS;
+        return std::max(1, (shape.kv == Kind::BF16 ? TILED_COLUMNS : BYTE_QUERIES) / group());
+    }
+    int parts_together() const { return shape.kv == Kind::BF16 ? 1 : group(); }
     // Where a KV head's keys and values of a layer begin in a run's slot.
     template <class T>
     std::pair<T*, T*> kept(const Layer& layer, const Step& step, const Run& run, int kv_head) const {
-        const size_t S = shape.slot_tokens, D = shape.head_dim;
+        const size_t token = shape.kv == Kind::INT8 ? kept_bytes(shape.head_dim) : shape.head_dim;
+        const size_t head = shape.slot_tokens * token;
         T* slot = (T*)step.slab + run.slot * shape.slot_elements + layer.kv_offset;
-        return {slot + kv_head * S * D, slot + (shape.kv_heads + kv_head) * S * D};
+        return {slot + kv_head * head, slot + (shape.kv_heads + kv_head) * head};
     }
     int seen_from(const Layer& layer, int position) const {
         return layer.window ? std::max(0, position + 1 - layer.window) : 0;

@@ -29,7 +29,7 @@ inline void Decoder::plan(const Step& step) {
     const auto adapter_of = [&](int t) { return step.runs[rows[t].run].adapter; };
     group_rows(step.T, Pools::threads_wanted(), adapter_of, groups);
     group_rows(step.num_kept, Pools::threads_wanted(), [&](int i) { return adapter_of(step.kept[i]); }, kept_groups);
-    if (shape.bf16_kv) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
+    if (shape.kv == Kind::BF16) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
     else partials.resize(std::max(partials.size(), size_t(parts)));
     const auto room = [&](std::vector<float>& buffer, int width) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
@@ -284,9 +284,12 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     for (int h = 0; h < G; h++) {
         if (norm_each) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
         rotate(k + h * D, cos, sin, half);
-        if (shape.bf16_kv) {
+        if (shape.kv == Kind::BF16) {
             const auto [keys, values] = kept<uint16_t>(layer, step, run, h);
             keep_bf16(k + h * D, v + h * D, D, position, keys, values);
+        } else if (shape.kv == Kind::INT8) {
+            const auto [keys, values] = kept<uint8_t>(layer, step, run, h);
+            keep_int8(k + h * D, v + h * D, D, position, keys, values);
         } else {
             const auto [keys, values] = kept<float>(layer, step, run, h);
             std::memcpy(keys + size_t(position) * D, k + h * D, D * sizeof(float));
@@ -296,7 +299,7 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
 }
 
 inline void Decoder::attend(const Layer& layer, const Step& step, const Item& item) {
-    if (shape.bf16_kv) return attend_bf16(layer, step, item);
+    if (shape.kv == Kind::BF16) return attend_bf16(layer, step, item);
     const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
     const float* q[QUERY_ROWS * MAX_GROUP];
     int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, longest = 0;
@@ -308,16 +311,38 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         }
         longest = std::max(longest, position + 1);
     }
+    const Run& run = step.runs[rows[item.row].run];
+    if (shape.kv == Kind::INT8) {
+        static thread_local ByteQueries own;
+        ByteQueries& queries = own;
+        queries.count = n, queries.cap = shape.score_cap;
+        for (int i = 0; i < n; i++) queries.set(i, q[i], D, lo[i], hi[i]);
+        const auto [k, v] = kept<const uint8_t>(layer, step, run, item.kv_head);
+        const uint8_t *keys = k, *values = v;
+        return attend_segments(item, n, longest, [&](int segment, Partial* states) {
+            attend_int8(D, queries, keys, values, segment, states);
+        });
+    }
     const Queries queries{n, q, lo, hi, shape.score_cap};
-    const auto [k, v] = kept<const float>(layer, step, step.runs[rows[item.row].run], item.kv_head);
-    if (item.segment >= 0) return attend_segment(D, queries, k, v, item.segment, &partials[item.partial]);
+    const auto [k, v] = kept<const float>(layer, step, run, item.kv_head);
+    const float *keys = k, *values = v;
+    attend_segments(item, n, longest, [&](int segment, Partial* states) {
+        attend_segment(D, queries, keys, values, segment, states);
+    });
+}
+
+// What `segment` makes of one, or of all of them, by as many queries.
+template <class Segment>
+inline void Decoder::attend_segments(const Item& item, int queries, int longest, const Segment& segment) {
+    const int D = shape.head_dim;
+    if (item.segment >= 0) return segment(item.segment, &partials[item.partial]);
     thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
     for (int s = 0; s * SEGMENT < longest; s++) {
-        attend_segment(D, queries, k, v, s, s ? part.data() : total.data());
+        segment(s, s ? part.data() : total.data());
         if (s)
-            for (int i = 0; i < n; i++) merge(total[i], part[i], D);
+            for (int i = 0; i < queries; i++) merge(total[i], part[i], D);
     }
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < queries; i++) {
         const size_t head = size_t(item.row + i / group()) * shape.heads + item.kv_head * group() + i % group();
         finish(total[i], D, &attended[head * D]);
     }
@@ -353,7 +378,7 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
 // The segments of a decode over a long context, merged in order.
 inline void Decoder::join(int t) {
     const int D = shape.head_dim, segments = rows[t].position / SEGMENT + 1;
-    if (shape.bf16_kv) {
+    if (shape.kv == Kind::BF16) {
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
             TiledPartial* first = &tiled_partials[split[t] + kv_head * segments];
             for (int s = 1; s < segments; s++) merge(first[0], first[s], D);

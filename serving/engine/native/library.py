@@ -68,7 +68,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("layers", c_int32), ("slot_tokens", c_int32), ("slot_elements", c_int64),
-        ("eps", c_float), ("scaling", c_float), ("bf16_kv", c_int32), ("rotated", c_int32), ("activation", c_int32),
+        ("eps", c_float), ("scaling", c_float), ("kv", c_int32), ("rotated", c_int32), ("activation", c_int32),
         ("gated", c_int32), ("apart", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
         ("joined", c_int32), ("word_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
         ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float),

@@ -61,6 +61,8 @@ class HardwareTiles {
     }
     template <int C, int A, int B>
     void multiply() { asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+    template <int C, int A, int B>  // where A, not B, is the signed one
+    void multiply_signed() { asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
     template <int C, int A, int B>
     void multiply_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
@@ -90,17 +92,9 @@ class EmulatedTiles {
         for (int r = 0; r < TILE_ROWS; r++) std::memcpy((char*)to + r * stride, tiles[I][r], TILE_BYTES);
     }
     template <int C, int A, int B>
-    void multiply() {
-        for (int m = 0; m < TILE_ROWS; m++) {
-            int32_t row[TILE_BYTES / 4];
-            std::memcpy(row, tiles[C][m], TILE_BYTES);
-            for (int k = 0; k < TILE_ROWS; k++)
-                for (int n = 0; n < TILE_BYTES / 4; n++)
-                    for (int i = 0; i < 4; i++)
-                        row[n] += int32_t(tiles[A][m][4 * k + i]) * int32_t(int8_t(tiles[B][k][4 * n + i]));
-            std::memcpy(tiles[C][m], row, TILE_BYTES);
-        }
-    }
+    void multiply() { multiply_bytes<C, A, B, uint8_t, int8_t>(); }
+    template <int C, int A, int B>
+    void multiply_signed() { multiply_bytes<C, A, B, int8_t, uint8_t>(); }
     template <int C, int A, int B>
     void multiply_bf16() {
         constexpr int COLUMNS = TILE_BYTES / 4;
@@ -121,6 +115,19 @@ class EmulatedTiles {
 
   private:
     uint8_t tiles[8][TILE_ROWS][TILE_BYTES];
+
+    template <int C, int A, int B, class Left, class Right>
+    void multiply_bytes() {
+        for (int m = 0; m < TILE_ROWS; m++) {
+            int32_t row[TILE_BYTES / 4];
+            std::memcpy(row, tiles[C][m], TILE_BYTES);
+            for (int k = 0; k < TILE_ROWS; k++)
+                for (int n = 0; n < TILE_BYTES / 4; n++)
+                    for (int i = 0; i < 4; i++)
+                        row[n] += int32_t(Left(tiles[A][m][4 * k + i])) * int32_t(Right(tiles[B][k][4 * n + i]));
+            std::memcpy(tiles[C][m], row, TILE_BYTES);
+        }
+    }
 };
 
 // What the processor multiplies by tiles, once the system has given them to this process: bytes, and bfloat16 too. Asked

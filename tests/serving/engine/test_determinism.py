@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 TOKEN_BYTES = 2 * 2 * 16 * 2 * 4  # layers, K and V heads, head width, K and V, float32
+WIDE_TOKEN_BYTES = {"bfloat16": 2 * 2 * 64 * 2 * 2, "int8": 2 * 2 * (64 + 4) * 2}
 WORDS = regex("[a-z ]{6,40}")
 FORBIDDEN: dict[str, Any] = {
     "bad_words": ((9,), (5, 7)), "no_repeat_ngram_size": 2, "penalize_prompt": True, "frequency_penalty": 0.7,
@@ -72,19 +73,24 @@ def make(bundle: Bundle) -> Iterator[Made]:
     yield from making(bundle)
 
 
-@pytest.fixture(params=["keys and values", "all"])
+ROUNDED: dict[str, dict[str, Any]] = {
+    "keys and values": {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
+    "all": {"dtype": "bfloat16"},
+    "keys and values in int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(params=ROUNDED.values(), ids=list(ROUNDED))
 def make_rounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
-    """Engines of a model whose heads tiles can read: keys and values in bfloat16, beside linears in int8, or all of it
-    in bfloat16."""
+    """Engines of a model whose heads tiles can read: keys and values in bfloat16 or int8, beside linears in int8, or
+    all of it in bfloat16."""
     before = tiles()
     found = library()
     assert found is not None
     has_tiles = use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
     use_tiles(AMX if has_tiles else EMULATED_TILES)
-    form: dict[str, Any] = {"quantization": "int8", "kv_cache_dtype": "bfloat16"}
-    bundle = bundle_in(tmp_path, head_dim=32)
-    for build in making(bundle):
-        yield partial(build, **(form if request.param == "keys and values" else {"dtype": "bfloat16"}))
+    for build in making(bundle_in(tmp_path, head_dim=64)):
+        yield partial(build, **request.param)
     use_tiles(before)
 
 
@@ -174,11 +180,12 @@ def test_the_needle(make: Made, quantization: str) -> None:
     assert few.health().accepted_tokens > 0
 
 
-def test_the_needle_in_bfloat16(make_rounded: Made) -> None:
-    """The same with keys and values in bfloat16, and with models that are: by tiles no bit differs either."""
-    wanted = wanted_of(make_rounded(prefix_caching=False, speculation="none"))
-    core = make_rounded(kv_cache_memory=260 * TOKEN_BYTES, max_num_batched_tokens=19)
-    assert (core.info.kernels, core.info.kv_cache_dtype) == ("native", "bfloat16")
+def test_the_needle_in_less(make_rounded: Made) -> None:
+    """The same with keys and values in bfloat16 or int8, and models in bfloat16: by tiles no bit differs either."""
+    alone = make_rounded(prefix_caching=False, speculation="none")
+    wanted = wanted_of(alone)
+    core = make_rounded(kv_cache_memory=260 * WIDE_TOKEN_BYTES[alone.info.kv_cache_dtype], max_num_batched_tokens=19)
+    assert core.info.kernels == "native"
     found = run(core, wanted, count=24)
     assert not found.mismatches, [kinds()[place].request_id for place in found.mismatches]
     assert min(found.resumed, core._scheduler.num_preemptions) > 0

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kept_runs
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 from engine_runs import run
-from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
+from kept_runs import MODELS, WIDE, has_bf16_tiles
+from tiny_models import make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine import loader
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native.library import (
     AMX,
@@ -29,26 +30,14 @@ from mlflow_llm.serving.engine.native.library import (
     use_threads,
     use_tiles,
 )
-from mlflow_llm.serving.engine.native_decoder import NativeDecoder
-from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16, SlotKVCache
+from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.request import Beams
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
 
-WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
-MODELS = {
-    "qwen3": lambda dim=32: tf.Qwen3Config(**WIDE, head_dim=dim),
-    "window": lambda: tf.MistralConfig(**WIDE, head_dim=32, sliding_window=37),
-    "many heads": lambda: tf.LlamaConfig(**WIDE | {"num_attention_heads": 16, "num_key_value_heads": 1}, head_dim=32),
-}
 BF16_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16", "kv_cache_memory": 1 << 25}
-
-
-def has_bf16_tiles() -> bool:
-    found = library()
-    return found is not None and use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
 
 
 @pytest.fixture(autouse=True)
@@ -66,27 +55,8 @@ def loaded_model(config: Any, folder: Path, **settings: Any) -> Any:
     return load_model(save_bundle(make_model(config), folder), EngineSettings(**BF16_KV | settings))
 
 
-def logits_of(
-    loaded: Any, tokens: Any, cuts: list[int], *, beside: int = 0, threads: int = 2, fill: float = 0.0, **kept: Any
-) -> Any:
-    """Logits of every token, computed in pieces that end at ``cuts`` beside ``beside`` other sequences, in memory that
-    held ``fill`` before."""
-    use_threads(threads)
-    kept = kept or dict(KEPT_IN_BF16)
-    cache = SlotKVCache(loaded.layers, num_slots=beside + 1, num_tokens=8192, max_model_len=2048, **kept)
-    if fill:
-        cache._slab.tensor.fill_(fill)
-    decoder = NativeDecoder(loaded.decoder, cache)
-    for owner in range(beside + 1):
-        cache.acquire(owner, PrefixKey("", ""), tokens.astype(np.int32), at_most=0)
-    rows, start = [], 0
-    for number, end in enumerate(cuts):
-        others = [np.full(3, 7 + i) for i in range(beside)]
-        ids = np.concatenate([*others, tokens[start:end]]).astype(np.int64)
-        runs = [Row(1 + i, 3 * number, 3) for i in range(beside)] + [Row(0, start, end - start)]
-        rows.append(decoder.forward(ids, runs, [None] * len(runs), range(len(ids) - (end - start), len(ids))))
-        start = end
-    return torch.cat(rows)
+def logits_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
+    return kept_runs.logits_of(loaded, tokens, cuts, **KEPT_IN_BF16 | more if "dtype" not in more else more)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -91,8 +91,10 @@ def test_health_names_the_engines_kernels() -> None:
     assert found["two"]["entities"]["v2"].items() >= reported_of.items()
     assert (found["two"]["entities"]["v1"]["kernels"], "kernels" in found["two"]) == ("native", False)
     assert "kv_cache_reason" not in found["one"]
-    slow.info = msgspec.structs.replace(NATIVE, kv_cache_reason="whole keys and values")
-    assert health_of(one={"v1": slow})[1]["one"]["kv_cache_reason"] == "whole keys and values"
+    kept = {"kv_cache_dtype": "int8", "kv_cache_reason": "whole keys and values"}
+    slow.info = msgspec.structs.replace(NATIVE, **kept)
+    assert health_of(one={"v1": slow})[1]["one"].items() >= kept.items()
+    assert slow.info.kv_cache_summary == "int8 (whole keys and values)"
     slow.info = msgspec.structs.replace(NATIVE, quantization="int8")
     found = health_of(one={"v1": slow}, two={"v1": engine("ready")})[1]
     assert (found["one"]["quantization"], "quantization" in found["two"]) == ("int8", False)

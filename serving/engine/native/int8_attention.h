@@ -1,0 +1,319 @@
+// Attention of query heads over the keys and values of one KV head that are kept in int8, with a scale of each token's.
+//
+//   a block    KEPT_BLOCK tokens: their bytes, then a float of each
+//   keys       [D / 4][KEPT_BLOCK][4]   four dimensions of a token; offset by 128, unsigned
+//   values     [KEPT_BLOCK / 4][D][4]   four tokens of a dimension; signed
+//
+// What they meet is made whole too: a query, and a query's weights of a block, are FINEST levels, in two bytes of seven
+// bits: n = 128 high + low. A sum of products is then a whole number below 2^31, the same in any order and by any
+// instruction: vectors serve few queries and tiles many, and no bit tells which it was. What this adds to the rounding of
+// keys and values is a hundredth of it.
+//
+// As in attention.h the blocks of a SEGMENT fold into one running softmax, and segments are merged in order.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "tiles.h"
+
+namespace mlt {
+
+constexpr int KEPT_BLOCK = 64;
+constexpr int KEPT_VECTORS = KEPT_BLOCK / LANES;
+constexpr int FINEST = 127 * 128;
+constexpr int BYTE_QUERIES = 32;  // that share what is read of keys and values
+constexpr int TILED_FROM = 9;     // queries from which tiles pay
+enum Part { HIGH, LOW, BOTH };
+
+static_assert(SEGMENT % KEPT_BLOCK == 0 && KEPT_BLOCK == TILE_BYTES && BYTE_QUERIES % TILE_ROWS == 0);
+
+// From one token's to the next in a KV head's keys, or values.
+constexpr size_t kept_bytes(int dim) { return dim + sizeof(float); }
+
+struct KeptBlock {
+    uint8_t* bytes;
+    float* scales;  // [KEPT_BLOCK]
+
+    KeptBlock(const uint8_t* head, int dim, int token)
+        : bytes(const_cast<uint8_t*>(head) + size_t(token / KEPT_BLOCK) * KEPT_BLOCK * kept_bytes(dim)),
+          scales((float*)(bytes + KEPT_BLOCK * dim)) {}
+};
+
+// The key and value of token `at`, [dim] each, to their places in a KV head's of a slot.
+inline void keep_int8(const float* key, const float* value, int dim, int at, uint8_t* keys, uint8_t* values) {
+    uint8_t bytes[MAX_HEAD];
+    const int t = at % KEPT_BLOCK;
+    const KeptBlock to_keys(keys, dim, at), to_values(values, dim, at);
+    to_keys.scales[t] = quantize_row(key, dim, bytes);
+    for (int d = 0; d < dim; d += 4) std::memcpy(to_keys.bytes + d * KEPT_BLOCK + t * 4, bytes + d, 4);
+    to_values.scales[t] = quantize_row(value, dim, bytes);
+    uint8_t* to = to_values.bytes + t / 4 * dim * 4 + t % 4;
+    for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ 0x80;  // an offset of 128 is this bit
+}
+
+// n values as multiples of what is returned, FINEST of them at most; NaN, and any, where a value is not finite.
+inline float quantize_fine(const float* x, int n, int8_t* high, int8_t* low) {
+    __m512 most = _mm512_setzero_ps();
+    __mmask16 strange = 0;
+    for (int i = 0; i < n; i += LANES) {
+        const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + i));
+        strange |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+        most = _mm512_max_ps(most, size);
+    }
+    const float unit = strange ? NAN : std::max(_mm512_reduce_max_ps(most), 1e-30f) * (1.0f / FINEST);
+    const __m512 by = _mm512_set1_ps(1.0f / unit);
+    for (int i = 0; i < n; i += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), by));
+        _mm_storeu_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
+        _mm_storeu_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
+    }
+    return unit;
+}
+
+// 128 high + low, less `offset`, as a float.
+inline __m512 whole_sum(__m512i high, __m512i low, int32_t offset) {
+    const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
+}
+
+inline __m512i four_bytes(const int8_t* from) {
+    int32_t bytes;
+    std::memcpy(&bytes, from, 4);
+    return _mm512_set1_epi32(bytes);
+}
+
+// Queries that see tokens [lo, hi) of one KV head each.
+struct ByteQueries {
+    int count, lo[BYTE_QUERIES], hi[BYTE_QUERIES];
+    float cap;  // as in attention.h
+    float unit[BYTE_QUERIES];
+    int32_t offset[BYTE_QUERIES];  // what 128 of the keys' bytes gives
+    alignas(64) int8_t parts[BOTH][BYTE_QUERIES][MAX_HEAD];
+
+    // Query i is q [dim], which carries the scaling.
+    void set(int i, const float* q, int dim, int from, int to) {
+        lo[i] = from, hi[i] = to;
+        unit[i] = quantize_fine(q, dim, parts[HIGH][i], parts[LOW][i]);
+        int32_t sum = 0;
+        for (int d = 0; d < dim; d++) sum += 128 * parts[HIGH][i][d] + parts[LOW][i][d];
+        offset[i] = 128 * sum;
+    }
+};
+
+// What becomes of one block, by query.
+struct ByteBlock {
+    int from[BYTE_QUERIES], to[BYTE_QUERIES];  // tokens that it sees; from >= to: none
+    float fade[BYTE_QUERIES], unit[BYTE_QUERIES];  // of the values so far, of the weights
+    alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+    alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+};
+
+// The sums so far of C vectors of values, from dimension d on, with those of a block.
+template <int C>
+inline void fold(const ByteBlock& block, int i, const __m512i* high, const __m512i* low, int d, Partial& state) {
+    if (block.from[i] >= block.to[i]) return;
+    const __m512 fade = _mm512_set1_ps(block.fade[i]), unit = _mm512_set1_ps(block.unit[i]);
+    for (int c = 0; c < C; c++) {
+        float* to = state.values + d + c * LANES;
+        const __m512 sum = _mm512_mul_ps(whole_sum(high[c], low[c], 0), unit);
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fade, sum));
+    }
+}
+
+// Products by vectors, of as many queries at a time as there are indexes.
+struct VectorBytes {
+    template <size_t... M>
+    static void score(std::index_sequence<M...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
+                      ByteBlock& block) {
+        __m512i sums[sizeof...(M)][BOTH][KEPT_VECTORS] = {};
+        for (int d = 0; d < dim; d += 4, keys += KEPT_BLOCK * 4) {
+            __m512i key[KEPT_VECTORS];
+            for (int v = 0; v < KEPT_VECTORS; v++) key[v] = _mm512_load_si512(keys + v * 64);
+            (
+                [&] {
+                    for (int part = HIGH; part < BOTH; part++) {
+                        const __m512i q = four_bytes(queries.parts[part][i + M] + d);
+                        for (int v = 0; v < KEPT_VECTORS; v++) multiply_add<Kind::INT8>(sums[M][part][v], key[v], q);
+                    }
+                }(),
+                ...);
+        }
+        (
+            [&] {
+                for (int part = HIGH; part < BOTH; part++)
+                    for (int v = 0; v < KEPT_VECTORS; v++)
+                        _mm512_store_si512(block.scores[part][i + M] + v * LANES, sums[M][part][v]);
+            }(),
+            ...);
+    }
+
+    template <int C, size_t... M>
+    static void mix(std::index_sequence<M...>, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
+                    Partial* states) {
+        __m512i sums[sizeof...(M)][BOTH][C] = {};
+        for (int t = 0; t < KEPT_BLOCK; t += 4) {
+            __m512i value[C];
+            for (int c = 0; c < C; c++) value[c] = _mm512_load_si512(values + (t * dim + d * 4) + c * 64);
+            (
+                [&] {
+                    for (int part = HIGH; part < BOTH; part++) {
+                        const __m512i w = four_bytes(block.weights[part][i + M] + t);
+                        for (int c = 0; c < C; c++) multiply_add<Kind::INT8>(sums[M][part][c], w, value[c]);
+                    }
+                }(),
+                ...);
+        }
+        (fold<C>(block, i + M, sums[M][HIGH], sums[M][LOW], d, states[i + M]), ...);
+    }
+
+    // Up to 4 vectors of values from dimension d on.
+    template <class Queries, int C = 4>
+    static void mix_wide(Queries together, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
+                         Partial* states) {
+        if constexpr (C > 1)
+            if (dim - d < C * LANES) return mix_wide<Queries, C - 1>(together, i, dim, d, values, block, states);
+        mix<C>(together, i, dim, d, values, block, states);
+    }
+
+    template <class Work, int M = TOGETHER>
+    static void together(int count, int i, const Work& work) {
+        if constexpr (M > 1)
+            if (count - i < M) return together<Work, M - 1>(count, i, work);
+        work(std::make_index_sequence<M>());
+    }
+
+    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block) {
+        for (int i = 0; i < queries.count; i += TOGETHER)
+            together(queries.count, i, [&](auto m) { score(m, queries, i, dim, keys, block); });
+    }
+    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states) {
+        for (int i = 0; i < count; i += TOGETHER)
+            together(count, i, [&](auto m) {
+                for (int d = 0; d < dim; d += 4 * LANES) mix_wide(m, i, dim, d, values, block, states);
+            });
+    }
+};
+
+// Products by tiles: of heads whose width is a multiple of a tile's row. 0 to 3 are sums, of both parts and two columns
+// of tiles; 4 and 5 queries, or weights; 6 and 7 keys, or values.
+template <class Tiles>
+struct TiledBytes {
+    Tiles tiles;
+
+    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block) {
+        constexpr int ROW = KEPT_BLOCK * 4;
+        for (int i = 0; i < queries.count; i += TILE_ROWS)
+            for (int t = 0; t < KEPT_BLOCK; t += 2 * LANES) {
+                clear();
+                for (int d = 0; d < dim; d += TILE_BYTES) {
+                    load(queries.parts[HIGH][i] + d, queries.parts[LOW][i] + d, MAX_HEAD);
+                    tiles.template load<6>(keys + d * KEPT_BLOCK + t * 4, ROW);
+                    tiles.template load<7>(keys + d * KEPT_BLOCK + (t + LANES) * 4, ROW);
+                    tiles.template multiply_signed<0, 4, 6>(), tiles.template multiply_signed<1, 4, 7>();
+                    tiles.template multiply_signed<2, 5, 6>(), tiles.template multiply_signed<3, 5, 7>();
+                }
+                store(block.scores[HIGH][i] + t, block.scores[LOW][i] + t, ROW);
+            }
+    }
+
+    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states) {
+        alignas(64) int32_t sums[BOTH][TILE_ROWS][2 * LANES];
+        for (int i = 0; i < count; i += TILE_ROWS) {
+            load(block.weights[HIGH][i], block.weights[LOW][i], KEPT_BLOCK);
+            for (int d = 0; d < dim; d += 2 * LANES) {
+                clear();
+                tiles.template load<6>(values + d * 4, dim * 4), tiles.template load<7>(values + (d + LANES) * 4, dim * 4);
+                tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
+                tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
+                store(sums[HIGH][0], sums[LOW][0], sizeof sums[0][0]);
+                for (int m = 0; m < std::min(count - i, TILE_ROWS); m++) {
+                    const auto part = [&](int which, int c) { return _mm512_load_si512(sums[which][m] + c * LANES); };
+                    const __m512i high[] = {part(HIGH, 0), part(HIGH, 1)}, low[] = {part(LOW, 0), part(LOW, 1)};
+                    fold<2>(block, i + m, high, low, d, states[i + m]);
+                }
+            }
+        }
+    }
+
+  private:
+    void clear() {
+        tiles.template zero<0>(), tiles.template zero<1>();
+        tiles.template zero<2>(), tiles.template zero<3>();
+    }
+    void load(const int8_t* high, const int8_t* low, size_t row) {
+        tiles.template load<4>(high, row), tiles.template load<5>(low, row);
+    }
+    void store(int32_t* high, int32_t* low, size_t row) {
+        tiles.template store<0>(high, row), tiles.template store<1>(high + LANES, row);
+        tiles.template store<2>(low, row), tiles.template store<3>(low + LANES, row);
+    }
+};
+
+// Query i's scores of a block become weights in its softmax, and those with the scales of values whole numbers. Compiled
+// once: where a product meets a sum the compiler may join them in one place and not in another.
+__attribute__((noinline)) inline void weigh(const ByteQueries& queries, int i, const float* key_scales, const float* value_scales,
+                  ByteBlock& block, Partial& state) {
+    alignas(64) float scores[KEPT_BLOCK];
+    const uint64_t upto = block.to[i] >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << block.to[i]) - 1;
+    const uint64_t inside = upto & ~((uint64_t(1) << block.from[i]) - 1);
+    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t), low = _mm512_load_si512(block.scores[LOW][i] + t);
+        const __m512 score = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
+        _mm512_store_ps(scores + t, _mm512_mul_ps(score, _mm512_set1_ps(queries.unit[i])));
+    }
+    if (queries.cap != 0.0f) cap_each(scores, KEPT_BLOCK, queries.cap);
+    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        const __mmask16 seen = __mmask16(inside >> t);
+        const __m512 score = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_load_ps(scores + t));
+        _mm512_store_ps(scores + t, score);
+        most = _mm512_max_ps(most, score);
+    }
+    const float largest = std::max(state.most, _mm512_reduce_max_ps(most));
+    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        const __m512 w = exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(largest)));
+        total = _mm512_add_ps(total, w);
+        // the scale of a token that is not seen may be no number
+        const __mmask16 seen = __mmask16(inside >> t);
+        _mm512_store_ps(scores + t, _mm512_mul_ps(w, _mm512_maskz_loadu_ps(seen, value_scales + t)));
+    }
+    block.unit[i] = quantize_fine(scores, KEPT_BLOCK, block.weights[HIGH][i], block.weights[LOW][i]);
+    block.fade[i] = state.sum == 0.0f ? 0.0f : std::exp(state.most - largest);
+    state.sum = state.sum * block.fade[i] + _mm512_reduce_add_ps(total);
+    state.most = largest;
+}
+
+// The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
+// count for nothing.
+template <class Products>
+void attend_int8(Products products, int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values,
+                 int segment, Partial* states) {
+    ByteBlock block;
+    int first = INT32_MAX, last = 0;
+    for (int i = 0; i < queries.count; i++) {
+        mlt::clear(states[i], dim);
+        first = std::min(first, queries.lo[i]), last = std::max(last, queries.hi[i]);
+    }
+    first = std::max(first, segment * SEGMENT) / KEPT_BLOCK * KEPT_BLOCK;
+    last = std::min(last, (segment + 1) * SEGMENT);
+    for (int at = first; at < last; at += KEPT_BLOCK) {
+        const KeptBlock key(keys, dim, at), value(values, dim, at);
+        products.score(queries, dim, key.bytes, block);
+        for (int i = 0; i < queries.count; i++) {
+            block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
+            if (block.from[i] < block.to[i]) weigh(queries, i, key.scales, value.scales, block, states[i]);
+        }
+        products.mix(queries.count, dim, value.bytes, block, states);
+    }
+}
+
+inline void attend_int8(int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values, int segment,
+                        Partial* states) {
+    const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
+    const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
+    if (use == TileUse::HARDWARE) attend_int8(TiledBytes<HardwareTiles>(), dim, queries, keys, values, segment, states);
+    else if (use == TileUse::EMULATED) attend_int8(TiledBytes<EmulatedTiles>(), dim, queries, keys, values, segment, states);
+    else attend_int8(VectorBytes(), dim, queries, keys, values, segment, states);
+}
+
+}  // namespace mlt
