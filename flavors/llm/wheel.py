@@ -10,8 +10,10 @@ the package runs without them, so the wheel is tagged for any platform all the s
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import importlib.metadata
+import io
 import os
 import zipfile
 from collections.abc import Iterator
@@ -40,14 +42,28 @@ def write_wheel(root: Path) -> str:
     The hash is of the content: MLflow names an environment by the text of its requirements, so two builds of one
     version (from a source tree under development) do not share an environment.
     """
+    name, data = _wheel(_stamp())
+    folder = f"{WHEELS}/{name}"
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / folder / f"{PACKAGE}-{distribution().version}-py3-none-any.whl").write_bytes(data)
+    return folder
+
+
+def _stamp() -> tuple[object, ...]:
+    """Changes with any file of the package, and with what is installed as it."""
+    found = distribution()
+    files = ((path, os.stat(path)) for _, path in _package_paths())
+    return (found.version, str(found.locate_file("")), *((path, s.st_mtime_ns, s.st_size) for path, s in files))
+
+
+@functools.lru_cache(maxsize=1)
+def _wheel(stamp: tuple[object, ...]) -> tuple[str, bytes]:
+    """The hash of its content, and the wheel: a process that saves many models packs it once."""
     content = dict(_files(distribution()))
     digest = hashlib.sha256()
     for name, data in content.items():
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
-    folder = f"{WHEELS}/{digest.hexdigest()[:12]}"
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    _write_zip(root / folder / f"{PACKAGE}-{distribution().version}-py3-none-any.whl", content)
-    return folder
+    return digest.hexdigest()[:12], _zip(content)
 
 
 def _files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
@@ -60,6 +76,10 @@ def _files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
+    return ((name, path.read_bytes()) for name, path in _package_paths())
+
+
+def _package_paths() -> Iterator[tuple[str, Path]]:
     import mlflow_llm
 
     package = Path(mlflow_llm.__file__).parent
@@ -69,7 +89,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
         for name in sorted(files):
             if not name.endswith((".pyc", ".pyo")) and not name.startswith("."):
                 file = Path(folder, name)
-                yield f"{PACKAGE}/{file.relative_to(package).as_posix()}", file.read_bytes()
+                yield f"{PACKAGE}/{file.relative_to(package).as_posix()}", file
 
 
 def _metadata_files(dist: importlib.metadata.Distribution) -> Iterator[tuple[str, bytes]]:
@@ -93,10 +113,12 @@ def _record_hash(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
-def _write_zip(file: Path, content: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+def _zip(content: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in content.items():
             entry = zipfile.ZipInfo(name, EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data)
+    return packed.getvalue()

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from mlflow_llm.flavors import llm
 from mlflow_llm.flavors.llm import bundle_reader, model_config, signature
+from mlflow_llm.flavors.llm import wheel as own_wheel
 from mlflow_llm.serving.dialects import FIELDS
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -241,10 +242,21 @@ def test_wheel_is_the_same_every_time(tmp_path, llama_dir):
     """Equal content gives an equal wheel in a folder of equal name, so environments are shared."""
     wheels = []
     for name in ("a", "b"):
+        own_wheel._wheel.cache_clear()
         llm.save_model(tmp_path / name, llama_dir)
         (wheel,) = (tmp_path / name / "wheels").rglob("*.whl")
         wheels.append((wheel.parent.name, wheel.read_bytes()))
     assert wheels[0] == wheels[1]
+
+
+def test_wheel_follows_the_package(tmp_path, monkeypatch):
+    """It is packed once a process, and again when a file of the package has changed."""
+    (tmp_path / "a.py").write_text("VALUE = 1\n")
+    monkeypatch.setattr(own_wheel, "_package_paths", lambda: iter([("mlflow_llm/a.py", tmp_path / "a.py")]))
+    first = own_wheel.write_wheel(tmp_path)
+    assert own_wheel.write_wheel(tmp_path) == first
+    (tmp_path / "a.py").write_text("VALUE = 10\n")
+    assert own_wheel.write_wheel(tmp_path) != first
 
 
 def test_code_paths(tmp_path, llama_dir):
