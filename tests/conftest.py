@@ -7,24 +7,17 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hypothesis
 import pytest
-from tiny_models import FAMILIES, make_model, save_bundle
 
-from mlflow_llm.serving.bundle import Bundle
+if TYPE_CHECKING:  # the process that hands the tests out loads this module too, and runs none
+    from mlflow_llm.serving.bundle import Bundle
 
 # A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
 # process of ours would inherit that, and the tests of Ctrl-C would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
-
-# How long an example takes is the machine's business.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
 
 # Clients (litellm) ask for the main thread's loop; before 3.14 that makes one, once, which nobody closes.
 asyncio.set_event_loop(None)
@@ -42,12 +35,14 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
             "test_server_ending.py",
             "test_local_deployment.py",
             "test_management_sdk.py",
+            "test_agent_clients.py",
             "test_openapi_server.py",
             "test_exactness.py",
             "test_deployment_commands.py",
             "test_models_serve.py",
             "test_server_recovery_smollm2.py",
             "test_two_stores.py",
+            "test_server_faults.py",
             "test_remote_engines.py",
             "test_server_defaults.py",
             "test_engine_process.py",
@@ -57,7 +52,22 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
     )
 }
 
-
+TOGETHER = {  # files whose tests share servers, which one process of tests then starts once
+    name: servers
+    for servers, names in {
+        "unsteady, fast, deliberate": (
+            "test_server_faults.py",
+            "test_server_recovery.py",
+            "test_server_refusals.py",
+            "test_server_limits.py",
+            "test_stalled_engine_health.py",
+            "test_keep_alive.py",
+        ),
+        "observed": ("test_gateway_recipe.py", "test_gateway_app.py", "test_broken_streams.py", "test_commands.py"),
+        "url": ("test_agent_clients.py", "test_client_libraries.py", "test_server_clients.py", "test_judges.py"),
+    }.items()
+    for name in names
+}
 CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
@@ -66,11 +76,33 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # before xdist starts its workers, which inherit the environment
         config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True)
         os.environ["MLFLOW_LLM_CACHE"] = made.name
+    if not config.getoption("numprocesses", None):  # a process that runs tests itself
+        import hypothesis
+
+        # how long an example takes is the machine's business
+        slow = [hypothesis.HealthCheck.too_slow]
+        hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+        hypothesis.settings.load_profile("any machine")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if CACHE in config.stash:
         config.stash[CACHE].cleanup()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, but files that are ``TOGETHER`` count as one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedServers(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file.rpartition("/")[2], file)
+
+    return SharedServers(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,16 +120,21 @@ def runtime_of_its_own() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("XDG_RUNTIME_DIR", place)
+        patch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")  # four more processes of an MLflow server
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_llama() -> Any:
     """A random Llama of two layers, to compare with."""
+    from tiny_models import FAMILIES, make_model
+
     return make_model(FAMILIES["llama"]())
 
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The same model on disk."""
+    from tiny_models import save_bundle
+
     return save_bundle(tiny_llama, tmp_path_factory.mktemp("tiny_llama"))

@@ -127,6 +127,7 @@ if [ -n "$quick" ]; then
     set -- tests/serving/dialects tests/serving/tasks tests/serving/engine tests/serving/modes tests/flavors \
         tests/real/test_generate_smollm2.py "$@"
 fi
+unset PYTHONDONTWRITEBYTECODE  # what one process of tests has compiled the others read
 # Four files of tests at a time, in the order that tests/conftest.py gives them: the tests of processes wait more than
 # they compute.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider -n 4 --dist loadfile --no-loadscope-reorder "$@"

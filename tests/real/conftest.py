@@ -78,13 +78,14 @@ def embedder(minilm_dir, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def url(smollm2_dir: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command."""
+    """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command, with
+    room for tools in prompts."""
     root = tmp_path_factory.mktemp("clients")
     llm.save_model(root / "chat", smollm2_dir, link_files=True)
     models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{embedder}=embedder")
-    with served(root, *models, "-C", "max_model_len=512") as url:
+    with served(root, *models, "-C", "max_model_len=4096") as url:
         yield url
 
 

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from llm_server import WARNINGS_OF_CLIENTS, served
+from llm_server import WARNINGS_OF_CLIENTS
 from pydantic import BaseModel, Field
-
-from mlflow_llm.flavors import llm
 
 pytestmark = WARNINGS_OF_CLIENTS
 QUESTION = [{"role": "user", "content": "What is the weather in Paris, in degrees Celsius?"}]
@@ -48,15 +46,6 @@ TOOL = {
     "function": {"name": "Weather", "description": "d", "parameters": Weather.model_json_schema()},
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "report", "schema": Report.model_json_schema()}}
-
-
-@pytest.fixture(scope="module")
-def url(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the endpoint ``assistant`` and room for the tools in its prompts."""
-    root = tmp_path_factory.mktemp("agents")
-    llm.save_model(root / "chat", smollm2_dir, link_files=True)
-    with served(root, "-m", f"{root / 'chat'}=assistant", "-C", "max_model_len=4096") as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,6 @@ def test_litellm_exceptions(url: str, provider: str, suffix: str) -> None:
     call = {"api_base": url + suffix, "api_key": "x", "max_tokens": 4, "num_retries": 0}
     with pytest.raises(litellm.NotFoundError, match="nobody"):
         litellm.completion(model=f"{provider}/nobody", messages=CHAT["messages"], **call)
-    long = [{"role": "user", "content": "word " * 600}]
+    long = [{"role": "user", "content": "word " * 5000}]
     with pytest.raises(litellm.ContextWindowExceededError, match="context length"):
         litellm.completion(model=f"{provider}/assistant", messages=long, **call)

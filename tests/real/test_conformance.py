@@ -28,7 +28,7 @@ from mlflow_llm.serving.settings import EngineSettings
 
 ROWS = [(part, name) for part in PARTS for name in part.rows]
 PLAIN = Row(body={})
-AT_ONCE = 16
+AT_ONCE = 48
 MIGRATE = Path(__file__).parents[2] / "docs" / "migrate.md"
 Key = tuple[str, str, Mode]  # part, field ("" for the plain request), whole or streamed
 

@@ -27,7 +27,7 @@ def url(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     defaults = {"response_format": form, "temperature": 0.0, "max_tokens": 200}
     llm.save_model(root / "judge", smollm2_dir, link_files=True, defaults=defaults)
     models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{root / 'judge'}=judge")
-    with served(root, *models, "-C", "max_model_len=2048") as url:
+    with served(root, *models, "-C", "max_model_len=4096") as url:
         yield url
 
 

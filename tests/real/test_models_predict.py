@@ -59,10 +59,10 @@ def test_one_request(assistant, tmp_path):
     assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] + reply["usage"]["completion_tokens"]
 
 
-def test_rows_and_params(assistant, tmp_path):
+def test_rows_and_params(tiny, tmp_path):
     """Rows in MLflow's form get ``predictions`` in order; ``params`` hold for the rows that say nothing."""
-    rows = [{"prompt": "a b c", "max_tokens": 1}, {"prompt": "a b c"}]
-    reported = models_predict(assistant, {"dataframe_records": rows, "params": {"max_tokens": 2}}, tmp_path)
+    rows = [{"prompt": "a b c", "max_tokens": 1, "ignore_eos": True}, {"prompt": "a b c", "ignore_eos": True}]
+    reported = models_predict(tiny, {"dataframe_records": rows, "params": {"max_tokens": 2}}, tmp_path)
     assert [reply["usage"]["completion_tokens"] for reply in reported["predictions"]] == [1, 2]
 
 

@@ -146,18 +146,17 @@ def test_resumed_at_every_token(core: EngineCore, bundle: Bundle) -> None:
     for request in mixed(Texts(bundle))[:8]:
         whole = run(core, request)[request.request_id]
         tokens = whole.tokens[0]
-        for cut in range(len(tokens) + 1):
-            resumed = replace_tokens(request, tokens[:cut])
-            found = run(core, resumed)[request.request_id]
+        resumed = [resumed_at(cut, request, tokens) for cut in range(len(tokens) + 1)]
+        for cut, found in enumerate(run(core, *resumed).values()):
             assert found.failed is None
             assert [*tokens[:cut], *found.tokens[0]] == tokens, (request.request_id, cut)
             assert reasons(found) == reasons(whole)
             assert found.finished[0].num_generated_tokens == len(tokens)
 
 
-def replace_tokens(request: ValidRequest, resumed: list[int]) -> ValidRequest:
-    source = msgspec.structs.replace(request.sequences[0], resumed_token_ids=tuple(resumed))
-    return msgspec.structs.replace(request, sequences=(source,))
+def resumed_at(cut: int, request: ValidRequest, tokens: list[int]) -> ValidRequest:
+    source = msgspec.structs.replace(request.sequences[0], resumed_token_ids=tuple(tokens[:cut]))
+    return msgspec.structs.replace(request, request_id=f"{request.request_id}-{cut}", sequences=(source,))
 
 
 def test_resumed_outside_of_its_grammar(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:
