@@ -108,62 +108,80 @@ struct ByteBlock {
     alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
 };
 
-// The sums so far of C vectors of values, from dimension d on, with those of a block.
-template <int C>
-inline void fold(const ByteBlock& block, int i, const __m512i* high, const __m512i* low, int d, Partial& state) {
+// Query i's sums so far of `vectors` vectors of dimensions from d on, with those of a block.
+inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32_t* low, int vectors, int d,
+                 Partial& state) {
     if (block.from[i] >= block.to[i]) return;
     const __m512 fade = _mm512_set1_ps(block.fade[i]), unit = _mm512_set1_ps(block.unit[i]);
-    for (int c = 0; c < C; c++) {
-        float* to = state.values + d + c * LANES;
-        const __m512 sum = _mm512_mul_ps(whole_sum(high[c], low[c], 0), unit);
-        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fade, sum));
+    for (int c = 0; c < vectors * LANES; c += LANES) {
+        float* to = state.values + d + c;
+        const __m512 sum = whole_sum(_mm512_load_si512(high + c), _mm512_load_si512(low + c), 0);
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fade, _mm512_mul_ps(sum, unit)));
     }
 }
 
-// Products by vectors, of as many queries at a time as there are indexes.
+// Products by vectors. Sums are numbered by a pack, two of a query (its parts): folds rather than loops, every one of them
+// then has a constant index and stays in a register.
 struct VectorBytes {
-    template <size_t... M>
-    static void score(std::index_sequence<M...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
+    template <size_t... S>
+    static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
                       ByteBlock& block) {
-        __m512i sums[sizeof...(M)][BOTH][KEPT_VECTORS] = {};
+        static_assert(KEPT_VECTORS == 4);
+        const int8_t* const q[] = {queries.parts[S % BOTH][i + S / BOTH]...};
+        __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
+        __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
         for (int d = 0; d < dim; d += 4, keys += KEPT_BLOCK * 4) {
-            __m512i key[KEPT_VECTORS];
-            for (int v = 0; v < KEPT_VECTORS; v++) key[v] = _mm512_load_si512(keys + v * 64);
+            const __m512i key0 = _mm512_load_si512(keys), key1 = _mm512_load_si512(keys + 64);
+            const __m512i key2 = _mm512_load_si512(keys + 128), key3 = _mm512_load_si512(keys + 192);
             (
                 [&] {
-                    for (int part = HIGH; part < BOTH; part++) {
-                        const __m512i q = four_bytes(queries.parts[part][i + M] + d);
-                        for (int v = 0; v < KEPT_VECTORS; v++) multiply_add<Kind::INT8>(sums[M][part][v], key[v], q);
-                    }
+                    const __m512i x = four_bytes(q[S] + d);
+                    multiply_add<Kind::INT8>(sum0[S], key0, x), multiply_add<Kind::INT8>(sum1[S], key1, x);
+                    multiply_add<Kind::INT8>(sum2[S], key2, x), multiply_add<Kind::INT8>(sum3[S], key3, x);
                 }(),
                 ...);
         }
         (
             [&] {
-                for (int part = HIGH; part < BOTH; part++)
-                    for (int v = 0; v < KEPT_VECTORS; v++)
-                        _mm512_store_si512(block.scores[part][i + M] + v * LANES, sums[M][part][v]);
+                int32_t* to = block.scores[S % BOTH][i + S / BOTH];
+                _mm512_store_si512(to, sum0[S]), _mm512_store_si512(to + LANES, sum1[S]);
+                _mm512_store_si512(to + 2 * LANES, sum2[S]), _mm512_store_si512(to + 3 * LANES, sum3[S]);
             }(),
             ...);
     }
 
-    template <int C, size_t... M>
-    static void mix(std::index_sequence<M...>, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
+    // The values of C vectors of dimensions from d on.
+    template <int C, size_t... S>
+    static void mix(std::index_sequence<S...>, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
                     Partial* states) {
-        __m512i sums[sizeof...(M)][BOTH][C] = {};
-        for (int t = 0; t < KEPT_BLOCK; t += 4) {
-            __m512i value[C];
-            for (int c = 0; c < C; c++) value[c] = _mm512_load_si512(values + (t * dim + d * 4) + c * 64);
+        const int8_t* const weights[] = {block.weights[S % BOTH][i + S / BOTH]...};
+        __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
+        __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
+        values += d * 4;
+        for (int t = 0; t < KEPT_BLOCK; t += 4, values += dim * 4) {
+            const __m512i value0 = _mm512_load_si512(values);
+            const __m512i value1 = C > 1 ? _mm512_load_si512(values + 64) : value0;
+            const __m512i value2 = C > 2 ? _mm512_load_si512(values + 128) : value0;
+            const __m512i value3 = C > 3 ? _mm512_load_si512(values + 192) : value0;
             (
                 [&] {
-                    for (int part = HIGH; part < BOTH; part++) {
-                        const __m512i w = four_bytes(block.weights[part][i + M] + t);
-                        for (int c = 0; c < C; c++) multiply_add<Kind::INT8>(sums[M][part][c], w, value[c]);
-                    }
+                    const __m512i w = four_bytes(weights[S] + t);
+                    multiply_add<Kind::INT8>(sum0[S], w, value0);
+                    if constexpr (C > 1) multiply_add<Kind::INT8>(sum1[S], w, value1);
+                    if constexpr (C > 2) multiply_add<Kind::INT8>(sum2[S], w, value2);
+                    if constexpr (C > 3) multiply_add<Kind::INT8>(sum3[S], w, value3);
                 }(),
                 ...);
         }
-        (fold<C>(block, i + M, sums[M][HIGH], sums[M][LOW], d, states[i + M]), ...);
+        alignas(64) int32_t sums[sizeof...(S)][4 * LANES];
+        (
+            [&] {
+                _mm512_store_si512(sums[S], sum0[S]), _mm512_store_si512(sums[S] + LANES, sum1[S]);
+                _mm512_store_si512(sums[S] + 2 * LANES, sum2[S]), _mm512_store_si512(sums[S] + 3 * LANES, sum3[S]);
+            }(),
+            ...);
+        for (int m = 0; m < int(sizeof...(S)) / BOTH; m++)
+            fold(block, i + m, sums[BOTH * m + HIGH], sums[BOTH * m + LOW], C, d, states[i + m]);
     }
 
     // Up to 4 vectors of values from dimension d on.
@@ -179,7 +197,7 @@ struct VectorBytes {
     static void together(int count, int i, const Work& work) {
         if constexpr (M > 1)
             if (count - i < M) return together<Work, M - 1>(count, i, work);
-        work(std::make_index_sequence<M>());
+        work(std::make_index_sequence<M * BOTH>());
     }
 
     void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block) {
@@ -226,11 +244,8 @@ struct TiledBytes {
                 tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
                 tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
                 store(sums[HIGH][0], sums[LOW][0], sizeof sums[0][0]);
-                for (int m = 0; m < std::min(count - i, TILE_ROWS); m++) {
-                    const auto part = [&](int which, int c) { return _mm512_load_si512(sums[which][m] + c * LANES); };
-                    const __m512i high[] = {part(HIGH, 0), part(HIGH, 1)}, low[] = {part(LOW, 0), part(LOW, 1)};
-                    fold<2>(block, i + m, high, low, d, states[i + m]);
-                }
+                for (int m = 0; m < std::min(count - i, TILE_ROWS); m++)
+                    fold(block, i + m, sums[HIGH][m], sums[LOW][m], 2, d, states[i + m]);
             }
         }
     }
