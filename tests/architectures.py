@@ -126,8 +126,10 @@ NOTES = """
   router in float32, tokens grouped by expert, so that an expert's weights are read once a step, and a token's sum in
   the order of its own scores, whatever is beside it. Layers with and without experts may alternate. A shared expert
   takes adapters, experts take none (`target_parameters`, and `experts.0.…` of older adapters, are refused by name).
-  Not native, by torch: routers that choose by sigmoids, groups or biases of experts (GLM-4 MoE, MiniMax, DeepSeek) or
-  by turns (Phi-MoE), experts with biases or sinks (gpt-oss), latent attention.
+  `quantization: int8` makes int8 of their experts by torch on CPU too, and `quantize="int8"` does when they are logged;
+  experts of other architectures stay floats. Not native, by torch: routers that choose by sigmoids, groups or biases
+  of experts (GLM-4 MoE, MiniMax, DeepSeek) or by turns (Phi-MoE), experts with biases or sinks (gpt-oss), latent
+  attention.
 - **ALiBi** (Bloom, MPT, Falcon's first ones), recurrent layers, convolutions and attention in chunks are refused by
   name: transformers offers no way to replace the first, and the others keep a state that is no KV cache.
 - **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they

@@ -195,6 +195,7 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
     return pack_float(stored.dense(like.dtype, like.device), bias)
 
 
+OF_TORCH = EngineSettings(kernels="torch")
 Pack = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor | None, bool], PackedWeight]
 
 
@@ -208,7 +209,7 @@ def install(
     """Replace every linear of ``model`` in place, freeing each weight once packed. The model then only infers.
     Those named in ``plain`` stay floats in torch's layout: their weights are read by others.
 
-    Experts are replaced where our kernels take them; elsewhere they stay as they are.
+    Experts are replaced where our kernels take them, or they are in int8; elsewhere they stay as they are.
 
     ``pack(names, weight, bias, is_head)`` replaces the packing: of linears that were packed before, for one."""
     found: dict[str, EngineLinear] = {}
@@ -237,19 +238,43 @@ def install(
         for member, path in enumerate(paths):
             found[path] = EngineLinear(path, group, member)
             setattr(parent, path.rpartition(".")[2], found[path])
-    pack = pack or (lambda names, weight, bias, is_head: _pack(weight, bias, settings, is_head))
-    return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack))
+    return LinearSet(linears=found, head=head_name, experts=_install_experts(model, settings, pack, like))
 
 
-def _install_experts(model: nn.Module, settings: EngineSettings, pack: Pack) -> dict[str, EngineExperts]:
+def _install_experts(
+    model: nn.Module, settings: EngineSettings, pack: Pack | None, like: torch.Tensor | None
+) -> dict[str, EngineExperts]:
     found: dict[str, EngineExperts] = {}
     for path, module in list(model.named_modules()):
-        if settings.kernels == "auto" and experts.replaceable(module):
-            packed = {name: pack((f"{path}.{name}",), one, None, False) for name, one in experts.parameters(module)}
-            found[path] = experts.replaced(module, packed)
+        if not experts.is_known(module):
+            continue
+        native = settings.kernels == "auto" and experts.fits_natively(module, like)
+        packed: dict[str, PackedWeight | None] = {}
+        for name, weight in experts.weights_of(module).items():
+            if pack is not None:
+                packed[name] = pack((f"{path}.{name}",), torch.empty(weight.shape, device="meta"), None, False)
+            else:
+                packed[name] = _pack_experts(weight, settings, like, native=native)
+        whole = {name: one for name, one in packed.items() if one is not None}
+        if len(whole) == len(packed):
+            found[path] = EngineExperts(module, whole)
             parent, _, own = path.rpartition(".")
             setattr(model.get_submodule(parent), own, found[path])
     return found
+
+
+def _pack_experts(
+    weight: torch.Tensor | StoredLinear, settings: EngineSettings, like: Any, *, native: bool
+) -> PackedWeight | None:
+    """None where they stay as they are: torch multiplies those of a layer in one call."""
+    if isinstance(weight, StoredLinear):
+        if native or can_quantize(weight.values.to(like.device)):
+            return _pack_stored(weight, None, settings if native else OF_TORCH, like)
+        return PlainWeight(weight.dense(like.dtype, like.device), None)
+    if native:
+        return _pack(weight, None, settings, False)
+    int8 = settings.quantization == "int8" and weight.device.type == "cpu" and can_quantize(weight)
+    return Int8Weight(weight, None) if int8 else None
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], list[nn.Module], bool]]:

@@ -226,6 +226,8 @@ def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
         if share is None or share.bias is not None:
             return None
     gate_up, down = (experts.packed[name] for name in PARAMETERS)
+    if not isinstance(gate_up, NativeWeight) or not isinstance(down, NativeWeight):
+        return None
     return ExpertWeights(
         router=NativeWeight(router.weight, None, F32),
         gate_up=gate_up,

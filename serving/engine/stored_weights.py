@@ -40,6 +40,7 @@ METHOD = "compressed-tensors"
 FORMATS: dict[str, Quantization] = {"int-quantized": "int8"}
 SCALE = ".weight_scale"
 STORED = "stored"  # the attribute of a linear
+STORED_EXPERTS = "stored_experts"  # of all experts of a layer
 KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
 
 
@@ -69,6 +70,13 @@ def joined(parts: list[StoredLinear]) -> StoredLinear:
 def stored_of(module: nn.Module) -> StoredLinear | None:
     """What a linear's weights are stored as; None where they are floats."""
     found: StoredLinear | None = module.__dict__.get(STORED)
+    return found
+
+
+def stored_experts_of(module: nn.Module) -> dict[str, StoredLinear]:
+    """What experts' weights are stored as, those that are not floats: by the parameter's name, one expert below the
+    other."""
+    found: dict[str, StoredLinear] = module.__dict__.get(STORED_EXPERTS, {})
     return found
 
 
@@ -157,7 +165,7 @@ def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
             names = set(found.keys())
             for name in sorted(names):
                 module = modules.get(name.rpartition(".")[0])
-                if module is None or name.endswith(SCALE):
+                if module is None or name.endswith(SCALE) or name.removesuffix("_scale") in names - {name}:
                     continue
                 value = found.get_tensor(name)
                 if f"{name}_scale" in names:
@@ -167,10 +175,19 @@ def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _store(module: nn.Module, name: str, values: torch.Tensor, scale: torch.Tensor) -> None:
-    expected = module._parameters.get("weight")
-    if values.dtype != torch.int8 or scale.dtype != torch.float32 or scale.shape != (len(values), 1):
+    own = name.rpartition(".")[2]
+    expected = module._parameters.get(own)
+    dimensions = 2 if own == "weight" else 3
+    fits = values.dtype == torch.int8 and values.dim() == dimensions and scale.dtype == torch.float32
+    if not fits or scale.shape != (*values.shape[:-1], 1):
         raise PackagingError(f"{name}: {values.dtype} with scales {tuple(scale.shape)} is no weight in int8")
     shape = () if expected is None else tuple(expected.shape)
+    if own != "weight":
+        _check_shape(name, tuple(values.shape), shape)
+        found = StoredLinear(values.flatten(0, 1), scale.flatten(0, 1))
+        module.__dict__.setdefault(STORED_EXPERTS, {})[own] = found
+        del module._parameters[own]
+        return
     _check_shape(name, tuple(values.shape), shape[::-1] if isinstance(module, Conv1D) else shape)
     module.__dict__[STORED] = StoredLinear(values, scale)
     del module._parameters["weight"]
@@ -194,21 +211,24 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 
 
 def _make_runnable(model: nn.Module) -> None:
-    """A stored linear has its weight as floats for the time of a call, or from the first one on if they are few."""
-    linears = [(module, found) for module in model.modules() if (found := stored_of(module)) is not None]
-    keep = 4 * sum(found.values.numel() for _, found in linears) <= KEPT
-    for module, found in linears:
-        _run_by_calls(module, found, keep=keep)
+    """What is stored is there as floats for the time of a call, or from the first one on if it is little."""
+    linears = [(m, "weight", found) for m in model.modules() if (found := stored_of(m)) is not None]
+    linears += [(m, name, found) for m in model.modules() for name, found in stored_experts_of(m).items()]
+    keep = 4 * sum(found.values.numel() for *_, found in linears) <= KEPT
+    for module, name, found in linears:
+        _run_by_calls(module, name, found, keep=keep)
 
 
-def _run_by_calls(module: nn.Module, found: StoredLinear, *, keep: bool) -> None:
-    def make(linear: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if "weight" not in linear.__dict__:
+def _run_by_calls(module: nn.Module, name: str, found: StoredLinear, *, keep: bool) -> None:
+    def make(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if name not in module.__dict__:
             dense = found.dense(inputs[0].dtype, inputs[0].device)
-            linear.__dict__["weight"] = dense.t().contiguous() if isinstance(linear, Conv1D) else dense
+            if name != "weight":
+                dense = dense.unflatten(0, (int(getattr(module, "num_experts", 1)), -1))
+            module.__dict__[name] = dense.t().contiguous() if isinstance(module, Conv1D) else dense
 
-    def drop(linear: nn.Module, inputs: Any, output: Any) -> None:
-        del linear.__dict__["weight"]
+    def drop(module: nn.Module, inputs: Any, output: Any) -> None:
+        del module.__dict__[name]
 
     module.register_forward_pre_hook(make)
     if not keep:

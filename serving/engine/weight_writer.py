@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from ..errors import PackagingError
 from ..settings import EngineSettings
-from . import latent_attention, stored_weights
+from . import experts, latent_attention, stored_weights
 from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
 from .quantization import can_quantize, quantize_rows
@@ -48,19 +48,24 @@ def quantize_files(folder: Path, tasks: tuple[str, ...], quantization: Quantizat
     body = getattr(model, model.base_model_prefix) if tasks == ("score",) else model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
     chosen = {f"{prefix}{name}": module for name, module in _linears(body).items()}
-    tensors = _other_tensors(model, chosen)
+    routed = {f"{prefix}{name}": weight for name, weight in _experts(body).items()}
+    tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
     for name, module in chosen.items():
         weight = weight_of(module)
-        if not bool(torch.isfinite(weight).all()):
-            raise PackagingError(f"quantize: {name}.weight holds values that are not finite")
+        _check_finite(f"{name}.weight", weight)
         tensors[f"{name}.weight"], tensors[f"{name}{SCALE}"] = quantize_rows(weight.contiguous())
+    for name, weight in routed.items():
+        _check_finite(name, weight)
+        values, scale = quantize_rows(weight.detach().flatten(0, 1))
+        tensors[name], tensors[f"{name}_scale"] = values.view_as(weight), scale.view(*weight.shape[:-1], 1)
     if not chosen:
         raise PackagingError(
             f"quantize: {quantization!r} is of no use: {type(model).__name__} has no linears to quantise"
         )
     kinds = sorted({type(module).__name__ for module in chosen.values()})
     ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
-    del model, body
+    count = len(chosen) + len(routed)
+    del model, body, routed
     before = _size(folder)
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
@@ -69,7 +74,7 @@ def quantize_files(folder: Path, tasks: tuple[str, ...], quantization: Quantizat
     for file in folder.glob("*.safetensors*"):
         file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
     stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
-    return Written(linears=len(chosen), bytes_before=before, bytes_after=_size(folder))
+    return Written(linears=count, bytes_before=before, bytes_after=_size(folder))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -88,12 +93,27 @@ def _linears(body: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _other_tensors(model: nn.Module, quantised: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """As they are, in the narrowest type that holds them exactly; of tied ones that which others are tied to."""
+def _experts(body: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights [experts, N, K] of those that an engine which quantises at load would quantise, by name."""
+    return {
+        f"{path}.{name}": getattr(module, name)
+        for path, module in body.named_modules()
+        if experts.is_known(module) and all(can_quantize(one) for one in experts.weights_of(module).values())
+        for name in experts.PARAMETERS
+    }
+
+
+def _check_finite(name: str, weight: torch.Tensor) -> None:
+    if not bool(torch.isfinite(weight).all()):
+        raise PackagingError(f"quantize: {name} holds values that are not finite")
+
+
+def _other_tensors(model: nn.Module, stored: set[str]) -> dict[str, torch.Tensor]:
+    """Those not in ``stored``, in the narrowest type that holds them exactly; of tied ones that which others are tied
+    to."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    stored = {f"{name}.weight" for name in quantised}
     for name, value in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
         if name in stored or (value.numel() and value.data_ptr() in seen):
             continue

@@ -19,6 +19,7 @@ from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.engine.self_test import Forward, model_forward
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.settings import EngineSettings
@@ -109,4 +110,7 @@ def test_what_is_not_run_natively_says_why(tmp_path: Path) -> None:
     assert isinstance(loaded.model.model.layers[0].mlp.experts, EngineExperts)
     loaded = loaded_model(tf.OlmoeConfig(**WIDE | {"intermediate_size": 40}, **olmoe), tmp_path / "narrow")
     assert "no multiple of 16" in loaded.kernels_reason
-    assert loaded_model(tf.OlmoeConfig(**WIDE, **olmoe), tmp_path / "torch", kernels="torch").linears.experts == {}
+    config = tf.OlmoeConfig(**WIDE, **olmoe)
+    assert loaded_model(config, tmp_path / "torch", kernels="torch").linears.experts == {}
+    int8 = loaded_model(config, tmp_path / "int8", kernels="torch", quantization="int8").linears.packed
+    assert {type(one) for name, one in int8.items() if "experts" in name} == {Int8Weight}

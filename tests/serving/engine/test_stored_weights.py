@@ -32,6 +32,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "Conv1D": FAMILIES["gpt2"],
     "experts": FAMILIES["mixtral"],
+    "shared expert": lambda: tf.Qwen2MoeConfig(
+        **WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=80
+    ),
     "latent attention": FAMILIES["deepseek_v3"],
 }
 
@@ -78,6 +81,25 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
     assert stored_weights.quantization_of(stored.model_dir) == "int8"
 
 
+def test_experts_in_the_file(tmp_path: Path) -> None:
+    """They are int8 with a scale a row of each expert; damaged ones are refused by name."""
+    stored = quantised(save_bundle(make_model(MODELS["shared expert"]()), tmp_path / "whole"), tmp_path / "stored")
+    file, name = tmp_path / "stored/model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    whole = load_file(file)
+    assert (whole[name].dtype, whole[name].shape) == (torch.int8, (4, 64, 32))
+    assert whole[f"{name}_scale"].shape == (4, 64, 1)
+    damages = {
+        "is no weight in int8": {f"{name}_scale": whole[f"{name}_scale"][:2].contiguous()},
+        r"has shape \(3, 64, 32\)": {key: whole[key][:3].contiguous() for key in (name, f"{name}_scale")},
+        "lack 1 tensors: .*experts.down_proj": {name: None, f"{name}_scale": None},
+    }
+    for match, changed in damages.items():
+        left = {key: one for key, one in (whole | changed).items() if one is not None}
+        save_file(left, file, metadata={"format": "pt"})
+        with pytest.raises(PackagingError, match=match):
+            EngineCore(stored, EngineSettings(quantization="int8"))
+
+
 def test_links_are_broken(tmp_path: Path) -> None:
     """Files that are hard links of the caller's own are replaced, not written."""
     source = Path(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole").model_dir)
@@ -91,13 +113,16 @@ def test_links_are_broken(tmp_path: Path) -> None:
 
 def test_floats_are_made_a_linear_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they would be many, weights are floats for the time of a call only; the result is the same."""
-    stored = quantised(save_bundle(make_model(MODELS["llama with biases"]()), tmp_path / "whole"), tmp_path / "stored")
-    wanted = scores(stored)
-    monkeypatch.setattr(stored_weights, "KEPT", 0)
-    assert scores(stored) == wanted
-    model = loader.from_pretrained(tf.AutoModelForCausalLM, stored.model_dir, EngineSettings(), torch.float32)
-    model(torch.tensor([[5, 6]]))
-    assert not [name for name, module in model.named_modules() if "weight" in module.__dict__]
+    for name in ("llama with biases", "shared expert"):
+        stored = quantised(save_bundle(make_model(MODELS[name]()), tmp_path / f"{name} whole"), tmp_path / name)
+        monkeypatch.setattr(stored_weights, "KEPT", 1 << 30)
+        wanted = scores(stored)
+        monkeypatch.setattr(stored_weights, "KEPT", 0)
+        assert scores(stored) == wanted
+        model = loader.from_pretrained(tf.AutoModelForCausalLM, stored.model_dir, EngineSettings(), torch.float32)
+        model(torch.tensor([[5, 6]]))
+        made = {"weight", "gate_up_proj", "down_proj"}
+        assert not [path for path, module in model.named_modules() if made & module.__dict__.keys()]
 
 
 def test_an_encoder(tmp_path: Path) -> None:
