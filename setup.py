@@ -7,6 +7,7 @@ its name and the wheel is tagged for the platform alone. Without a compiler the 
 import hashlib
 import json
 import os
+import platform
 import re
 from glob import glob
 
@@ -56,7 +57,7 @@ def bill_of_materials(distribution: object) -> dict[str, object]:
             purl,
             {"type": "library", "bom-ref": purl, "name": name, "purl": purl, "scope": scope, "properties": properties},
         )
-    sources = sorted([f"{SOURCES}/native.cpp", *glob(f"{SOURCES}/*.h")])
+    sources = sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/*.h")])
     files = [{"type": "file", "bom-ref": file, "name": file, "hashes": [sha256(file)]} for file in sources]
     license_ = {"license": {"id": "Apache-2.0"}}
     project = {"type": "library", "bom-ref": root, "name": metadata.name, "version": metadata.version, "purl": root}
@@ -76,18 +77,27 @@ def sha256(path: str) -> dict[str, str]:
         return {"alg": "SHA-256", "content": hashlib.sha256(file.read()).hexdigest()}
 
 
+def kernels(name: str, source: str, *flags: str) -> Extension:
+    return Extension(
+        f"mlflow_llm.serving.engine.native.{name}",
+        sources=[f"{SOURCES}/{source}"],
+        depends=sorted([*glob(f"{SOURCES}/*.cpp"), *glob(f"{SOURCES}/*.h")]),
+        # No -march: the kernels choose their instructions themselves and are entered only where these exist.
+        extra_compile_args=["-std=c++17", "-O3", "-pthread", "-g0", "-fvisibility=hidden", *flags],
+        extra_link_args=["-pthread"],
+        language="c++",
+        optional=True,
+    )
+
+
+# A row's sums are the same whatever is beside it: so must be where the compiler joins a product and a sum.
+IN_ORDER = "-ffp-contract=off"
+X86 = platform.machine() in ("x86_64", "AMD64")
+
 setup(
     ext_modules=[
-        Extension(
-            "mlflow_llm.serving.engine.native._native",
-            sources=[f"{SOURCES}/native.cpp"],
-            depends=sorted(glob(f"{SOURCES}/*.h")),
-            # No -march: the kernels choose their instructions themselves and are entered only where these exist.
-            extra_compile_args=["-std=c++17", "-O3", "-pthread", "-g0", "-fvisibility=hidden"],
-            extra_link_args=["-pthread"],
-            language="c++",
-            optional=True,
-        )
+        kernels("_native", "native.cpp", *([] if X86 else [IN_ORDER])),
+        *([kernels("_native_avx2", "native_avx2.cpp", IN_ORDER)] if X86 else []),
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

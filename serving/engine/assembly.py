@@ -20,6 +20,7 @@ from .interface import Capabilities, EngineInfo
 from .kv_cache import KVCache
 from .loader import LoadedModel, load_model, use_threads
 from .lora import LoraPool
+from .native import library
 from .native_decoder import NativeDecoder
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
@@ -80,6 +81,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         quantization=settings.quantization,
         kernels="torch" if loaded.decoder is None else "native",
         kernels_reason=loaded.kernels_reason,
+        instruction_set="" if loaded.decoder is None else library.instruction_set(),
         kv_cache_memory=memory,
         kv_cache_dtype=str(cache.dtype).removeprefix("torch."),
         kv_cache_reason=loaded.kv_cache_reason,

@@ -26,6 +26,7 @@ from . import linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .forward_context import ContextHolder, ForwardContext
 from .interface import Capabilities, EngineInfo
+from .native import library
 from .native.library import NotNative
 from .native_encoder import NativeEncoder, native_encoder
 from .packed_cache import MappedEncoder, keep_encoder, packed_key
@@ -236,7 +237,8 @@ def run_natively(
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         embedder.native = native_encoder(model, position_offset(model), typed=typed)
         check(embedder, tests, expected, int8=settings.quantization == "int8")
-        embedder.info = msgspec.structs.replace(embedder.info, kernels="native")
+        runs = library.instruction_set()
+        embedder.info = msgspec.structs.replace(embedder.info, kernels="native", instruction_set=runs)
     except NotNative as reason:
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=str(reason))
     except PackagingError as error:

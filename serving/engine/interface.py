@@ -58,6 +58,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model;
     ``hidden_size`` is the width of a generating model's token embeddings, 0 where nobody needs it.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
+    ``instruction_set``: what our kernels were chosen for, "" where they do not run.
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
     ``kv_cache_reason``: why a latent attention keeps whole keys and values; empty where it does not.
@@ -77,6 +78,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     kernels: str = "torch"
     kernels_reason: str = ""
+    instruction_set: str = ""
     kv_cache_memory: int = 0
     kv_cache_dtype: str = ""
     kv_cache_reason: str = ""
@@ -89,8 +91,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def kernels_summary(self) -> str:
-        """Which kernels run, and why not ours, in a line."""
-        return _with_reason(self.kernels, self.kernels_reason)
+        """Which kernels run, for which instruction set, or why not ours, in a line."""
+        return _with_reason(self.kernels, self.kernels_reason or self.instruction_set)
 
     @property
     def kv_cache_summary(self) -> str:

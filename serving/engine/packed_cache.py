@@ -52,14 +52,15 @@ def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any
     on_cpu = device.type == "cpu" and runs and library.library() is not None
     if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
         return None
-    described = (FORMAT, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), _code())
+    code = _code(library.library_path())
+    described = (FORMAT, kind, bundle.content_hash, settings.quantization, str(dtype), library.has_bf16(), code)
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()[:KEY_LENGTH]
 
 
 @functools.cache
-def _code() -> tuple[str, ...]:
+def _code(path: Path) -> tuple[str, ...]:
     """Of the kernels and of all that lays weights out."""
-    kernels = hashlib.sha256(Path(library.__file__).with_name(library.NAME).read_bytes()).hexdigest()
+    kernels = hashlib.sha256(path.read_bytes()).hexdigest()
     return (kernels, *(version(name) for name in PACKAGES))
 
 

@@ -20,7 +20,8 @@ from .route import Auth, Listener, Request, Route
 from .server import Server
 
 # of an endpoint's health; the rest counts every tenant's work
-SHOWN_TO_ALL = ("status", "kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
+NAMED = ("kernels_reason", "instruction_set", "kv_cache_dtype", "kv_cache_reason")
+SHOWN_TO_ALL = ("status", "kernels", "quantization", *NAMED)
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 
@@ -123,8 +124,7 @@ def _facts(entity: ServedEntity) -> dict[str, Any]:
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
     quantized = {} if info.quantization == "none" else {"quantization": info.quantization}
-    names = ("kernels_reason", "kv_cache_dtype", "kv_cache_reason")
-    return {"kernels": info.kernels} | quantized | {name: value for name in names if (value := getattr(info, name))}
+    return {"kernels": info.kernels} | quantized | {name: value for name in NAMED if (value := getattr(info, name))}
 
 
 def _memory(entity: ServedEntity) -> dict[str, Any]:

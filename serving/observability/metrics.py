@@ -91,7 +91,10 @@ class EngineCollector(Collector):
     """Reads the heartbeat of every served entity when asked: sums over its replicas, counters from ``counters``."""
 
     LABELS = ("endpoint", "entity")
-    INFO = ("kernels", "kernels_reason", "dtype", "quantization", "device", "kv_cache_dtype", "kv_cache_reason")
+    INFO = (
+        "kernels", "kernels_reason", "instruction_set", "dtype", "quantization", "device", "kv_cache_dtype",
+        "kv_cache_reason",
+    )  # fmt: skip
     GAUGES = (
         ("running_sequences", "Sequences in the engine's batch", "num_running"),
         ("waiting_requests", "Requests waiting for the engine", "num_waiting"),

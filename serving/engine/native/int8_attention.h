@@ -1,7 +1,7 @@
 // Attention of query heads over the keys and values of one KV head that are kept in int8, with a scale of each token's.
 //
 //   a block    KEPT_BLOCK tokens: their bytes, then a float of each
-//   keys       [D / 4][KEPT_BLOCK][4]   four dimensions of a token; offset by 128, unsigned
+//   keys       [D / 4][KEPT_BLOCK][4]   four dimensions of a token; offset by BYTE_OFFSET
 //   values     [KEPT_BLOCK / 4][D][4]   four tokens of a dimension; signed
 //
 // What they meet is made whole too: a query, and a query's weights of a block, are FINEST levels, in two bytes of seven
@@ -48,7 +48,7 @@ inline void keep_int8(const float* key, const float* value, int dim, int at, uin
     for (int d = 0; d < dim; d += 4) std::memcpy(to_keys.bytes + d * KEPT_BLOCK + t * 4, bytes + d, 4);
     to_values.scales[t] = quantize_row(value, dim, bytes);
     uint8_t* to = to_values.bytes + t / 4 * dim * 4 + t % 4;
-    for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ 0x80;  // an offset of 128 is this bit
+    for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ BYTE_OFFSET;  // an offset of 128 is this bit
 }
 
 // n values as multiples of what is returned, FINEST of them at most; NaN, and any, where a value is not finite.
@@ -87,7 +87,7 @@ struct ByteQueries {
     int count, lo[BYTE_QUERIES], hi[BYTE_QUERIES];
     float cap;  // as in attention.h
     float unit[BYTE_QUERIES];
-    int32_t offset[BYTE_QUERIES];  // what 128 of the keys' bytes gives
+    int32_t offset[BYTE_QUERIES];  // what the offset of the keys' bytes gives
     alignas(64) int8_t parts[BOTH][BYTE_QUERIES][MAX_HEAD];
 
     // Query i is q [dim], which carries the scaling.
@@ -96,7 +96,7 @@ struct ByteQueries {
         unit[i] = quantize_fine(q, dim, parts[HIGH][i], parts[LOW][i]);
         int32_t sum = 0;
         for (int d = 0; d < dim; d++) sum += 128 * parts[HIGH][i][d] + parts[LOW][i][d];
-        offset[i] = 128 * sum;
+        offset[i] = BYTE_OFFSET * sum;
     }
 };
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import platform
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from ...processors import num_threads, processors
 
 logger = logging.getLogger(__name__)
 
-NAME = "_native.so"
+VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
+INTERFACE = 1  # counted on with every change of the C interface that the sizes of its structures do not show
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
+RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
 F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
@@ -122,6 +127,30 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
+STRUCTURES = (Factors, Norm, Experts, Layer, Shape, EncoderLayer, EncoderEmbeddings, EncoderShape, Draw, Step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionSet:
+    """``file`` has its kernels; ``byte_products``: whether these multiply bytes by an instruction of their own, which
+    not all processors have that run them."""
+
+    file: str
+    byte_products: bool = True
+
+
+INSTRUCTION_SETS: Mapping[str, InstructionSet]  # by name, the best first
+if platform.machine() in ("aarch64", "arm64"):
+    INSTRUCTION_SETS = {"neon": InstructionSet(file="_native.so")}
+else:
+    INSTRUCTION_SETS = {
+        "avx512": InstructionSet(file="_native.so"),
+        "avx-vnni": InstructionSet(file="_native_avx2.so"),
+        "avx2": InstructionSet(file="_native_avx2.so", byte_products=False),
+    }
+NEEDED = {"avx512": "AVX-512 VNNI", "avx-vnni": "AVX-VNNI", "avx2": "AVX2", "neon": "NEON with dot products"}
+
+
 class NotNative(Exception):
     """Why a model is not run by our kernels, in words that an operator acts on."""
 
@@ -142,16 +171,82 @@ def required() -> ctypes.CDLL:
     return found
 
 
-@cache
+_wanted = os.environ.get(VARIABLE, "")
+
+
 def _loaded() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    path = Path(__file__).with_name(NAME)
+    return _chosen(_wanted)[0]
+
+
+def instruction_set() -> str:
+    """The name of the one whose kernels run, "" without any; "avx512+amx" where there are tiles too."""
+    name = _chosen(_wanted)[1] if library() is not None else ""
+    return f"{name}+amx" if name and tiles() == AMX else name
+
+
+def library_path() -> Path:
+    """The file of the kernels that run. Raises ``NotNative``."""
+    required()
+    return _path(INSTRUCTION_SETS[_chosen(_wanted)[1]])
+
+
+def why_not(name: str) -> str | None:
+    """Why the kernels of an instruction set do not run here; None where they do. For tests, which name it."""
+    if name not in INSTRUCTION_SETS:
+        return f"not one of {platform.machine()}"
+    found = _load(name)
+    return found if isinstance(found, str) else None
+
+
+def use_instruction_set(name: str) -> None:
+    """For tests and measurements: of all that is packed, loaded and run from now on. "" is the best one."""
+    global _wanted
+    _wanted = name
+    found, chosen = _chosen(name)
+    if not isinstance(found, str):
+        found.mlt_use_byte_products(INSTRUCTION_SETS[chosen].byte_products)
+
+
+@cache
+def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
+    """The library of the wanted instruction set, of the best one where it is "", or why there is none; and its name."""
+    if wanted and wanted not in INSTRUCTION_SETS:
+        return f"{VARIABLE} is {wanted!r}, not one of {', '.join(INSTRUCTION_SETS)}", ""
+    reason = ""
+    for name in [wanted] if wanted else INSTRUCTION_SETS:
+        found = _load(name)
+        if not isinstance(found, str):
+            found.mlt_use_byte_products(INSTRUCTION_SETS[name].byte_products)
+            return found, name
+        reason = found
+        if reason != _lacks(name):  # a library that is not as it should be is no reason to run slower and say nothing
+            break
+    return f"{VARIABLE} is {wanted!r}: {reason}" if wanted else reason, ""
+
+
+def _lacks(name: str) -> str:
+    return f"the processor lacks {NEEDED[name]}"
+
+
+def _path(instructions: InstructionSet) -> Path:
+    return Path(__file__).with_name(instructions.file)
+
+
+@cache
+def _load(name: str) -> ctypes.CDLL | str:
+    """The library of an instruction set, or why it cannot be used."""
+    path = _path(INSTRUCTION_SETS[name])
     if not path.exists():
         return "they are not compiled in the package in use (a source tree, or a wheel built without a compiler)"
     try:
         found = ctypes.CDLL(str(path))
-        if not found.mlt_supported():
-            return "the processor lacks AVX-512 VNNI"
+        supported = found.mlt_supported()
+        if not supported & RUNS or (INSTRUCTION_SETS[name].byte_products and not supported & BYTE_PRODUCTS):
+            return _lacks(name)
+        if not hasattr(found, "mlt_interface") or _interface_of(found) != _interface():
+            logger.warning("%s was compiled with another version of the package: build it again", path)
+            return f"{path.name} was compiled with another version of the package"
         _declare(found)
         _use(found, num_threads())
     except (OSError, AttributeError) as error:  # of another platform; of another version of the package
@@ -160,10 +255,20 @@ def _loaded() -> ctypes.CDLL | str:
     return found
 
 
+def _interface() -> list[int]:
+    return [INTERFACE, *map(ctypes.sizeof, STRUCTURES)]
+
+
+def _interface_of(found: ctypes.CDLL) -> list[int]:
+    """What a library says of the interface that it was compiled with."""
+    numbers = (c_int64 * 64)()
+    return numbers[: found.mlt_interface(numbers, len(numbers))]
+
+
 def has_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 (AVX512-BF16), which the int8 head needs."""
+    """Whether bfloat16 is multiplied: by AVX512-BF16, or as float32 without AVX-512. The int8 head needs it."""
     found = library()
-    return found is not None and bool(found.mlt_supported() & 2)
+    return found is not None and bool(found.mlt_supported() & MULTIPLIES_BF16)
 
 
 def why_no_bf16_kv(head_dim: int) -> str | None:
@@ -232,9 +337,11 @@ def _declare(found: ctypes.CDLL) -> None:
         getattr(found, name).errcheck = check
 
     declare("mlt_problem", c_char_p)
+    declare("mlt_instructions", c_char_p)
     declare("mlt_threads", c_int32)
     declare("mlt_idle_spin", None, c_int32)
     declare_checked("mlt_use_threads", c_int32, c_int32)
+    declare("mlt_use_byte_products", c_int32, c_int32)
     declare("mlt_tiles", c_int32)
     declare("mlt_use_tiles", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)

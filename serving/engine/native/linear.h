@@ -5,7 +5,7 @@
 //            a group is 1 float, 2 bfloat16 or 4 int8 of one column: what one 32-bit lane holds
 //
 // Every output is summed over k in the same order whatever the number of rows, so a row's result is bitwise the same
-// alone and in any batch. int8 rows carry a scale each; they are offset by 128 because vpdpbusd takes unsigned times
+// alone and in any batch. int8 rows carry a scale each; they are offset by 128 where vpdpbusd takes unsigned times
 // signed bytes, and 128 times the column's sum is taken off again, exactly.
 #pragma once
 
@@ -27,7 +27,16 @@
 namespace mlt {
 
 constexpr int PANEL = 32;
+#ifdef MLT_AVX512
+constexpr int BYTE_OFFSET = 128;
+constexpr bool CHOOSES_BYTE_PRODUCTS = false;
+inline bool has_byte_products() { return true; }
 constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a broadcast of 32 registers
+constexpr int WHOLE = TILE;  // rows that take both halves of a panel at once
+#else
+constexpr int TILE = 6;   // by half a panel: 12 accumulators of 16 registers (AVX2), 24 of 32 (NEON)
+constexpr int WHOLE = 3;  // by a whole one
+#endif
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
@@ -107,10 +116,11 @@ inline float row_scale(const float* x, int K) {
 // One row of activations as unsigned bytes; returns its scale.
 inline float quantize_row(const float* x, int K, uint8_t* q) {
     const float scale = row_scale(x, K);
+    const __m512i offset = _mm512_set1_epi32(BYTE_OFFSET);
     const __m512 by = _mm512_set1_ps(1.0f / scale);  // a division a value would take longer than a tile's products
     for (int k = 0; k < K; k += LANES) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by));
-        _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128))));
+        _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, offset)));
     }
     return scale;
 }
@@ -219,6 +229,12 @@ class Prepared {
     static size_t row_bytes(const Linear& w) { return size_t(w.K) / w.lane() * 4; }
 };
 
+// Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
+inline std::atomic<bool>& byte_products() {
+    static std::atomic<bool> use{CHOOSES_BYTE_PRODUCTS && has_byte_products()};
+    return use;
+}
+
 template <Kind KIND>
 using Sum = std::conditional_t<KIND == Kind::INT8, __m512i, __m512>;
 
@@ -228,12 +244,19 @@ inline Sum<KIND> zero() {
     else return _mm512_setzero_ps();
 }
 
-template <Kind KIND>
+// FAST: by the instruction for products of bytes, where a processor of this library may lack it.
+template <Kind KIND, bool FAST = false>
 inline void multiply_add(Sum<KIND>& sum, __m512i x, __m512i w) {
+#ifdef MLT_AVX512
     // The instruction adds in place; gcc 12 copies the register before and after where it is an intrinsic.
     if constexpr (KIND == Kind::INT8) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     else if constexpr (KIND == Kind::BF16) asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
+#else
+    if constexpr (KIND == Kind::INT8) add_byte_products<FAST>(sum, x, w);
+    else if constexpr (KIND == Kind::BF16) add_bf16_products(sum, x, w);
+    else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
+#endif
 }
 
 // The sum of row m and 16 columns from n on, as it goes to y.
@@ -242,7 +265,7 @@ inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, flo
     const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
     __m512 value;
     if constexpr (KIND == Kind::INT8) {
-        const __m512i exact = _mm512_sub_epi32(sum, _mm512_load_si512(w.offset + n));
+        const __m512i exact = BYTE_OFFSET ? _mm512_sub_epi32(sum, _mm512_load_si512(w.offset + n)) : sum;
         value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(*x_scale));
         value = _mm512_mul_ps(value, _mm512_load_ps(w.scale + n));
     } else {
@@ -255,7 +278,7 @@ inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, flo
 
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
 // added to. Folds rather than loops: every accumulator then has a constant index and stays in a register.
-template <Kind KIND, size_t... M>
+template <Kind KIND, bool FAST, size_t... M>
 inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x, int stride,
                  const float* x_scale, float* y, bool add) {
     Sum<KIND> left[] = {(void(M), zero<KIND>())...}, right[] = {(void(M), zero<KIND>())...};
@@ -266,8 +289,8 @@ inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const in
         (
             [&] {
                 const __m512i b = _mm512_set1_epi32(at[M * stride]);
-                multiply_add<KIND>(left[M], b, w0);
-                multiply_add<KIND>(right[M], b, w1);
+                multiply_add<KIND, FAST>(left[M], b, w0);
+                multiply_add<KIND, FAST>(right[M], b, w1);
             }(),
             ...);
     }
@@ -276,12 +299,34 @@ inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const in
     if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + M * w.N, add), ...);
 }
 
-template <Kind KIND, int M = TILE>
+// The same by one half of the panel.
+template <Kind KIND, bool FAST, size_t... M>
+inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
+                      const float* x_scale, float* y, bool add) {
+    const int n = panel * PANEL + half * LANES;
+    if (n >= w.N) return;
+    Sum<KIND> sums[] = {(void(M), zero<KIND>())...};
+    const int32_t* const x_end = x + w.K / w.lane();
+    const char* weights = (const char*)w.packed + panel * w.panel_bytes() + half * 64;
+    for (const int32_t* at = x; at < x_end; at++, weights += 128) {
+        const __m512i each = _mm512_load_si512(weights);
+        (multiply_add<KIND, FAST>(sums[M], _mm512_set1_epi32(at[M * stride]), each), ...);
+    }
+    (put<KIND>(w, sums[M], n, x_scale + M, y + M * w.N, add), ...);
+}
+
+template <Kind KIND, bool FAST, int M = TILE>
 inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
                     bool add) {
     if constexpr (M > 1)
-        if (rows < M) return tile_of<KIND, M - 1>(rows, w, panel, x, stride, s, y, add);
-    tile<KIND>(std::make_index_sequence<M>(), w, panel, x, stride, s, y, add);
+        if (rows < M) return tile_of<KIND, FAST, M - 1>(rows, w, panel, x, stride, s, y, add);
+    constexpr std::make_index_sequence<M> each;
+    if constexpr (M <= WHOLE) {
+        tile<KIND, FAST>(each, w, panel, x, stride, s, y, add);
+    } else {
+        half_tile<KIND, FAST>(each, w, panel, 0, x, stride, s, y, add);
+        half_tile<KIND, FAST>(each, w, panel, 1, x, stride, s, y, add);
+    }
 }
 
 // What a tile just wrote and is still near; N is a multiple of LANES.
@@ -291,7 +336,7 @@ inline void gelu_tile(float* y, int rows, int panel, int N) {
         for (int n = panel * PANEL; n < end; n += LANES) _mm512_storeu_ps(y + n, gelu(_mm512_loadu_ps(y + n)));
 }
 
-template <Kind KIND>
+template <Kind KIND, bool FAST = false>
 inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const int stride = w.K / w.lane();
     const int tiles = (T + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
@@ -303,7 +348,7 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
                 const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
                 const float* scale = x.scale ? x.scale + a : nullptr;
                 float* out = y + size_t(a) * w.N;
-                tile_of<KIND>(b - a, w, panel, rows, stride, scale, out, finish == Finish::ADD);
+                tile_of<KIND, FAST>(b - a, w, panel, rows, stride, scale, out, finish == Finish::ADD);
                 if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
             }
 }
@@ -375,6 +420,9 @@ inline TileUse tiles_for(const Linear& w) {
 template <Kind KIND>
 inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const TileUse use = tiles_for(w);
+    if constexpr (CHOOSES_BYTE_PRODUCTS && KIND == Kind::INT8)
+        if (use == TileUse::NONE && byte_products())
+            return multiply_panels<KIND, true>(w, x, T, y, finish, first, last);
     if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
     else if (use == TileUse::EMULATED) multiply_tiles<KIND, EmulatedTiles>(w, x, T, y, finish, first, last);
     else multiply_panels<KIND>(w, x, T, y, finish, first, last);

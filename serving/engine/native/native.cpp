@@ -1,28 +1,48 @@
 // The C interface that serving/engine/native/library.py binds. No Python in here: one build serves every version.
 //
-// Built without special flags: what is compiled for newer processors is entered only after mlt_supported() said so.
+// Built without special flags: what is compiled for newer processors is entered only after mlt_supported() said so. One
+// library holds the kernels of one instruction set: AVX-512 or NEON; native_avx2.cpp makes the one for AVX2.
 
 #include <cstdint>
 
 #define API __attribute__((visibility("default")))
 
+#if defined(__GNUC__) && defined(__linux__) && !defined(__clang__)
+#if defined(__x86_64__) || defined(__aarch64__)
+#define MLT_KERNELS
+#endif
+#endif
+#ifdef __aarch64__
+#include <sys/auxv.h>
+#endif
+#ifdef MLT_AVX2
+#include "avx_vnni.h"
+#endif
+
 extern "C" {
 
-// Bit 0: the kernels run here. Bit 1: bfloat16 products too.
+// Bit 0: the kernels run here. Bit 1: bfloat16 products too. Bit 2: bytes are multiplied by an instruction for it.
 API int mlt_supported() {
-#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__)
+#ifndef MLT_KERNELS
+    return 0;
+#elif defined(__aarch64__)
+    constexpr unsigned long DOT_PRODUCT = 1ul << 20;  // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP) & DOT_PRODUCT ? 7 : 0;
+#elif defined(MLT_AVX2)
+    __builtin_cpu_init();
+    const bool base = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return base ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
+#else
     __builtin_cpu_init();
     const bool base = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");
-    return base ? 1 | (__builtin_cpu_supports("avx512bf16") ? 2 : 0) : 0;
-#else
-    return 0;
+    return base ? 5 | (__builtin_cpu_supports("avx512bf16") ? 2 : 0) : 0;
 #endif
 }
 }
 
-#if defined(__x86_64__) && defined(__GNUC__) && defined(__linux__) && !defined(__clang__)
+#ifdef MLT_KERNELS
 
 #include <algorithm>
 #include <atomic>
@@ -41,7 +61,17 @@ API int mlt_supported() {
 #include <utility>
 #include <vector>
 
+#if defined(__aarch64__)
+#define MLT_INSTRUCTIONS "neon"
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#elif defined(MLT_AVX2)
+#define MLT_INSTRUCTIONS "avx2"
+#pragma GCC target("avx2,fma")
+#else
+#define MLT_INSTRUCTIONS "avx512"
+#define MLT_AVX512  // g++ 12 does not define __AVX512F__ after the pragma
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,avx2")
+#endif
 
 #include "decoder_step.h"
 #include "encoder.h"
@@ -72,6 +102,27 @@ int checked(const Call& call) {
 
 extern "C" {
 
+// What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
+// the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
+API int mlt_interface(int64_t* numbers, int most) {
+    const int64_t found[] = {1,
+                             sizeof(Factors),
+                             sizeof(Norm),
+                             sizeof(Experts),
+                             sizeof(Layer),
+                             sizeof(Shape),
+                             sizeof(EncoderLayer),
+                             sizeof(EncoderEmbeddings),
+                             sizeof(EncoderShape),
+                             sizeof(Draw),
+                             sizeof(Step)};
+    constexpr int count = sizeof found / sizeof *found;
+    for (int i = 0; i < std::min(count, most); i++) numbers[i] = found[i];
+    return count;
+}
+
+API const char* mlt_instructions() { return MLT_INSTRUCTIONS; }
+
 API const char* mlt_problem() { return problem.c_str(); }
 
 // The threads of all calls from now on, and how long one that waits spins before it sleeps.
@@ -94,9 +145,17 @@ API int mlt_each(int n, int (*work)(int)) {
     });
 }
 
+// Whether products of bytes are made by the instruction for it, where not all processors of this library have it: what is
+// so from then on. 1 where there is none without it.
+API int mlt_use_byte_products(int use) {
+    if (CHOOSES_BYTE_PRODUCTS) byte_products() = use && has_byte_products();
+    return CHOOSES_BYTE_PRODUCTS ? byte_products().load() : 1;
+}
+
 // Whether products are made by tiles: 0 no, 1 by the processor's (where it has them), 2 emulated. What is used then.
 API int mlt_use_tiles(int use) {
-    tile_use() = TileUse(use) == TileUse::HARDWARE && !has_tiles() ? TileUse::NONE : TileUse(use);
+    const bool none = BYTE_OFFSET == 0 || (TileUse(use) == TileUse::HARDWARE && !has_tiles());  // they take unsigned bytes
+    tile_use() = none ? TileUse::NONE : TileUse(use);
     return int(tile_use().load());
 }
 

@@ -1,7 +1,12 @@
-// Vector arithmetic that the kernels share. AVX-512 F, BW, VL and DQ, where nothing else is said.
+// Vector arithmetic that the kernels share, in AVX-512's intrinsics (F, BW, VL and DQ, where nothing else is said); on
+// processors without them narrow_vectors.h has what they do.
 #pragma once
 
+#ifdef MLT_AVX512
 #include <immintrin.h>
+#else
+#include "narrow_vectors.h"
+#endif
 
 #include <cstdint>
 

@@ -12,13 +12,13 @@ from . import library
 
 
 def survey() -> dict[str, Any]:
-    """``kernels`` is "native" where ours run; else ``reason`` says why they do not."""
+    """``kernels`` is "native" where ours run, for ``instruction_set``; else ``reason`` says why they do not."""
     found: dict[str, Any] = {"package": child.own_place(), "torch": torch.__version__}
     try:
         library.required()
     except library.NotNative as reason:
         return {**found, "kernels": "torch", "reason": str(reason)}
-    return {**found, "kernels": "native", "reason": ""}
+    return {**found, "kernels": "native", "instruction_set": library.instruction_set(), "reason": ""}
 
 
 if __name__ == "__main__":

@@ -31,9 +31,16 @@
 #include <thread>
 #include <vector>
 
-#include <immintrin.h>
-
 namespace mlt {
+
+// Tells the core that a loop only waits.
+inline void pause() {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#else
+    asm volatile("yield");
+#endif
+}
 
 constexpr int MOST_THREADS = 1024;
 constexpr int CLAIMS = 4;  // ranges of a thread's share: what others can take of it
@@ -61,7 +68,7 @@ class Word {
             const Clock::time_point end = Clock::now() + spin;
             do {
                 for (int i = 0; i < 8; i++) {
-                    _mm_pause();
+                    pause();
                     if (done(value.load(std::memory_order_acquire))) return;
                 }
             } while (Clock::now() < end);

@@ -12,7 +12,9 @@
 // state by arch_prctl(ARCH_REQ_XCOMP_PERM) and saves it only while tiles are in use: Tiles takes them for one scope.
 #pragma once
 
+#ifdef MLT_AVX512
 #include <cpuid.h>
+#endif
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -39,6 +41,7 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
+#ifdef MLT_AVX512
 // The processor's own. Tiles hold nothing before zero() or load().
 class HardwareTiles {
   public:
@@ -66,6 +69,8 @@ class HardwareTiles {
     template <int C, int A, int B>
     void multiply_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 };
+
+#endif
 
 // A bfloat16 as the tiles read it.
 inline float tile_float(uint16_t bits) {
@@ -130,12 +135,16 @@ class EmulatedTiles {
     }
 };
 
+#ifndef MLT_AVX512
+using HardwareTiles = EmulatedTiles;  // never used: has_tiles() is false
+#endif
+
 // What the processor multiplies by tiles, once the system has given them to this process: bytes, and bfloat16 too. Asked
 // once: the permission is the process's, its later threads have it too.
 enum class TileKinds : int { NONE = 0, BYTES = 1, BYTES_AND_BF16 = 2 };
 
 inline TileKinds tile_kinds() {
-#if __GNUC__ >= 11  // whose assembler knows the instructions
+#if defined(MLT_AVX512) && __GNUC__ >= 11  // whose assembler knows the instructions
     static const TileKinds granted = [] {
         constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, OSXSAVE = 1u << 27;
         constexpr uint64_t STATE = uint64_t(3) << 17;  // XTILECFG and XTILEDATA in XCR0

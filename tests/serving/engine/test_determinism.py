@@ -24,7 +24,7 @@ from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.testing.needle import Answer, Needles, answer, needles
 
 pytestmark = [
-    pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI"),
+    pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2"),
     # peft 0.21 reads a property that transformers 5.23 deprecates
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,10 @@ from mlflow_llm.serving.settings import EngineSettings
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
 SIZES = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-here = pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+here = pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+
+
+NAMED = library.instruction_set()
 
 
 def info_of(bundle: Bundle, **settings: Any) -> EngineInfo:
@@ -53,14 +58,67 @@ def test_an_embedder_says_so_too(tmp_path: Path) -> None:
     model = tf.BertModel(tf.BertConfig(**SIZES, num_attention_heads=2))
     bundle = msgspec.structs.replace(save_bundle(model, tmp_path), tasks=("embeddings",))
     assert info_of(bundle, kernels="torch").kernels_reason == "the setting kernels is 'torch'"
-    assert (info_of(bundle).kernels, info_of(bundle).kernels_reason) == ("native", "")
+    info = info_of(bundle)
+    assert (info.kernels, info.kernels_reason, info.kernels_summary) == ("native", "", f"native ({NAMED})")
 
 
 def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, or for another processor: the engine runs, and says so."""
-    monkeypatch.setattr(library, "_loaded", lambda: "the processor lacks AVX-512 VNNI")
+    monkeypatch.setattr(library, "_loaded", lambda: "the processor lacks AVX2")
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
-    assert (info.kernels, info.kernels_reason) == ("torch", "the processor lacks AVX-512 VNNI")
+    assert (info.kernels, info.kernels_reason) == ("torch", "the processor lacks AVX2")
+
+
+@here
+def test_an_engine_names_its_instruction_set(instructions: str, tmp_path: Path) -> None:
+    """The one whose kernels run, which are compiled for it."""
+    info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
+    assert (info.kernels, info.instruction_set.removesuffix("+amx")) == ("native", instructions)
+    compiled_for = library.required().mlt_instructions().decode()
+    assert compiled_for == {"avx-vnni": "avx2"}.get(instructions, instructions)
+
+
+@pytest.fixture
+def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    caches = (library._load, library._chosen)
+    for known in caches:
+        known.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for known in caches:
+        known.cache_clear()
+    library.use_instruction_set("")
+
+
+@here
+def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was compiled with another interface is named, and torch runs; nothing slower is taken in its place."""
+    loaded_anew.setattr(library, "INTERFACE", 1000)
+    info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
+    assert info.kernels == "torch"
+    assert "compiled with another version of the package" in info.kernels_reason
+
+
+def test_every_structure_of_the_interface_is_compared() -> None:
+    """Its size, on both sides."""
+    declared = {one for one in vars(library).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)}
+    assert declared == set(library.STRUCTURES)
+
+
+@here
+def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -> None:
+    """One that is not known, or that the processor lacks, is refused with the variable's name."""
+    library.use_instruction_set("sse2")
+    with pytest.raises(library.NotNative, match=r"MLFLOW_LLM_INSTRUCTION_SET is 'sse2', not one of"):
+        library.required()
+    name = list(library.INSTRUCTION_SETS)[-1]
+    loaded_anew.setattr(library, "_load", library._lacks)
+    library.use_instruction_set(name)
+    with pytest.raises(library.NotNative, match=rf"INSTRUCTION_SET is '{name}': the processor lacks"):
+        library.required()
+    library.use_instruction_set("")
+    with pytest.raises(library.NotNative, match=rf"^{library._lacks(name)}$"):
+        library.required()
 
 
 def test_the_survey_of_a_child_process() -> None:

@@ -48,7 +48,8 @@ from mlflow_llm.serving.request import Sampling
 from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.stop_rule import StopRule
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+on_each_instruction_set = pytest.mark.usefixtures("instructions")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}  # heads of 16, as the kernels take
 DECODERS = {
@@ -72,6 +73,7 @@ def threads_and_tiles_as_before() -> Iterator[None]:
 # -- linears ----------------------------------------------------------------------------------------------------------
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(16, 16), (100, 48), (33, 576), (960, 64)])
 @pytest.mark.parametrize("rows", [1, 5, 12, 13, 130])
@@ -84,6 +86,7 @@ def test_float32_equals_torch(rows: int, shape: tuple[int, int], bias: bool) -> 
     assert torch.equal(packed.dense(), weight)
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("rows", [1, 13, 130])
 def test_int8_equals_the_other_int8(rows: int) -> None:
     """An int8 product is bitwise the one of ``Int8Weight``: the same scales, exact sums."""
@@ -111,9 +114,11 @@ def test_tiles_change_no_bit(rows: int, width: int, use: int) -> None:
     assert torch.equal(packed.matmul(x), plain)
 
 
-@pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+@on_each_instruction_set
 def test_bfloat16_rounds_both_sides() -> None:
     """A bfloat16 product is the float32 product of the rounded factors."""
+    if not has_bf16():
+        pytest.skip("a processor with AVX-512 that lacks BF16")
     torch.manual_seed(3)
     weight, x = torch.randn(100, 192), torch.randn(7, 192)
     packed = NativeWeight(weight, None, BF16)
@@ -122,6 +127,7 @@ def test_bfloat16_rounds_both_sides() -> None:
     assert torch.equal(packed.dense(), weight.bfloat16().float())
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("kind", [F32, INT8, BF16])
 def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
     """No result depends on the other rows or on the number of threads."""
@@ -134,6 +140,7 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
         assert torch.equal(packed.matmul(x[row : row + 1])[0], together[row])
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("kind", [F32, INT8, BF16])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
@@ -214,6 +221,7 @@ def logits_of(loaded: Any, tokens: Any, cuts: list[int], beside: int, threads: i
     return torch.cat(rows)
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
     """Chunks, neighbours and threads change no bit: one prefill of 1100 tokens or pieces of it, decodes at the end."""
@@ -242,6 +250,7 @@ def test_a_prompt_scores_bitwise_the_same_alone_and_in_a_batch(quantization: str
     core.close()
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 128, 256])
 def test_heads_of_every_width(head_dim: int, tmp_path: Path) -> None:
     """Attention takes few queries one by one and many together: the same bits for heads of every width, and the logits
@@ -276,6 +285,7 @@ def test_tiles_change_no_bit_of_a_decoder(tmp_path: Path) -> None:
     assert all(torch.equal(one, by_tiles[0]) for one in by_tiles)
 
 
+@on_each_instruction_set
 def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     """The int8 decoder and transformers' code over the same int8 linears differ by rounding alone."""
     bundle = save_bundle(make_model(DECODERS["llama"]()), tmp_path)
@@ -337,6 +347,7 @@ def modernbert(**more: Any) -> Any:
     return model
 
 
+@on_each_instruction_set
 def test_gelu_is_exact_to_float32() -> None:
     """The polynomial is off by what one rounding of a float32 is, and nothing is left of it far below zero."""
     x = torch.cat([torch.linspace(-9, 9, 100_000), torch.tensor([-3e38, -0.0, 1e-30, 3e38] * 4)])
@@ -352,6 +363,7 @@ def test_gelu_is_exact_to_float32() -> None:
     assert strange.isnan().all()
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("name", sorted(ENCODERS))
 def test_an_encoder_equals_the_model_itself(name: str, tmp_path: Path) -> None:
     """Hidden states of texts side by side are those of each text alone, by transformers and bitwise by ourselves."""
@@ -396,6 +408,7 @@ def test_an_encoder_with_words_of_another_width_runs_by_its_own_code(tmp_path: P
     assert "projected to another width" in embedder.info.kernels_reason
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize(("name", "quantization"), [("bert", "none"), ("bert", "int8"), ("modernbert", "int8")])
 def test_threads_and_neighbours_change_no_bit_of_a_text(name: str, quantization: str, tmp_path: Path) -> None:
     """Texts that threads take by groups, texts that all threads take together, one thread: the same bits."""
@@ -434,6 +447,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
+@on_each_instruction_set
 def test_exponential_times_equal_numpys_philox() -> None:
     """Times are numpy's Philox bits put through the same logarithm, to the last bits."""
     for seed, position in ((1, 0), (2**63 + 5, 77), (123456789, 4000)):
@@ -444,6 +458,7 @@ def test_exponential_times_equal_numpys_philox() -> None:
         assert torch.allclose(times, exponentials([seed], [position], 1001)[0], rtol=1e-6, atol=0)
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -474,6 +489,7 @@ def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, mo
     assert drawn == _draw(kind, logits.clone(), sequences)
 
 
+@on_each_instruction_set
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.95])
 @pytest.mark.parametrize(
     "parameters", [{}, {"temperature": 0.0}, {"min_p": 0.05}, {"top_k": 7, "top_p": 0.8}, {"top_p": 0.999}]

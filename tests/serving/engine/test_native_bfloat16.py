@@ -35,7 +35,7 @@ from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.request import Beams
 from mlflow_llm.serving.settings import EngineSettings
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
 
 BF16_KV: dict[str, Any] = {"kv_cache_dtype": "bfloat16", "kv_cache_memory": 1 << 25}
 

@@ -25,7 +25,7 @@ from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64, "max_position_embeddings": 2048}
 DECODERS = {

@@ -19,7 +19,7 @@ from mlflow_llm.serving.engine.native.library import library
 from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiler, or a processor without AVX2")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,

@@ -121,7 +121,8 @@ def test_every_field_of_a_heartbeat_is_exposed() -> None:
     fields += ("num_standbys", "prefix_hit_tokens", "prefix_query_tokens", "generated_tokens", "processor_wait")
     fields += ("draft_tokens", "accepted_tokens", "num_tenants_waiting")
     heartbeat = Health(status="stalled", **{name: number for number, name in enumerate(fields, 1)})
-    runs_on = {"kernels": "torch", "kernels_reason": "r", "dtype": "float32", "quantization": "int8", "device": "cpu"}
+    runs_on = {"kernels": "torch", "kernels_reason": "r", "instruction_set": "", "dtype": "float32"}
+    runs_on |= {"quantization": "int8", "device": "cpu"}
     runs_on |= {"kv_cache_dtype": "float32", "kv_cache_reason": "whole keys and values"}
     runs = SimpleNamespace(
         health=lambda: heartbeat, num_replicas=3, info=SimpleNamespace(**runs_on), record=EngineRecord

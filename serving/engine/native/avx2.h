@@ -1,0 +1,64 @@
+// Registers of AVX2 with FMA, as narrow_vectors.h needs them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "avx_vnni.h"
+
+namespace mlt {
+
+constexpr int WIDTH = 8;  // floats in a register
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(32)));
+typedef uint16_t Shorts __attribute__((vector_size(16)));  // as many as there are floats
+
+inline Ints lane_bits() { return Ints{1, 2, 4, 8, 16, 32, 64, 128}; }
+inline int mask_of(Ints lanes) { return _mm256_movemask_ps(::__m256(lanes)); }
+inline Floats load_some(const float* from, Ints lanes) { return _mm256_maskload_ps(from, ::__m256i(lanes)); }
+inline void store_some(float* to, Ints lanes, Floats x) { _mm256_maskstore_ps(to, ::__m256i(lanes), x); }
+
+inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats rounded(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Ints nearest(Floats a) { return Ints(_mm256_cvtps_epi32(a)); }
+
+inline Floats low_of_pairs(Floats a, Floats b) { return _mm256_unpacklo_ps(a, b); }
+inline Floats high_of_pairs(Floats a, Floats b) { return _mm256_unpackhi_ps(a, b); }
+inline Doubles low_of_pairs(Doubles a, Doubles b) { return _mm256_unpacklo_pd(a, b); }
+inline Doubles high_of_pairs(Doubles a, Doubles b) { return _mm256_unpackhi_pd(a, b); }
+inline Floats quarters(const Floats (&a)[2], const Floats (&b)[2], int part, bool odd) {
+    const Floats* from = part ? b : a;
+    return odd ? _mm256_permute2f128_ps(from[0], from[1], 0x31) : _mm256_permute2f128_ps(from[0], from[1], 0x20);
+}
+
+// The lowest byte of each lane.
+inline void low_bytes(const Ints (&a)[2], int8_t* to) {
+    const ::__m256i low = _mm256_set1_epi32(0xff);
+    const ::__m256i pairs = _mm256_packs_epi32(_mm256_and_si256(::__m256i(a[0]), low), _mm256_and_si256(::__m256i(a[1]), low));
+    const ::__m256i inner = _mm256_permute4x64_epi64(pairs, 0xd8);
+    _mm_storeu_si128((::__m128i*)to, _mm_packus_epi16(_mm256_castsi256_si128(inner), _mm256_extracti128_si256(inner, 1)));
+}
+
+constexpr bool CHOOSES_BYTE_PRODUCTS = true;
+constexpr int BYTE_OFFSET = 128;  // bytes of activations are unsigned
+
+// vpmaddubsw would saturate: bytes become 16-bit numbers first, even and odd ones apart.
+template <bool FAST>
+inline Ints byte_products(Ints sum, Ints x, Ints w) {
+    if constexpr (FAST) {
+#if __GNUC__ >= 11  // whose assembler knows AVX-VNNI
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
+        return sum;
+#endif
+    }
+    const ::__m256i bytes = ::__m256i(w), row = ::__m256i(x);
+    const ::__m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    const ::__m256i row_even = _mm256_and_si256(row, _mm256_set1_epi16(0xff)), row_odd = _mm256_srli_epi16(row, 8);
+    const Ints evens = Ints(_mm256_madd_epi16(row_even, even)), odds = Ints(_mm256_madd_epi16(row_odd, odd));
+    return sum + (evens + odds);
+}
+
+}  // namespace mlt

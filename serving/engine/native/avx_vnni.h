@@ -1,0 +1,20 @@
+// AVX-VNNI: products of bytes on processors without AVX-512. In plain code: it is asked before anything else is entered.
+#pragma once
+
+#include <cpuid.h>
+
+namespace mlt {
+
+inline bool has_byte_products() {
+#if __GNUC__ >= 11  // whose assembler knows the instruction
+    static const bool has = [] {
+        unsigned a, b, c, d;
+        return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+    }();
+    return has;
+#else
+    return false;
+#endif
+}
+
+}  // namespace mlt

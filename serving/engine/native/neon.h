@@ -1,0 +1,67 @@
+// Registers of ARM's NEON with dot products, as narrow_vectors.h needs them.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace mlt {
+
+constexpr int WIDTH = 4;  // floats in a register
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef double Doubles __attribute__((vector_size(16)));
+typedef uint16_t Shorts __attribute__((vector_size(8)));  // as many as there are floats
+
+enum Comparison { _CMP_EQ_OQ, _CMP_NLT_UQ, _CMP_GE_OQ, _CMP_GT_OQ };
+enum Hint { _MM_HINT_T0 };
+inline void _mm_prefetch(const char* at, Hint) { __builtin_prefetch(at); }
+
+inline Ints lane_bits() { return Ints{1, 2, 4, 8}; }
+inline int mask_of(Ints lanes) { return vaddvq_s32(int32x4_t(lanes & lane_bits())); }
+inline Floats load_some(const float* from, Ints lanes) {
+    Floats x{};
+    for (int i = 0; i < WIDTH; i++)
+        if (lanes[i]) x[i] = from[i];
+    return x;
+}
+inline void store_some(float* to, Ints lanes, Floats x) {
+    for (int i = 0; i < WIDTH; i++)
+        if (lanes[i]) to[i] = x[i];
+}
+
+inline Floats fused(Floats a, Floats b, Floats c) {
+    return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+}
+inline Floats rounded(Floats a) { return Floats(vrndnq_f32(float32x4_t(a))); }
+inline Ints nearest(Floats a) { return Ints(vcvtnq_s32_f32(float32x4_t(a))); }
+
+inline Floats low_of_pairs(Floats a, Floats b) { return Floats(vzip1q_f32(float32x4_t(a), float32x4_t(b))); }
+inline Floats high_of_pairs(Floats a, Floats b) { return Floats(vzip2q_f32(float32x4_t(a), float32x4_t(b))); }
+inline Doubles low_of_pairs(Doubles a, Doubles b) { return Doubles(vzip1q_f64(float64x2_t(a), float64x2_t(b))); }
+inline Doubles high_of_pairs(Doubles a, Doubles b) { return Doubles(vzip2q_f64(float64x2_t(a), float64x2_t(b))); }
+inline Floats quarters(const Floats (&a)[4], const Floats (&b)[4], int part, bool odd) {
+    return (part < 2 ? a : b)[part % 2 * 2 + odd];
+}
+
+// The lowest byte of each lane.
+inline void low_bytes(const Ints (&a)[4], int8_t* to) {
+    const auto half = [&](int i) {
+        return vcombine_s16(vmovn_s32(int32x4_t(a[i])), vmovn_s32(int32x4_t(a[i + 1])));
+    };
+    vst1q_s8(to, vcombine_s8(vmovn_s16(half(0)), vmovn_s16(half(2))));
+}
+
+constexpr bool CHOOSES_BYTE_PRODUCTS = false;
+constexpr int BYTE_OFFSET = 0;  // bytes of activations are signed, as sdot takes them
+
+template <bool FAST>
+inline Ints byte_products(Ints sum, Ints x, Ints w) {
+    return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(x), int8x16_t(w)));
+}
+
+inline bool has_byte_products() { return true; }
+
+}  // namespace mlt
