@@ -30,6 +30,7 @@ from ...visible import configure
 from ..discovery.state_directory import LOG, SOCKET, RuntimeAdapter, StateDirectory, Status, check_private
 from ..process_spec import ENGINE_CORE, MODULE, ProcessSpec
 from .standby import Successor, WarmStandby, standby_settings
+from .start_times import StartTimes
 
 logger = logging.getLogger("mlflow_llm.engine")
 
@@ -39,6 +40,7 @@ class Terminated(BaseException):
 
 
 def main(argv: list[str]) -> int:
+    times = StartTimes()
     with open(argv[0], "rb") as file:
         spec = msgspec.json.decode(file.read(), type=ProcessSpec)
     if os.fork():
@@ -58,7 +60,7 @@ def main(argv: list[str]) -> int:
     try:
         if successor is None:
             state.write_json("status.json", Status(state="loading", generation=spec.generation, pid=os.getpid()))
-        return _serve(spec, state, lock, successor, began)
+        return _serve(spec, state, lock, successor, began, times)
     except Terminated:
         if successor is None or successor.took_over:
             state.remove(state.lock(timeout=10.0))
@@ -84,7 +86,14 @@ def _log_size(state: StateDirectory) -> int:
         return 0
 
 
-def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: Successor | None, began: int) -> int:
+def _serve(
+    spec: ProcessSpec,
+    state: StateDirectory,
+    lock: FileLock,
+    successor: Successor | None,
+    began: int,
+    times: StartTimes,
+) -> int:
     """Load the model and serve until the loop ends. ``began`` is the log's size in bytes before that."""
     _set_threads(spec.settings)
     import zmq
@@ -99,10 +108,12 @@ def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: 
         import_lean()
     module, _, name = spec.core.partition(":")
     factory: CoreFactory = getattr(importlib.import_module(module), name)
+    times.done("imports")
     try:
         core = factory(spec.bundle, spec.settings)
     except InvalidField as error:  # the same settings cannot be started another time
         raise PackagingError(str(error)) from None
+    times.done("weights")
     if successor is not None:
         successor.wait()
         state.remove_file(SOCKET)
@@ -126,6 +137,8 @@ def _serve(spec: ProcessSpec, state: StateDirectory, lock: FileLock, successor: 
     server.reload_adapters(_predecessor(state))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     signal.signal(signal.SIGQUIT, lambda *_: server.stop(at_once=True))
+    times.done("waiting to take over, sockets" if successor is not None else "sockets")
+    logger.info("start: %s", times)
     logger.info("ready, pid %d", os.getpid())
     state.keep_load_log(began)
     state.write_json("status.json", Status(state="ready", generation=spec.generation, pid=os.getpid()))
