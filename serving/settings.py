@@ -30,6 +30,7 @@ Names = Annotated[
     tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...],
     Meta(max_length=1024, description="a list of names of the model's adapters"),
 ]
+BlockSize = Literal[8, 16, 32, 64, 128, 256]
 Device = Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$", description="'auto', 'cpu', 'cuda' or 'cuda:N'")]
 
 
@@ -44,12 +45,15 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     as the model computes, "bfloat16" in half the memory, for a model in float32 or int8 that our own kernels run on a
     processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
     float32; "int8" in a quarter, with a scale of each token and head, wherever our own kernels run the model, whatever
-    its weights are in. ``threads`` None is the physical cores this process may use, by affinity and within the CPU
-    quota of its control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of the text
-    suggests, where our own kernels run and few sequences do; the text is the same. ``draft_model``: a directory or a
-    model URI of a smaller model of the same vocabulary, which is asked what may come where nothing else suggests it;
-    its own keys and values are as for "auto". ``max_logits_bytes``: of the logits that one request may ask for (context
-    and generation together), which the engine and its caller's process hold in memory; 0 gives none.
+    its weights are in. ``kv_block_size``: the KV cache is made of blocks of so many tokens, which sequences that begin
+    alike have together; None is 16 on CUDA and contiguous slots on CPU, where blocks are for trying them out, with
+    ``kernels`` "torch" alone. ``cuda_graphs``: "auto" records the decode steps of a few sizes as CUDA graphs at start,
+    where KV is in blocks, "none" never. ``threads`` None is the physical cores this process may use, by affinity and
+    within the CPU quota of its control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of
+    the text suggests, where our own kernels run and few sequences do; the text is the same. ``draft_model``: a
+    directory or a model URI of a smaller model of the same vocabulary, which is asked what may come where nothing else
+    suggests it; its own keys and values are as for "auto". ``max_logits_bytes``: of the logits that one request may ask
+    for (context and generation together), which the engine and its caller's process hold in memory; 0 gives none.
     ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
     torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md). ``max_adapters``
     bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of those loaded, and of the ones that came
@@ -75,6 +79,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_queued_requests: CountOrZero = 4096
     kv_cache_memory: Bytes | None = None
     kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = "auto"
+    kv_block_size: BlockSize | None = None
+    cuda_graphs: Literal["auto", "none"] = "auto"
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
     batch_invariant: bool = False

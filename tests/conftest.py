@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # the process that hands the tests out loads this module too,
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a server then does, too
 
+# Triton's kernels run in its interpreter where there is no GPU. It looks when it is first imported, whoever does that.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Clients (litellm) ask for the main thread's loop; before 3.14 that makes one, once, which nobody closes.
 asyncio.set_event_loop(None)
 

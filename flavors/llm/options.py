@@ -21,6 +21,8 @@ class EngineOptions(TypedDict, total=False):
     max_queued_requests: int
     kv_cache_memory: int | None
     kv_cache_dtype: Literal["auto", "bfloat16", "int8"]
+    kv_block_size: Literal[8, 16, 32, 64, 128, 256] | None
+    cuda_graphs: Literal["auto", "none"]
     prefix_caching: bool
     speculation: Literal["auto", "none"]
     batch_invariant: bool

@@ -16,12 +16,15 @@ from ..errors import PackagingError
 from ..request import POOLED
 from ..settings import EngineSettings
 from .draft_loader import load_draft_model
-from .interface import Capabilities, EngineInfo
+from .interface import Capabilities, EngineInfo, PagedInfo
 from .kv_cache import KVCache
-from .loader import LoadedModel, load_model, use_threads
+from .loader import LoadedModel, kv_block_size, load_model, use_threads
 from .lora import LoraPool
 from .native import library
 from .native_decoder import NativeDecoder
+from .paged import decode
+from .paged.decode_graphs import GraphedForward
+from .paged.paged_cache import PagedKVCache
 from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
@@ -59,6 +62,9 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         if settings.kv_cache_dtype != "auto":
             asked = f"kv_cache_dtype: {settings.kv_cache_dtype!r} is not allowed; expected 'auto'"
             raise PackagingError(f"{asked}: nothing is kept of texts that are read once")
+        if settings.kv_block_size is not None:
+            asked = f"kv_block_size: {settings.kv_block_size} is not allowed; expected null"
+            raise PackagingError(f"{asked}: nothing is kept of texts that are read once")
         return _pooling_parts(bundle, settings)
     loaded = load_model(bundle, settings)
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
@@ -68,6 +74,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
     width = embedding_width(loaded.model)
     lora = LoraPool(loaded.model, loaded.holder)
+    forward = step_forward(loaded, cache, lora, settings)
     info = EngineInfo(
         content_hash=bundle.content_hash,
         tasks=bundle.tasks,
@@ -88,6 +95,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         max_logits_bytes=settings.max_logits_bytes,
+        paged=_paged_info(loaded, cache, forward),
         capabilities=Capabilities(
             structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True, prompt_tables=width > 0
         ),
@@ -99,9 +107,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         speculation=speculation,
         batch_invariant=alone,
     )
-    return EngineParts(
-        info, cache, scheduler, Runner(step_forward(loaded, cache, lora), cache, batch_invariant=alone), lora
-    )
+    return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora)
 
 
 def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int) -> Speculation | None:
@@ -117,11 +123,38 @@ def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, 
     return Speculation(load_draft_model(bundle, bundle.draft, loaded, settings, memory))
 
 
-def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool) -> StepForward:
-    """How a step is computed: natively where the loaded model can be, else by transformers' code."""
+@torch.inference_mode()
+def step_forward(loaded: LoadedModel, cache: KVCache, lora: LoraPool, settings: EngineSettings) -> StepForward:
+    """How a step is computed: natively where the loaded model can be, else by transformers' code, of which decode steps
+    over blocks are recorded."""
     if loaded.decoder is not None and isinstance(cache, SlotKVCache):
         return NativeDecoder(loaded.decoder, cache, lora)
-    return ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
+    plain = ModelForward(loaded.model, loaded.holder, cache, lora, loaded.device)
+    if isinstance(cache, PagedKVCache) and settings.cuda_graphs == "auto":
+        why_not = _why_no_kernel(loaded, cache)
+        return GraphedForward(plain, loaded.model, loaded.holder, cache, settings.max_num_seqs, why_not=why_not)
+    return plain
+
+
+def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
+    """Why single tokens attend by torch; empty where they do by our kernels, in all layers."""
+    heads = int(getattr(loaded.config, "num_attention_heads", None) or 1)
+    reasons = (decode.why_not(one.k, one.v, max(heads // one.shape.num_kv_heads, 1)) for one in cache.layers)
+    return next(filter(None, reasons), "")
+
+
+def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward) -> PagedInfo | None:
+    if not isinstance(cache, PagedKVCache):
+        return None
+    reason = _why_no_kernel(loaded, cache)
+    graphs = forward if isinstance(forward, GraphedForward) else None
+    return PagedInfo(
+        kv_block_size=cache.block_size,
+        attention="torch" if reason else "triton",
+        attention_reason=reason,
+        cuda_graphs=tuple(graphs.sizes) if graphs else (),
+        cuda_graphs_reason=graphs.reason if graphs else "the setting cuda_graphs is 'none'",
+    )
 
 
 def _pooling_parts(bundle: Bundle, settings: EngineSettings) -> EngineParts:
@@ -138,8 +171,9 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
     num_tokens = memory // each
     num_slots = 2 * settings.max_num_seqs
     max_model_len = loaded.max_model_len
-    if loaded.device.type != "cpu":  # there a slot takes its whole memory at once
-        num_slots = min(num_slots, num_tokens // max_model_len)
+    block_size = kv_block_size(settings, loaded.device)
+    if block_size is not None:
+        return _in_blocks(loaded, memory, each, block_size, prefix_caching=prefix_caching)
     if num_tokens < 1 or num_slots < 1:
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {each}")
     make = partial(
@@ -158,6 +192,21 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
             return make(num_slots=fewer, max_model_len=longest)
         except OSError as again:
             raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be had ({again}); set less") from again
+
+
+def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, prefix_caching: bool) -> PagedKVCache:
+    """One block of the memory is nobody's (``block_pool.PADDING``)."""
+    num_tokens = memory // each - block_size
+    if num_tokens < block_size:
+        least = 2 * block_size * each
+        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {least}")
+    try:
+        return PagedKVCache(
+            loaded.layers, num_tokens=num_tokens, max_model_len=loaded.max_model_len, dtype=loaded.kept["dtype"],
+            block_size=block_size, device=loaded.device, prefix_caching=prefix_caching,
+        )  # fmt: skip
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise PackagingError(f"kv_cache_memory: {memory} bytes cannot be had ({error}); set less") from error
 
 
 def free_memory(device: Any) -> int:

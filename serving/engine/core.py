@@ -196,7 +196,8 @@ class EngineCore:
             self._inflight.check_room(request, self.settings.max_queued_requests)
         check_request(request, self.info)
         if request.sampling is not None and request.sampling.beams is not None:
-            check_beams(request, self.info, self._parts.cache.num_tokens_total)
+            cache = self._parts.cache
+            check_beams(request, self.info, cache.num_tokens_total, cache.block_size)
 
     def abort(self, request_id: str) -> None:
         """End a request early: its sequences get ``Finished("abort")``. An unknown or finished one is left alone."""

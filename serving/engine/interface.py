@@ -51,6 +51,17 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     prompt_tables: bool = False
 
 
+class PagedInfo(Struct, frozen=True, kw_only=True):
+    """``kv_block_size`` tokens a block; decodes attend by "triton" or "torch" (``attention_reason``: why not by the
+    first); ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none is)."""
+
+    kv_block_size: int
+    attention: Literal["triton", "torch"]
+    attention_reason: str = ""
+    cuda_graphs: tuple[int, ...] = ()
+    cuda_graphs_reason: str = ""
+
+
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What validation must know of a loaded model. ``max_model_len`` is tokens, prompt and completion together.
 
@@ -62,7 +73,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
     ``kv_cache_reason``: why a latent attention keeps whole keys and values; empty where it does not.
-    ``max_logits_bytes``: of one request; 0 where none are given.
+    ``max_logits_bytes``: of one request; 0 where none are given. ``paged`` says of a KV cache in blocks how it runs.
     """
 
     content_hash: str
@@ -87,6 +98,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     pid: int = 0
     backend: str = "native"
     max_logits_bytes: int = 0
+    paged: PagedInfo | None = None
     capabilities: Capabilities = Capabilities()
 
     @property

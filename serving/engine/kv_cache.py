@@ -90,6 +90,7 @@ class KVCache(ABC):
     num_tokens_total: int
     max_model_len: int
     dtype: Any
+    block_size: int = 1  # tokens that memory is given out by
 
     @property
     @abstractmethod

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense", None}
 POOLER = re.compile(r"(^|\.)pooler\.")
 MISSING_SHOWN = 5
+BLOCK_SIZE = 16  # tokens of a block of the KV cache on CUDA
 LENGTH_BOUND_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
 
 
@@ -67,6 +68,16 @@ def resolve_device(settings: EngineSettings) -> Any:
     return device
 
 
+def kv_block_size(settings: EngineSettings, device: Any) -> int | None:
+    """Tokens of a block of the KV cache; None for slots. Raises ``PackagingError`` where blocks cannot be had."""
+    if device.type != "cpu":
+        return settings.kv_block_size or BLOCK_SIZE
+    if settings.kv_block_size is not None and settings.kernels == "auto":
+        allowed = "expected null on CPU with kernels auto: our own kernels read slots (kernels: torch takes blocks)"
+        raise PackagingError(f"kv_block_size: {settings.kv_block_size} is not allowed; {allowed}")
+    return settings.kv_block_size
+
+
 def resolve_dtype(settings: EngineSettings, device: Any) -> Any:
     """The torch dtype of ``settings.dtype``; "auto" is float32 on CPU, else bfloat16."""
     if settings.dtype == "auto":
@@ -87,6 +98,7 @@ def use_threads(settings: EngineSettings) -> None:
 def load_model(bundle: Bundle, settings: EngineSettings) -> LoadedModel:
     """Load ``bundle.model_dir`` (safetensors alone). Raises ``PackagingError`` for what cannot be run right."""
     device = resolve_device(settings)
+    kv_block_size(settings, device)
     dtype = resolve_dtype(settings, device)
     key = packed_key("decoder", bundle, settings, device, dtype)
     if key is not None and (mapped := _mapped(key, bundle, settings)) is not None:
@@ -110,7 +122,9 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
     config = model.config.get_text_config()
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
-    test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len)
+    test = SelfTest.of(
+        model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=kv_block_size(settings, device)
+    )
     holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)

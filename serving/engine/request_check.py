@@ -99,9 +99,9 @@ def with_learned_prompt(request: ValidRequest, num_learned: int, info: EngineInf
     return msgspec.structs.replace(request, sequences=tuple(sequences))
 
 
-def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> None:
+def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int, block_size: int = 1) -> None:
     """Raises ``InvalidField`` for a search that this engine could never run: all of its beams run at once, within
-    ``num_kv_tokens``."""
+    ``num_kv_tokens``, each in whole blocks of ``block_size``."""
     assert request.sampling is not None
     beams = request.sampling.beams
     assert beams is not None
@@ -115,8 +115,9 @@ def check_beams(request: ValidRequest, info: EngineInfo, num_kv_tokens: int) -> 
         raise InvalidField("num_beam_groups", beams.num_groups, f"a divisor of the beam width, {beams.width}")
     for sequence in request.sequences:
         length = min(len(sequence.prompt_token_ids) + request.sampling.max_tokens, info.max_kv_tokens)
-        if length * beams.width > num_kv_tokens:
-            most = num_kv_tokens // length
+        taken = -(-length // block_size) * block_size
+        if taken * beams.width > num_kv_tokens:
+            most = num_kv_tokens // taken
             raise InvalidField(beams.field, beams.width, f"at most {most}: so many texts of {length} tokens fit")
 
 

@@ -16,8 +16,9 @@ import torch
 
 from ..errors import PackagingError
 from .forward_context import ContextHolder, ForwardContext
-from .kv_cache import LayerShape, PrefixKey, Row
+from .kv_cache import KVCache, LayerShape, PrefixKey, Row
 from .latent_attention import Projections
+from .paged.paged_cache import PagedKVCache
 from .slot_cache import SlotKVCache
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,13 @@ def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUs
 
 
 # One way to run a step: (cache, token ids [T], rows that make them up) -> logits [T, V].
-Forward = Callable[[SlotKVCache, Any, Sequence[Row]], Any]
+Forward = Callable[[Any, Any, Sequence[Row]], Any]
 
 
 def model_forward(model: Any, holder: ContextHolder) -> Forward:
     """transformers' code with our attention."""
 
-    def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
+    def forward(cache: KVCache, ids: Any, rows: Sequence[Row]) -> Any:
         positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
         return _forward(model, holder, ids, positions, cache.plan(rows))
 
@@ -98,14 +99,16 @@ def model_forward(model: Any, holder: ContextHolder) -> Forward:
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """``tokens`` and the ``expected`` logits of the model's own attention, one array a sequence."""
+    """``tokens`` and the ``expected`` logits of the model's own attention, one array a sequence. ``block_size``: of the
+    blocks that the KV cache is to have, None for slots."""
 
     tokens: list[Any]
     expected: list[Any]
     routed: bool = False  # to experts
+    block_size: int | None = None
 
     @classmethod
-    def of(cls, model: Any, *, vocab_size: int, max_model_len: int) -> SelfTest:
+    def of(cls, model: Any, *, vocab_size: int, max_model_len: int, block_size: int | None = None) -> SelfTest:
         """Run the model as it is (eager attention)."""
         random = np.random.default_rng(0)
         tokens = [random.integers(0, vocab_size, size=min(n, max_model_len)) for n in LENGTHS]
@@ -114,7 +117,7 @@ class SelfTest:
             row = torch.from_numpy(ids).to(model.device)[None]
             expected.append(model(input_ids=row, use_cache=False).logits[0].float())
         config = model.config.get_text_config()
-        return cls(tokens, expected, any(getattr(config, name, None) for name in EXPERTS))
+        return cls(tokens, expected, any(getattr(config, name, None) for name in EXPERTS), block_size)
 
     def check(
         self,
@@ -129,7 +132,7 @@ class SelfTest:
         """Raise ``PackagingError`` when ``forward`` gives other logits. ``like`` is a parameter of the model;
         ``rounded``: to bfloat16, though it is in float32. ``kept``: how keys and values are, if not like it."""
         kept = kept or {"dtype": like.dtype}
-        cache = SlotKVCache(layers, num_slots=4, num_tokens=4 * 64, max_model_len=64, device=like.device, **kept)
+        cache = self._cache(layers, kept, like.device)
         for owner, ids in enumerate(self.tokens):
             cache.acquire(owner, PrefixKey("", ""), ids.astype(np.int32))
         dtype = torch.bfloat16 if rounded else like.dtype
@@ -144,10 +147,17 @@ class SelfTest:
             if not distance <= allowed:  # also true for NaN
                 raise PackagingError(f"the model is not supported: in the self-test logits differ by {distance:.2g}")
 
+    def _cache(self, layers: Sequence[LayerShape], kept: Mapping[str, Any], device: Any) -> KVCache:
+        size = {"num_tokens": 4 * 64, "max_model_len": 64, "device": device}
+        if self.block_size is None:
+            return SlotKVCache(layers, num_slots=4, **size, **kept)
+        size["num_tokens"] = 4 * max(64, self.block_size)
+        return PagedKVCache(layers, dtype=kept["dtype"], block_size=self.block_size, **size)
+
     def _fits(self, part: tuple[int, int, int]) -> bool:
         return part[1] + part[2] <= len(self.tokens[part[0]])
 
-    def _step(self, forward: Forward, cache: SlotKVCache, parts: list[tuple[int, int, int]]) -> tuple[Any, Any] | None:
+    def _step(self, forward: Forward, cache: KVCache, parts: list[tuple[int, int, int]]) -> tuple[Any, Any] | None:
         """Logits found and wanted of one step, [T, V] each."""
         singles = cache.decode_order([s for s, _, n in parts if n == 1])
         parts = sorted((p for p in parts if p[2] == 1), key=lambda p: singles.index(p[0])) + [

@@ -195,13 +195,7 @@ class SlotPlan:
         for row, slot in zip(self._rows[a:], self._slots[a:], strict=True):
             hi = row.start + row.num_tokens
             lo = max(0, row.start - window + 1) if window else 0
-            mask = None
-            if row.start or (window and hi > window):
-                query, at = np.arange(row.start, hi)[:, None], np.arange(lo, hi)
-                allowed = at <= query
-                if window:
-                    allowed &= at > query - window
-                mask = torch.from_numpy(allowed).to(self._device)
+            mask = causal_mask(row.start, hi, lo, window, self._device)
             chunks.append(Chunk(a, a + row.num_tokens, slot, lo, hi, mask))
             a += row.num_tokens
         return chunks
@@ -241,7 +235,7 @@ class SlotPlan:
             out[0, segment.a : segment.b] = _decode(views, segment, q, scaling, softcap, sinks).flatten(1, 2)
         for chunk in chunks:
             k, v = (cube[chunk.slot, :, chunk.lo : chunk.hi] for cube in (views.k, views.v))
-            out[0, chunk.a : chunk.b] = _prefill(k, v, q[0, :, chunk.a : chunk.b], chunk.mask, scaling, softcap, sinks)
+            out[0, chunk.a : chunk.b] = prefill(k, v, q[0, :, chunk.a : chunk.b], chunk.mask, scaling, softcap, sinks)
         return out
 
     def attend_latent(
@@ -259,8 +253,26 @@ class SlotPlan:
             sums = [_decode(views, part, absorbed, scaling, None, None)[:, 0] for part in segments]
             out[0, :n] = projections.values(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
         for chunk in chunks:
-            out[0, chunk.a : chunk.b] = _prefill_latent(views, chunk, q[0, :, chunk.a : chunk.b], projections, scaling)
+            out[0, chunk.a : chunk.b] = attend_latent_prefill(
+                views.k[chunk.slot, :, chunk.lo : chunk.hi],
+                q[0, :, chunk.a : chunk.b],
+                chunk.a,
+                chunk.mask,
+                projections,
+                scaling,
+            )
         return out
+
+
+def causal_mask(start: int, stop: int, lo: int, window: int | None, device: Any) -> Any:
+    """Which of the tokens ``[lo, stop)`` those of ``[start, stop)`` see; None where it is plainly causal."""
+    if not start and (not window or stop <= window):
+        return None
+    query, at = np.arange(start, stop)[:, None], np.arange(lo, stop)
+    allowed = at <= query
+    if window:
+        allowed &= at > query - window
+    return torch.from_numpy(allowed).to(device)
 
 
 def _rows(x: Any, dim: int) -> Any:
@@ -277,25 +289,24 @@ def _decode(views: LayerViews, part: Segment, q: Any, scaling: float, softcap: f
     v = views.v[part.slot : stop, :, part.lo : part.hi]
     if softcap is not None or sinks is not None:
         own = None if sinks is None else sinks.view(1, Hkv, -1, 1)
-        return _by_scores(packed, k, v, part.mask, scaling, softcap, own)
+        return by_scores(packed, k, v, part.mask, scaling, softcap, own)
     return F.scaled_dot_product_attention(packed, k, v, attn_mask=part.mask, scale=scaling)
 
 
-def _prefill_latent(views: LayerViews, part: Chunk, q: Any, projections: Projections, scaling: float) -> Any:
-    """q [H, n, N + P] → [n, H, Dv]."""
-    kept = views.k[part.slot, :, part.lo : part.hi]
-    n, length, form = part.b - part.a, part.hi - part.lo, projections.form
+def attend_latent_prefill(kept: Any, q: Any, first: int, mask: Any, projections: Projections, scaling: float) -> Any:
+    """What is kept of a sequence [1, L, R + P], q [H, n, N + P] from row ``first`` on → [n, H, Dv]."""
+    n, length, form = q.shape[1], kept.shape[1], projections.form
     if not form.prefers_expanded(n, length):
-        sums = _prefill(kept, kept, projections.absorbed(q, part.a), part.mask, scaling, None, None)
-        return projections.values(sums, part.a)
+        sums = prefill(kept, kept, projections.absorbed(q, first), mask, scaling, None, None)
+        return projections.values(sums, first)
     out = q.new_empty((n, q.shape[0], form.value_dim))
     for heads in projections.head_groups(length):
-        k, v = projections.expanded(kept[0], part.a, heads)
-        out[:, heads] = _prefill(k, v, q[heads], part.mask, scaling, None, None)[..., : form.value_dim]
+        k, v = projections.expanded(kept[0], first, heads)
+        out[:, heads] = prefill(k, v, q[heads], mask, scaling, None, None)[..., : form.value_dim]
     return out
 
 
-def _prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+def prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
     """k, v [Hkv, L, D], q [H, n, D] → [n, H, Dv]. Heads of a group share K and V by a stride of zero, which costs
     nothing when n is large."""
     Hkv, (n, D) = k.shape[0], q.shape[1:]
@@ -306,7 +317,7 @@ def _prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float |
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
         packed = grouped.reshape(Hkv, group * n, D)
         own = None if sinks is None else sinks.view(Hkv, group, 1).expand(-1, -1, n).reshape(Hkv, group * n, 1)
-        out = _by_scores(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
+        out = by_scores(packed, k, v, mask.repeat(group, 1), scaling, softcap, own).view(Hkv, group, n, -1)
     else:
         many_k = k.unsqueeze(1).expand(-1, group, -1, -1)
         many_v = v.unsqueeze(1).expand(-1, group, -1, -1)
@@ -316,7 +327,7 @@ def _prefill(k: Any, v: Any, q: Any, mask: Any, scaling: float, softcap: float |
     return out.reshape(Hkv * group, n, -1).transpose(0, 1)
 
 
-def _by_scores(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
+def by_scores(q: Any, k: Any, v: Any, mask: Any, scaling: float, softcap: float | None, sinks: Any) -> Any:
     """What no fused kernel on CPU offers: scores squeezed into (-softcap, softcap) before the softmax, and sinks, one
     more score of each row, which takes its part of the softmax and gives no value."""
     scores = torch.matmul(q, k.transpose(-1, -2))

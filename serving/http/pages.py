@@ -124,7 +124,9 @@ def _facts(entity: ServedEntity) -> dict[str, Any]:
 
 def _kernels(info: EngineInfo) -> dict[str, Any]:
     quantized = {} if info.quantization == "none" else {"quantization": info.quantization}
-    return {"kernels": info.kernels} | quantized | {name: value for name in NAMED if (value := getattr(info, name))}
+    more = {name: value for name in NAMED if (value := getattr(info, name))}
+    paged = {} if info.paged is None else {"paged": structs.asdict(info.paged)}
+    return {"kernels": info.kernels} | quantized | more | paged
 
 
 def _memory(entity: ServedEntity) -> dict[str, Any]:

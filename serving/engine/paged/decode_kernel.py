@@ -1,0 +1,134 @@
+"""Split-KV attention of single tokens over block tables (flash-decoding; Dao et al. 2023), in Triton.
+
+::
+
+    decode_split    a program a (row, KV head, part): running softmax over the part's tokens, TILE at a time; all heads
+                    of a group share what is read. Writes sums [Dv], the largest score and the sum of exponentials
+    add_up          a program a (row, head): the parts in order, and the sink
+
+Parts begin at multiples of SPLIT whatever else is computed, so a row's bits depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+TILE = 64  # tokens
+
+
+def padded(width: int) -> int:
+    """A power of two that matrix units take."""
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+@triton.jit
+def decode_split(
+    q: Any,
+    k: Any,
+    v: Any,
+    block_tables: Any,
+    lengths: Any,
+    sums: Any,
+    largest: Any,
+    total: Any,
+    scaling: Any,
+    softcap: Any,
+    window: Any,
+    table_stride: Any,
+    num_programs: Any,
+    num_splits: Any,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+) -> None:
+    """``window`` 0: none. A program takes every ``num_programs``-th part, so the grid need not fit the lengths."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    length = tl.load(lengths + row)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    member = tl.arange(0, GROUP_PADDED)
+    d = tl.arange(0, D_PADDED)
+    dv = tl.arange(0, DV_PADDED)
+    is_head = member < GROUP
+    head = row * (HKV * GROUP) + kv_head * GROUP + member
+    query = tl.load(q + head[:, None] * D + d[None, :], mask=is_head[:, None] & (d < D)[None, :], other=0.0)
+    for part in range(first // SPLIT + tl.program_id(2), (length + SPLIT - 1) // SPLIT, num_programs):
+        start = tl.maximum(part * SPLIT, first)  # the first tile has a token that counts
+        stop = tl.minimum(part * SPLIT + SPLIT, length)
+        most = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        exponentials = tl.zeros([GROUP_PADDED], tl.float32)
+        summed = tl.zeros([GROUP_PADDED, DV_PADDED], tl.float32)
+        for tile in range(start, stop, TILE):
+            token = tile + tl.arange(0, TILE)
+            inside = token < stop
+            block = tl.load(block_tables + row * table_stride + token // BLOCK_SIZE, mask=inside, other=0)
+            place = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * HKV + kv_head
+            keys = tl.load(k + place[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            scores = tl.dot(query, keys, input_precision="ieee") * scaling
+            if HAS_SOFTCAP:
+                scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            now = tl.maximum(most, tl.max(scores, 1))
+            before = tl.exp(most - now)
+            weights = tl.exp(scores - now[:, None])
+            values = tl.load(
+                v + place[:, None] * DV + dv[None, :], mask=inside[:, None] & (dv < DV)[None, :], other=0.0
+            )
+            exponentials = exponentials * before + tl.sum(weights, 1)
+            summed = summed * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            most = now
+        at = head * num_splits + part
+        tl.store(sums + at[:, None] * DV + dv[None, :], summed, mask=is_head[:, None] & (dv < DV)[None, :])
+        tl.store(largest + at, most, mask=is_head)
+        tl.store(total + at, exponentials, mask=is_head)
+
+
+@triton.jit
+def add_up(
+    sums: Any,
+    largest: Any,
+    total: Any,
+    sinks: Any,
+    lengths: Any,
+    out: Any,
+    window: Any,
+    num_splits: Any,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DV_PADDED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    length = tl.load(lengths + row)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    dv = tl.arange(0, DV_PADDED)
+    begin = first // SPLIT
+    at = (row * H + head) * num_splits
+    most = tl.load(largest + at + begin)
+    exponentials = most - most
+    if HAS_SINKS:  # a score that takes its part and gives no value
+        sink = tl.load(sinks + head)
+        most = tl.maximum(most, sink)
+        exponentials = tl.exp(sink - most)
+    summed = tl.zeros([DV_PADDED], tl.float32)
+    for part in range(begin, (length + SPLIT - 1) // SPLIT):
+        own = tl.load(largest + at + part)
+        now = tl.maximum(most, own)
+        before, factor = tl.exp(most - now), tl.exp(own - now)
+        exponentials = exponentials * before + tl.load(total + at + part) * factor
+        summed = summed * before + tl.load(sums + (at + part) * DV + dv, mask=dv < DV, other=0.0) * factor
+        most = now
+    tl.store(out + (row * H + head) * DV + dv, (summed / exponentials).to(out.dtype.element_ty), mask=dv < DV)
