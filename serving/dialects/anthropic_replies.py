@@ -15,6 +15,7 @@ from ..errors import ServingError
 from ..reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, Usage
 from ..request import ValidRequest
 from .openai_replies import model_name
+from .text_template import TextTemplate
 
 _encoder = msgspec.json.Encoder()
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
@@ -120,6 +121,7 @@ class Stream:
         self._started = False
         self._index = -1  # of the last block that was begun
         self._open: tuple[str, int] | None = None  # its type, and which call it is
+        self._said: TextTemplate  # of the block of text that is open
         self._called = False
         self._ended = Ended(index=0, finish_reason="abort")
 
@@ -141,7 +143,7 @@ class Stream:
             yield self._changed({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             yield from self._begin("text", {"text": ""})
-            yield self._changed({"type": "text_delta", "text": piece.text})
+            yield self._said.fill(piece.text)
         for call in piece.calls:
             yield from self._call(call)
 
@@ -160,6 +162,8 @@ class Stream:
         yield from self._close()
         self._open = (kind, number)
         self._index += 1
+        if kind == "text":
+            self._said = TextTemplate(lambda text: self._changed({"type": "text_delta", "text": text}))
         yield _event("content_block_start", index=self._index, content_block={"type": kind, **fields})
 
     def _changed(self, delta: dict[str, Any]) -> bytes:

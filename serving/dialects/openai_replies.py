@@ -13,6 +13,7 @@ from ..errors import ServingError
 from ..reply import CallDelta, Choice, Delta, Done, Ended, Piece, Reply, ReplyCall, TextLogprob, Usage
 from ..request import ValidRequest
 from .scoring_replies import score_reply
+from .text_template import TextTemplate
 
 DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
@@ -229,10 +230,13 @@ class Stream:
         self._error_body = error_body
         self._head = head(request, streamed=True)
         self._started: set[int] = set()
+        self._templates: dict[int, TextTemplate] = {}  # of choices, for deltas that are text alone
         self._held: dict[str, Any] | None = None  # the last chunk with choices, where it is to carry usage
 
     def encode(self, piece: Piece) -> bytes:
         if isinstance(piece, Delta):
+            if piece.text and not (piece.logprobs or piece.calls or piece.reasoning) and self._is_started(piece.index):
+                return self._template(piece.index).fill(piece.text)
             if self._request.task != "chat":
                 return self._chunk(self._text_delta(piece)) if piece.text or piece.logprobs else b""
             if piece.calls or piece.reasoning:
@@ -246,6 +250,21 @@ class Stream:
         if isinstance(piece, Done):
             return self._done(piece)
         return b""
+
+    def _is_started(self, index: int) -> bool:
+        """Whether a chunk of its text is like the one before."""
+        return index in self._started or self._request.task != "chat"
+
+    def _template(self, index: int) -> TextTemplate:
+        found = self._templates.get(index)
+        if found is None:
+            found = self._templates[index] = TextTemplate(lambda text: self._chunk(self._plain(index, text)))
+        return found
+
+    def _plain(self, index: int, text: str) -> dict[str, Any]:
+        if self._request.task == "chat":
+            return self._chat_delta(index, {"content": text}, ())
+        return self._text_delta(Delta(index=index, text=text))
 
     def error(self, error: ServingError) -> bytes:
         held = b"" if self._held is None else event(self._held)

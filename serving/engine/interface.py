@@ -197,6 +197,14 @@ class EventQueue(Protocol):
 
 
 @runtime_checkable
+class TappableStream(Protocol):
+    """An ``EventStream`` whose events may be taken as they come (``transport.client.event_stream.RemoteStream``)."""
+
+    def tap(self, take: Callable[[Event], bool], /) -> bool: ...
+    def have_reader(self, run: Callable[[], object], /) -> None: ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """What a caller holds. Thread-safe: many callers submit at once and are batched together."""
 

@@ -35,6 +35,7 @@ from .in_flight import (
 )
 from .route import Request
 from .server import Server
+from .token_writer import TokenWriter, WriteFailed, token_writer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 SERVED_HEADER = "served-model-name"  # as Databricks names the entity that answered
@@ -52,9 +53,9 @@ def invoke(server: Server, request: Request) -> Answer:
             if not valid.stream:
                 info = entity.engine.info
                 allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
-            pieces = _start(server, entity, valid, request, held)
+            source, pieces = _start(server, entity, valid, request, held)
             if valid.stream:
-                return _streamed(request, valid, echoed, pieces, held.pop_all())
+                return _streamed(request, valid, echoed, source, pieces, held.pop_all())
             reply = generate.gather(pieces)
         size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
         return server.offload(size, _whole, request, valid, echoed, reply)
@@ -127,21 +128,23 @@ def _seconds(header: str) -> float:
 
 def _start(
     server: Server, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
-) -> Iterator[Piece]:
-    """Admit and submit. The pieces, interruptible and counted; ``held`` gives all of it back, last things first."""
+) -> tuple[generate.Pieces, Iterator[Piece]]:
+    """Admit and submit. The pieces, and the same interruptible and counted; ``held`` gives all of it back, last things
+    first."""
     admission = None
     if entity.mode is not None:
         target = Target(endpoint=entity.endpoint, entity=entity.entity)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target))
         valid = admission.request
         request.record.headers |= rate_limit_headers.headers(admission.limits)
-    pull: InterruptibleIterator[Piece] = InterruptibleIterator(_run(entity, valid, admission))
+    source = _run(entity, valid, admission)
+    pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
     held.callback(pull.close)
     held.enter_context(server.in_flight.track(pull))
     watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return _counted(pull, admission, request.record)
+    return source, _counted(pull, admission, request.record)
 
 
 def _run(entity: ServedEntity, valid: ValidRequest, admission: Any) -> generate.Pieces:
@@ -168,11 +171,18 @@ def _counted(pull: InterruptibleIterator[Piece], admission: Any, record: AccessR
         yield piece
 
 
-def _streamed(request: Request, valid: ValidRequest, echoed: bytes, pieces: Iterator[Piece], held: ExitStack) -> Answer:
+def _streamed(
+    request: Request,
+    valid: ValidRequest,
+    echoed: bytes,
+    source: generate.Pieces,
+    pieces: Iterator[Piece],
+    held: ExitStack,
+) -> Answer:
     """A stream whose first bytes are already there: what fails before them still gets its own HTTP status."""
     record = request.record
     encoder = request.dialect.stream(valid, echoed)
-    stream = Stream(encoder, pieces, record, held)
+    stream = Stream(encoder, pieces, record, held, token_writer(source, encoder, record, request.sock))
     try:
         stream.prime()
     except BaseException as error:
@@ -190,13 +200,24 @@ class Stream:
 
     Nothing is buffered here: a slow reader stops the pulling, and its request leaves the engine while more than some
     thousand tokens wait for it (``event_stream``). A reader that takes nothing for ``io_timeout`` loses its connection.
+
+    ``tokens`` writes what comes while we wait for it, from when the first bytes have been taken: the answer's head is
+    out by then.
     """
 
-    def __init__(self, encoder: StreamEncoder, pieces: Iterator[Piece], record: AccessRecord, held: ExitStack) -> None:
+    def __init__(
+        self,
+        encoder: StreamEncoder,
+        pieces: Iterator[Piece],
+        record: AccessRecord,
+        held: ExitStack,
+        tokens: TokenWriter | None = None,
+    ) -> None:
         self._encoder = encoder
         self._pieces = pieces
         self._record = record
         self._held = held
+        self._tokens = tokens
         self._first: bytes | None = None
         self._complete = False
         self._over = False
@@ -214,11 +235,14 @@ class Stream:
             return first
         if self._over:
             raise StopIteration
+        if self._tokens is not None:
+            self._tokens.begin()
+            self._tokens = None
         try:
             data = self._next_bytes()
         except ServingError as error:
             return self._fail(error)
-        except ClientGone:
+        except (ClientGone, WriteFailed):
             raise
         except Exception:
             logs.event("fault", level=40, exc_info=True, request_id=self._record.request_id)

@@ -42,6 +42,7 @@ class ChoiceText:
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
         self._rows: deque[Logits] = deque()  # of tokens that have not come
+        self._is_plain = type(self) is ChoiceText and not request.stop and self._sequences is None
         self.matched: Match | None = None
         self.num_reasoning_tokens = 0
         self.num_tokens = self._resume()
@@ -77,6 +78,22 @@ class ChoiceText:
         entries = (self._logprob(token_ids[0], None), *map(self._scored, event.logprobs))
         placed = [_at(max(0, place + shift), entry) for place, entry in zip(begun, entries, strict=True)]
         yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))
+
+    def read(self, event: Tokens) -> Delta | None:
+        """What ``push`` makes of an event of which nothing is asked but its text; None where there is more to it."""
+        if not self._is_plain or event.logprobs or self._rows:
+            return None
+        text, count, kept = "", self.num_tokens, self._request.include_stop_str_in_output
+        for token_id in event.token_ids:
+            count += 1
+            if self._is_stop(token_id, count):
+                self._ending_token = token_id
+                if not kept:
+                    continue
+            text += self._detokenizer.push(token_id)
+        self.num_tokens = count
+        self._pushed += len(text)
+        return Delta(index=self._index, text=text, num_tokens=len(event.token_ids), token_ids=event.token_ids)
 
     def push(self, event: Tokens) -> Iterator[Piece]:
         """What the event's tokens say, counted once, and ``Ended`` where a stop string is complete."""

@@ -37,17 +37,26 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """Of a byte-level tokenizer: an incremental UTF-8 decoder over the bytes of each token."""
 
-    __slots__ = ("_bytes", "_decoder")
+    __slots__ = ("_bytes", "_decoder", "_is_within")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         """``token_bytes[i]`` are the bytes of token ``i``; b"" for one that is to be skipped."""
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_within = False  # a character that is incomplete
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._bytes):  # a padded embedding row: it has no text
             return ""
-        return self._decoder.decode(self._bytes[token_id])
+        data = self._bytes[token_id]
+        if not self._is_within:  # most tokens are whole characters, for which the decoder is slow
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_within = bool(self._decoder.getstate()[0])
+        return text
 
     def ahead(self, token_id: int) -> int:
         incomplete = self._decoder.getstate()[0]

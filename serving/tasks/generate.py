@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..engine.interface import Engine, EventStream
@@ -27,7 +27,8 @@ def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTok
     whatever a caller has seen. Raises the ``ServingError`` that an engine's ``Failed`` names, and ``DeadlineExceeded``.
     """
     stream = engine.submit(request)
-    return Pieces(all_pieces(Run(request, text, stream, on_tokens), stream), stream)
+    made = Run(request, text, stream, on_tokens)
+    return Pieces(all_pieces(made, stream), stream, made)
 
 
 def _ignore(index: int, count: int) -> None:
@@ -68,10 +69,15 @@ class Run:
         for choice in self._choices:
             yield from choice.begin()
 
-    def feed(self, event: Event) -> Iterator[Piece]:
+    def feed(self, event: Event) -> Iterable[Piece]:
+        if type(event) is Tokens and event.index in self._open:  # nearly all are, and most of them are plain
+            delta = self._choices[event.index].read(event)
+            if delta is not None:
+                self._on_tokens(event.index, delta.num_tokens)
+                return (delta,)
         if isinstance(event, Failed):
             raise failure(event)
-        yield from self._on_event(event)
+        return self._on_event(event)
 
     def end(self) -> Iterator[Piece]:
         if self._open:

@@ -33,9 +33,10 @@ class Pieces:
     Not a bare generator: closing one that was never asked for a piece would leave the engine running.
     """
 
-    def __init__(self, pieces: Iterator[Piece], stream: EventStream) -> None:
+    def __init__(self, pieces: Iterator[Piece], stream: EventStream, run: Run | None = None) -> None:
+        """``run`` makes the pieces, where whoever brings the stream's events may feed it himself."""
         self._pieces = pieces
-        self._stream = stream
+        self.stream, self.run = stream, run
 
     def __iter__(self) -> Pieces:
         return self
@@ -44,12 +45,12 @@ class Pieces:
         try:
             return next(self._pieces)
         except BaseException:  # StopIteration too: nothing follows
-            self._stream.close()
+            self.stream.close()
             raise
 
     def close(self) -> None:
         """Abort what still runs; harmless when repeated."""
-        self._stream.close()
+        self.stream.close()
 
     def __enter__(self) -> Pieces:
         return self
@@ -74,7 +75,7 @@ class Run(Protocol):
         """What is known before the first event: an echoed prompt."""
         ...
 
-    def feed(self, event: Event) -> Iterator[Piece]:
+    def feed(self, event: Event) -> Iterable[Piece]:
         """What one event makes certain."""
         ...
 

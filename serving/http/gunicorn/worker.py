@@ -117,7 +117,9 @@ class DrainingWorker(GeventWorker):
             req.scheme = "https"
         self.answering += 1
         try:
-            super().handle_request(listener_name, req, BackpressureSocket(sock.plain, sock.send), addr)
+            now = None if sock.is_secure else sock.send_now
+            answer = BackpressureSocket(sock.plain, sock.send, now, chunked=req.version > (1, 0))
+            super().handle_request(listener_name, req, answer, addr)
         except StopIteration:  # how gunicorn says that the connection ends
             if not body.is_whole:
                 with sock.leaving():

@@ -35,15 +35,48 @@ class BackpressureSocket:
 
     ``sendall`` raises ``TimeoutError`` where the client takes nothing for the socket's timeout, and not where it takes
     long in all, as that of the socket itself would.
+
+    Once gunicorn has sent an answer's head, parts of its body may also be appended, framed as gunicorn does; they go
+    out by ``send_pending``, which never waits, or with the next ``sendall``. ``send_now`` is ``send`` that returns what
+    it could send, None where there is no such; ``chunked``: the client speaks HTTP/1.1 or newer.
     """
 
-    def __init__(self, plain: Any, send: Callable[[Any], int]) -> None:
-        self._plain, self._send = plain, send
+    def __init__(
+        self,
+        plain: Any,
+        send: Callable[[Any], int],
+        send_now: Callable[[bytes], int] | None = None,
+        *,
+        chunked: bool = True,
+    ) -> None:
+        self._plain, self._send, self._send_now, self._chunked = plain, send, send_now, chunked
+        self._pending = b""
 
     def sendall(self, data: Any) -> None:
+        if self._pending:
+            data, self._pending = self._pending + data, b""
         left = memoryview(data)
         while left:
             left = left[self._send(left[:PIECE]) :]
+
+    @property
+    def sends_now(self) -> bool:
+        """Whether there is ``send_pending``."""
+        return self._send_now is not None
+
+    def append(self, data: bytes) -> None:
+        self._pending += b"%X\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def send_pending(self) -> bool:
+        """Send of what was appended as much as goes out at once; whether that was all."""
+        assert self._send_now is not None
+        if self._pending:
+            self._pending = self._pending[self._send_now(self._pending) :]
+        return not self._pending
+
+    def flush(self) -> None:
+        """Send what was appended; waits, and raises, as ``sendall`` does."""
+        self.sendall(b"")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

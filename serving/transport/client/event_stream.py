@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...events import Event, Failed, Logits, is_terminal
 from ...request import ValidRequest
@@ -17,11 +17,20 @@ LOW_BYTES = 4 * 2**20
 MAX_MARKS = 8  # the watermarks of a request with n sequences are at most so many times those of one
 
 
+class _Errand(NamedTuple):
+    """What the reader is to do before it takes the next event."""
+
+    run: Callable[[], object]
+
+
 class EventBuffer:
     """The queue between the io loop, which puts a request's events, and their one reader. Either may be a thread.
 
     The loop pauses the request when the buffer ``is_full``; the reader resumes it once it ``is_drained``. Both look
     again after they have said so, hence neither can wait for the other.
+
+    A reader on a greenlet of the loop's own thread may ``tap`` it: switching to it for every token costs more than what
+    it does with one.
     """
 
     def __init__(self, events: Any, num_sequences: int) -> None:
@@ -30,6 +39,8 @@ class EventBuffer:
         self.paused = False
         self.put: Callable[[Event], None] = events.put
         self.get: Callable[[], Event] = events.get
+        self._take: Callable[[Event], bool] = _take_nothing
+        self._is_awaited = False  # its reader waits, and nothing is in the queue
 
     @property
     def is_full(self) -> bool:
@@ -39,6 +50,39 @@ class EventBuffer:
     def is_drained(self) -> bool:
         """Whether the request was paused for this buffer's sake and there is room again."""
         return self.paused and self._events.qsize() <= self._low
+
+    def tap(self, take: Callable[[Event], bool]) -> bool:
+        """See ``RemoteStream.tap``."""
+        if not getattr(self._events, "is_local", False):
+            return False
+        self._take, self.put, self.get = take, self._put_tapped, self._get_tapped
+        return True
+
+    def have_reader(self, run: Callable[[], object]) -> None:
+        """Have the reader of a tapped buffer ``run`` something before it takes the next event."""
+        self._is_awaited = False
+        self._events.put(_Errand(run))
+
+    def _put_tapped(self, event: Event) -> None:
+        if self._is_awaited and self._take(event):
+            return
+        self._is_awaited = False  # the reader has not been switched to when the next one comes
+        self._events.put(event)
+
+    def _get_tapped(self) -> Event:
+        while True:
+            self._is_awaited = not self._events.qsize()
+            try:
+                event: Event | _Errand = self._events.get()
+            finally:
+                self._is_awaited = False
+            if not isinstance(event, _Errand):
+                return event
+            event.run()
+
+
+def _take_nothing(event: Event) -> bool:
+    return False
 
 
 class LogitsBuffer(EventBuffer):
@@ -57,6 +101,10 @@ class LogitsBuffer(EventBuffer):
         event: Event = self._events.get()
         self._went += _size(event)
         return event
+
+    def tap(self, take: Callable[[Event], bool]) -> bool:
+        """Never: what it holds is counted."""
+        return False
 
     @property
     def is_full(self) -> bool:
@@ -138,6 +186,16 @@ class RemoteStream:
         if is_terminal(event):
             self._left = 0 if isinstance(event, Failed) else self._left - 1
         return event
+
+    def tap(self, take: Callable[[Event], bool]) -> bool:
+        """From now on, events that come while the reader waits in ``next`` are offered to ``take``, on the io loop's
+        greenlet: what it takes the reader does not get. It must neither block nor raise. False where the reader and
+        the loop are on two threads, or logits are to come: nothing is offered."""
+        return self._buffer.tap(take)
+
+    def have_reader(self, run: Callable[[], object]) -> None:
+        """Of a stream that is tapped: have the waiting reader ``run`` something, which may raise, and then wait on."""
+        self._buffer.have_reader(run)
 
     def finish(self, index: int) -> None:
         """End sequence ``index`` alone; it still gets its ``Finished``."""

@@ -23,6 +23,12 @@ READ = 1  # of the event loop's events
 _ThreadQueue: Any = gevent.monkey.get_original("queue", "SimpleQueue")
 
 
+class LocalQueue(gevent.queue.SimpleQueue):
+    """Between greenlets of one hub: what is put is put by its loop's own thread."""
+
+    is_local = True
+
+
 class GeventPoller:
     """The poller of a loop on a greenlet: other greenlets run while it waits. libev's watchers are kept between waits;
     zmq.green makes and drops several for each."""
@@ -30,25 +36,37 @@ class GeventPoller:
     def __init__(self) -> None:
         self._hub = gevent.get_hub()
         self._readers: list[tuple[int, Any]] = []
+        self._seconds = 0.0
+        self._timer: Any = None
 
     def watch(self, fds: Collection[int]) -> None:
         for _, reader in self._readers:
             reader.close()
         self._readers = [(fd, self._hub.loop.io(fd, READ)) for fd in fds]
+        if not fds and self._timer is not None:
+            self._timer.close()
+            self._timer = None
 
     def poll(self, seconds: float) -> Collection[int]:
         waiter = Waiter(self._hub)
-        timer = self._hub.loop.timer(seconds)
-        timer.start(waiter.switch, None)
+        timer = self._timer_of(seconds)
+        timer.again(waiter.switch, None)
         for fd, reader in self._readers:
             reader.start(waiter.switch, fd)
         try:
             fd = waiter.get()
         finally:
-            timer.close()
+            timer.stop()
             for _, reader in self._readers:
                 reader.stop()
         return () if fd is None else (fd,)
+
+    def _timer_of(self, seconds: float) -> Any:
+        if self._timer is None or self._seconds != seconds:
+            if self._timer is not None:
+                self._timer.close()
+            self._seconds, self._timer = seconds, self._hub.loop.timer(seconds, seconds)
+        return self._timer
 
 
 class GeventEngine(RemoteEngine):
@@ -60,7 +78,7 @@ class GeventEngine(RemoteEngine):
 
     def _queue(self) -> Any:
         """A queue for the calling greenlet of our own hub, or for one of the worker's threads, which may block."""
-        return gevent.queue.SimpleQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
+        return LocalQueue() if gevent.get_hub() is self._hub else _ThreadQueue()
 
     def _spawn(self, run: Callable[[], None]) -> Any:
         return gevent.spawn(run)

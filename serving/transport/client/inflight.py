@@ -75,6 +75,9 @@ class InflightRequest:
     def deliver(self, event: Event) -> None:
         """Hand on one event of the running attempt, under the request's own numbering."""
         self.restarts = 0
+        if type(event) is Tokens:
+            self._deliver_tokens(event)
+            return
         if isinstance(event, Failed):
             self.failed = True
             self.sink.put(event)
@@ -82,15 +85,7 @@ class InflightRequest:
         index = self.attempt[event.index]
         if index not in self.open or (isinstance(event, PromptScored) and index in self.scored):
             return
-        if isinstance(event, Tokens):
-            if event.num_cached_tokens is not None:
-                self._cached.setdefault(index, event.num_cached_tokens)
-                if self.delivered[index]:  # the first of a later attempt only
-                    event = msgspec.structs.replace(event, num_cached_tokens=None)
-            if event.drafts is not None:
-                self._own_drafts[index] = event.drafts
-            self.delivered[index].extend(event.token_ids)
-        elif isinstance(event, PromptScored):
+        if isinstance(event, PromptScored):
             self.scored.add(index)
         elif isinstance(event, Logits):
             new = self._new_rows(index, event)
@@ -114,6 +109,21 @@ class InflightRequest:
             self.open.discard(index)
         self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
         self._park(None)
+
+    def _deliver_tokens(self, event: Tokens) -> None:
+        index = self.attempt[event.index]
+        if index not in self.open:
+            return
+        if event.num_cached_tokens is not None:
+            self._cached.setdefault(index, event.num_cached_tokens)
+            if self.delivered[index]:  # the first of a later attempt only
+                event = msgspec.structs.replace(event, num_cached_tokens=None)
+        if event.drafts is not None:
+            self._own_drafts[index] = event.drafts
+        self.delivered[index].extend(event.token_ids)
+        self.sink.put(event if event.index == index else msgspec.structs.replace(event, index=index))
+        if self.phase == "pausing":
+            self._park(None)
 
     def _settle_drafts(self, index: int) -> None:
         """Those of a sequence whose attempt has come to an end, its own or its engine's."""
@@ -147,7 +157,7 @@ class InflightRequest:
     def should_pause(self) -> bool:
         """Whether the reader is too slow. The sink is asked again after ``paused`` is set: a reader that has just
         emptied it did not see that."""
-        if self.phase != "running" or self.request.task in POOLED or not self.sink.is_full:
+        if self.phase != "running" or not self.sink.is_full or self.request.task in POOLED:
             return False
         self.sink.paused = True
         if self.sink.is_drained:

@@ -30,7 +30,7 @@ RETRY_AFTER = 5.0  # seconds, in the error of requests that found no engine
 TURN = 0.25  # seconds between looks at the engine's lock and the clock
 PING_INTERVAL = 5.0
 DEAD_TURNS = 4
-FRAMES_PER_TURN = 64  # taken before others may run: an engine faster than its readers must not starve them
+FRAMES_PER_TURN = 16  # taken before others may run: an engine faster than its readers must not starve them
 Command = Callable[[ClientState], None]
 
 

@@ -224,7 +224,7 @@ class ClientState:
             del self._running[number]
         elif self._resumes and running.should_pause:
             self._pause(running)
-        else:
+        elif running.phase == "paused":
             self._go_on(running)
         if running is self._alone:
             self._start_waiting()

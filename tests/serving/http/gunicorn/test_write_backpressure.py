@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import gevent
+import gevent.socket
 import pytest
 
+from mlflow_llm.serving.http.gunicorn.slowloris import TimedConnection
 from mlflow_llm.serving.http.gunicorn.write_backpressure import UNSENT, BackpressureSocket, limit_unsent
 
 SIZE = 4 * 2**20
@@ -68,6 +71,27 @@ def test_megabytes_arrive_whole(ends: tuple[socket.socket, socket.socket]) -> No
         reading = pool.submit(theirs.recv, SIZE, socket.MSG_WAITALL)
         BackpressureSocket(ours, ours.send).sendall(bytes(SIZE))
         assert len(reading.result()) == SIZE
+
+
+def test_what_is_sent_at_once_never_waits() -> None:
+    """The kernel takes what it has room for, in order; a reader that is gone is found by whoever waits."""
+    ours, theirs = gevent.socket.socketpair()
+    with theirs, ours:
+        connection = TimedConnection(ours, 30.0)
+        answer = BackpressureSocket(ours, connection.send, connection.send_now)
+        appended = 0
+        while answer.send_pending():
+            answer.append(b"%08d" % appended)
+            appended += 1
+        reading = gevent.spawn(lambda: b"".join(iter(lambda: theirs.recv(65536), b"")))
+        answer.flush()
+        ours.shutdown(socket.SHUT_WR)
+        assert reading.get(timeout=30) == b"".join(b"8\r\n%08d\r\n" % i for i in range(appended))
+        theirs.close()
+        answer.append(b"more")
+        assert not answer.send_pending()
+        with pytest.raises(OSError, match="Broken pipe"):
+            answer.flush()
 
 
 def test_a_timeout_beyond_the_kernels_longest() -> None:

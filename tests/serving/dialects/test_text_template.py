@@ -1,0 +1,21 @@
+"""The bytes around a streamed text, prepared once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mlflow_llm.serving.dialects.text_template import TextTemplate
+
+HOSTILE = '{"a":"0"} \\ \u2028 "1" \n 0'
+
+
+@pytest.mark.parametrize("text", ["", "a", '"', "\\", HOSTILE, "\x00\x1f\x7f", "\u00e9\U0001f600", "0", "1"])
+@pytest.mark.parametrize("around", ["m", "0", "1", HOSTILE])
+def test_the_same_bytes_as_encoded_whole(text: str, around: str) -> None:
+    """Whatever stands around the text, and whatever the text is."""
+
+    def encode(said: str) -> bytes:
+        return b"data: " + msgspec.json.encode({"model": around, "text": said, "last": [around, 0, 1]}) + b"\n\n"
+
+    assert TextTemplate(encode).fill(text) == encode(text)
