@@ -65,6 +65,7 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "ministral": lambda: transformers.MinistralConfig(**WIDE, head_dim=16, **WINDOWS),
     "mixtral": lambda: transformers.MixtralConfig(**WIDE, **EXPERTS),
     "olmoe": lambda: transformers.OlmoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2),
+    "phimoe": lambda: transformers.PhimoeConfig(**WIDE, **EXPERTS),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**WIDE, **WIDE_ROUTED, shared_expert_intermediate_size=32),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**WIDE, **WIDE_ROUTED, head_dim=16),
     "seed_oss": lambda: transformers.SeedOssConfig(**WIDE, head_dim=16),
@@ -122,14 +123,13 @@ NOTES = """
   adapters may be on it and on every other projection. A model with latent attention in another form runs by its own
   code with whole keys and values, and the log and `/health` (`kv_cache_reason`) say why. DeepSeek V3.2's choice of
   tokens by an index (`indexed_attention`) is refused.
-- **Experts** (Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, GraniteMoE) run natively in float32, int8 and bfloat16: the
-  router in float32, tokens grouped by expert, so that an expert's weights are read once a step, and a token's sum in
-  the order of its own scores, whatever is beside it. Layers with and without experts may alternate. A shared expert
-  takes adapters, experts take none (`target_parameters`, and `experts.0.…` of older adapters, are refused by name).
-  `quantization: int8` makes int8 of their experts by torch on CPU too, and `quantize="int8"` does when they are logged;
-  experts of other architectures stay floats. Not native, by torch: routers that choose by sigmoids, groups or biases
-  of experts (GLM-4 MoE, MiniMax, DeepSeek) or by turns (Phi-MoE), experts with biases or sinks (gpt-oss), latent
-  attention.
+- **Experts** (Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, GraniteMoE, Phi-MoE) run natively in float32, int8 and
+  bfloat16: the router in float32, tokens grouped by expert, so that an expert's weights are read once a step, and a
+  token's sum in the order of its own scores, whatever is beside it. Layers with and without experts may alternate. A
+  shared expert takes adapters, experts take none (`target_parameters`, and `experts.0.…` of older adapters, are refused
+  by name). `quantization: int8` makes int8 of their experts by torch on CPU too, and `quantize="int8"` does when they
+  are logged; experts of other architectures stay floats. Not native, by torch: routers that choose by sigmoids, groups
+  or biases of experts (GLM-4 MoE, MiniMax, DeepSeek), experts with biases or sinks (gpt-oss), latent attention.
 - **ALiBi** (Bloom, MPT, Falcon's first ones), recurrent layers, convolutions and attention in chunks are refused by
   name: transformers offers no way to replace the first, and the others keep a state that is no KV cache.
 - **Rotations that depend on the longest sequence of a batch** (`dynamic`, `longrope`) bound the context to what they

@@ -7,7 +7,7 @@ the model itself. Everything here is checked against the model's own logits when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -40,11 +40,12 @@ ONE_FOR_ALL: Sequence[str] = ("", "", "", "")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertForm:
     """``shared``: gate, up and down of the MLP that all tokens go through beside their experts, and what says how much
-    it counts; "" for what there is not."""
+    it counts; "" for what there is not. ``by_turns``: experts are weighed one after the other."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     shared: Sequence[str] = ONE_FOR_ALL
+    by_turns: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ ROUTED = Form(experts=ExpertForm())
 QWEN2_MOE = ExpertForm(
     shared=(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")), "mlp.shared_expert_gate")
 )
-GRANITE_MOE = {"router": "block_sparse_moe.router", "experts": "block_sparse_moe.experts"}
+GRANITE_MOE = ExpertForm(router="block_sparse_moe.router", experts="block_sparse_moe.experts")
 
 FORMS = {
     "LlamaDecoderLayer": LLAMA,
@@ -126,11 +127,12 @@ FORMS = {
     "Gemma3DecoderLayer": GEMMA,
     "MixtralDecoderLayer": ROUTED,
     "OlmoeDecoderLayer": ROUTED,
+    "PhimoeDecoderLayer": Form(experts=ExpertForm(router="mlp.router", by_turns=True)),
     "Qwen2MoeDecoderLayer": Form(experts=QWEN2_MOE),
     "Qwen3MoeDecoderLayer": ROUTED,
-    "GraniteMoeDecoderLayer": Form(experts=ExpertForm(**GRANITE_MOE)),
+    "GraniteMoeDecoderLayer": Form(experts=GRANITE_MOE),
     "GraniteMoeSharedDecoderLayer": Form(
-        experts=ExpertForm(**GRANITE_MOE, shared=("shared_mlp.input_linear", "", "shared_mlp.output_linear", ""))
+        experts=replace(GRANITE_MOE, shared=("shared_mlp.input_linear", "", "shared_mlp.output_linear", ""))
     ),
 }
 

@@ -24,6 +24,7 @@ KNOWN = (
     "GraniteMoeSharedExperts",
     "MixtralExperts",
     "OlmoeExperts",
+    "PhimoeExperts",
     "Qwen2MoeExperts",
     "Qwen3MoeExperts",
 )

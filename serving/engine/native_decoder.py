@@ -37,7 +37,7 @@ Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """All experts of a layer, of which a token has ``chosen``. ``share`` [hidden] says what the MLP beside them counts
-    for."""
+    for; ``near``: how near to an expert's score others are that it is weighed among, None: all."""
 
     router: NativeWeight
     gate_up: NativeWeight
@@ -46,6 +46,7 @@ class ExpertWeights:
     count: int
     chosen: int
     normalized: bool
+    near: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,7 @@ def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
         count=experts.num_experts,
         chosen=router.top_k,
         normalized=bool(getattr(router, "norm_topk_prob", True)),
+        near=2.0 * router.router_jitter_noise if form.by_turns else None,
     )
 
 
@@ -410,6 +412,8 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
         count=weights.count,
         chosen=weights.chosen,
         normalized=weights.normalized,
+        by_turns=weights.near is not None,
+        near=weights.near or 0.0,
     )
 
 

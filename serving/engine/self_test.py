@@ -37,6 +37,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # r
 # of another model have 1.4, all zeros 1. So are experts in less than float32, where a token's last bits may choose
 # another: tiny random Mixtrals in bfloat16, two layers of four experts, have up to 0.43 by that.
 WHOLE_TOLERANCE = 0.6
+UNSAID_WINDOW = ("PhimoeForCausalLM",)  # their masks have windows that their layers do not tell the attention of
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations name their number
 
 
@@ -80,6 +81,11 @@ def probe_layers(model: Any, holder: ContextHolder, config: Any) -> list[LayerUs
     for layer, kind in enumerate(types[: len(plan.uses)]):
         if kind == "sliding_attention" and plan.uses[layer].window is None:
             raise PackagingError(f"{type(model).__name__} is not supported: layer {layer} does not pass its window")
+    window = getattr(config, "sliding_window", None)
+    if type(model).__name__ in UNSAID_WINDOW and window is not None and window < config.max_position_embeddings:
+        raise PackagingError(
+            f"{type(model).__name__} is not supported: its layers do not pass their window of {window}"
+        )
     return [plan.uses[i] for i in range(len(plan.uses))]
 
 

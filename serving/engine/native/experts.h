@@ -20,6 +20,8 @@ struct Experts {
     const float* share;  // [H], or null: the sigmoid of a row's product with it is what the shared MLP counts for
     int32_t count, chosen;
     int32_t normalized;  // 1: weights of those chosen add up to 1
+    int32_t by_turns;    // 1: each is weighed among those left whose scores are near its own (SparseMixer, Liu et al. 2023)
+    float near;          // that they differ by no more than, of the score
 };
 
 // Who goes where in one layer; room for a step, used by the layers one after the other.
@@ -48,6 +50,7 @@ class Routing {
     // Of a row's scores: those that are likeliest, the largest first, of equal ones the first.
     void choose(int t, const Experts& experts) {
         float* score = &scores[size_t(t) * experts.count];
+        if (experts.by_turns) return choose_by_turns(t, experts, score);
         const float whole = soften(score, experts.count);
         float* weight = &weights[size_t(t) * experts.chosen];
         float sum = 0.0f;
@@ -83,6 +86,28 @@ class Routing {
     }
 
   private:
+    void choose_by_turns(int t, const Experts& experts, float* score) {
+        for (int j = 0; j < experts.chosen; j++) {
+            int best = -1;
+            for (int e = 0; e < experts.count; e++)
+                if (!taken(t, experts, j, e) && (best < 0 || score[e] > score[best])) best = e;
+            const float most = score[best];
+            float sum = 0.0f;
+            for (int e = 0; e < experts.count; e++) {
+                const bool far = (most - score[e]) / std::max(std::fabs(score[e]), most) > experts.near;
+                if (!far && !taken(t, experts, j, e)) sum += std::exp(score[e] - most);
+            }
+            chosen[size_t(t) * experts.chosen + j] = best;
+            weights[size_t(t) * experts.chosen + j] = 1.0f / sum;
+        }
+    }
+
+    // Among the first j that a row chose.
+    bool taken(int t, const Experts& experts, int j, int expert) const {
+        const int* first = &chosen[size_t(t) * experts.chosen];
+        return std::find(first, first + j, expert) != first + j;
+    }
+
     std::vector<int> chosen;  // [T, chosen]
     std::vector<int> next;    // by expert
     std::vector<Group> groups;

@@ -52,7 +52,7 @@ class Experts(ctypes.Structure):
 
     _fields_ = (
         ("router", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("share", c_void_p),
-        ("count", c_int32), ("chosen", c_int32), ("normalized", c_int32),
+        ("count", c_int32), ("chosen", c_int32), ("normalized", c_int32), ("by_turns", c_int32), ("near", c_float),
     )  # fmt: skip
 
 

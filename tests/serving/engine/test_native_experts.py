@@ -22,6 +22,7 @@ from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.engine.self_test import Forward, model_forward
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
+from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the native kernels are not here")
@@ -100,6 +101,13 @@ def test_one_expert_all_of_them_and_one_of_many(experts: int, chosen: int, tmp_p
     assert core.info.kernels == "native"
     assert {name: found[name].tokens[0] for name in prompts} == {n: greedy(model, p, 6) for n, p in prompts.items()}
     core.close()
+
+
+def test_a_window_that_layers_do_not_pass_is_refused(tmp_path: Path) -> None:
+    """Phi-MoE's mask has it, its attention is not told: without it texts beyond it would be wrong."""
+    config = tf.PhimoeConfig(**WIDE, num_local_experts=4, sliding_window=37)
+    with pytest.raises(PackagingError, match="do not pass their window of 37"):
+        loaded_model(config, tmp_path)
 
 
 def test_what_is_not_run_natively_says_why(tmp_path: Path) -> None:

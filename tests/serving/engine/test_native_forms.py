@@ -64,6 +64,9 @@ FORMS = {
     "phi4": lambda: tf.Phi3Config(**WIDE, partial_rotary_factor=0.5),
     "phi4_mini": lambda: tf.Phi3Config(**WIDE, rope_parameters=LONG_ROPE),
     "qwen2_windows": lambda: tf.Qwen2Config(**WIDE, **WINDOWS, use_sliding_window=True),
+    "phimoe": lambda: tf.PhimoeConfig(
+        **WIDE, num_local_experts=6, router_jitter_noise=0.3, attention_bias=True, lm_head_bias=True
+    ),
     "qwen2_moe": lambda: tf.Qwen2MoeConfig(**WIDE, **EXPERTS, shared_expert_intermediate_size=80),
     # one layer in two has experts; a dense one is wider than all that is chosen
     "qwen3_moe": lambda: tf.Qwen3MoeConfig(
@@ -160,7 +163,7 @@ def save_adapter(model: Any, folder: Path, *, dora: bool) -> None:
     """On every linear but the head, as peft before transformers 5 saved it: today's would take experts for linears."""
     tensors = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if type(module) is torch.nn.Linear and name != "lm_head":
             sides = {"lora_A.weight": (5, module.in_features), "lora_B.weight": (module.out_features, 5)}
             sides |= {"lora_magnitude_vector": (module.out_features,)} if dora else {}
             tensors |= {f"base_model.model.{name}.{side}": 0.3 * torch.randn(*shape) for side, shape in sides.items()}
