@@ -8,7 +8,7 @@ noise: a token wins with its probability. The times come from (seed, position, t
 with what else is in the batch; in a race that matters only where two tokens arrive together, while cumulated
 probabilities would shift every unlikely token after the first difference. Which algorithm a row takes depends on its
 own parameters alone, so a sequence samples the same alone and in a batch. Where our own kernels run, native/sampler.h
-draws the same winners.
+draws the same winners; on CUDA ``device_race``, of the same random bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from ..events import TokenLogprob
 from ..request import Sampling
+from . import device_race
 from .matching import unpacked
 from .native import sampler as native
 from .randomness import exponentials
@@ -169,7 +170,14 @@ def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
         return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
     if kind != "typical" and native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
-    times = exponentials(seeds, positions, logits.shape[-1]).to(logits.device)
+    on_device = device_race.is_offered(logits.device)
+    if on_device and kind == "whole":
+        return device_race.race(logits, parameters, seeds, positions)
+    times = (
+        device_race.exponentials(seeds, positions, logits.shape[-1], logits.device)
+        if on_device
+        else exponentials(seeds, positions, logits.shape[-1]).to(logits.device)
+    )
     logits = logits / _column(parameters, "temperature", logits)
     if kind == "whole":
         probabilities = _min_p(torch.softmax(logits, -1), parameters)

@@ -21,7 +21,7 @@ from .server import Server
 
 # of an endpoint's health; the rest counts every tenant's work
 NAMED = ("kernels_reason", "instruction_set", "kv_cache_dtype", "kv_cache_reason")
-SHOWN_TO_ALL = ("status", "kernels", "quantization", *NAMED)
+SHOWN_TO_ALL = ("status", "kernels", "quantization", *NAMED, "paged")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 

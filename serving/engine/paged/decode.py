@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .. import triton_here
 from ..slot_attention import by_scores
-from . import triton_here
 
 logger = logging.getLogger(__name__)
 MOST_SPLITS = 64  # of the longest sequence

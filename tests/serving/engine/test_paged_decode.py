@@ -13,8 +13,9 @@ import torch
 from engine_runs import run
 from tiny_models import FAMILIES, greedy, make_model, prompt_of, request_of, save_bundle
 
+from mlflow_llm.serving.engine import triton_here
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.paged import decode, triton_here
+from mlflow_llm.serving.engine.paged import decode
 from mlflow_llm.serving.settings import EngineSettings
 
 pytest.importorskip("triton")
