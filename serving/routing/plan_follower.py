@@ -27,10 +27,10 @@ from .replica_set import ReplicaSet
 from .served_endpoints import ServedEndpoint, ServedEndpoints, ServedEntity
 from .traffic import TrafficSplit
 
-TURN = 0.05  # seconds between looks at the plan
+TURN = 0.1  # seconds between looks at the plan
 FIRST_NAMES = 1.0  # seconds in which engines list their adapters before requests come
 FIRST_SECONDS = 5.0  # for an engine of another host, which the controller process has just been connected to
-RETRY = 20  # turns after which a replica that did not answer is tried again
+RETRY = 10  # turns after which a replica that did not answer is tried again
 
 
 class PlanFollower:

@@ -71,3 +71,18 @@ def test_a_requested_replica_has_its_time(plan: PlanDirectory) -> None:
     assert second is not None
     assert first <= second
     assert plan.replica_requested_at("other") is None
+
+
+def test_changes_are_noted(plan: PlanDirectory, tmp_path: Path) -> None:
+    """A change of the endpoints' store and a request without a replica are seen at once, without a look at either;
+    after the server's end they are nothing."""
+    before = plan.change_stamp()
+    assert plan.change_stamp() == before
+    plan.note_change()
+    noted = plan.change_stamp()
+    assert noted != before
+    os.utime(tmp_path / "changed", ns=(1, 1))  # files' times are coarse
+    noted = plan.change_stamp()
+    plan.request_replica("engine")
+    assert plan.change_stamp() != noted
+    PlanDirectory(tmp_path / "gone").note_change()

@@ -19,7 +19,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control import rollout
 from mlflow_llm.serving.control.autoscaler import Autoscaler
 from mlflow_llm.serving.control.plan import PlanDirectory
-from mlflow_llm.serving.control.reconciler import Reconciler, _addresses
+from mlflow_llm.serving.control.reconciler import QUIET_TICK, TICK, Reconciler, _addresses
 from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.engine.interface import Health
@@ -172,3 +172,13 @@ def test_replicas_that_cannot_be_started_are_left_out_of_the_plan(elsewhere: boo
     assert planned("failed") == ["failed"]
     assert planned("starting", "failed") == (["starting", "failed"] if elsewhere else ["starting"])
     assert planned("ready", "starting") == (["ready"] if elsewhere else ["ready", "starting"])
+
+
+def test_at_rest_it_looks_seldom(controller: Controller) -> None:
+    """The store is asked more often only while something is under way."""
+    assert controller.reconciler.pause == QUIET_TICK
+    controller.create("chat")
+    controller.reconciler.tick()
+    assert controller.reconciler.pause == TICK < QUIET_TICK
+    until(lambda: controller.update("chat") == "NOT_UPDATING")
+    assert controller.reconciler.pause == QUIET_TICK

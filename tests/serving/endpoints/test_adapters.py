@@ -70,3 +70,28 @@ def test_they_go_with_their_endpoint(endpoints: EndpointStore) -> None:
     endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
     endpoints.delete("chat")
     assert endpoints.adapters.all() == {}
+
+
+def test_changes_are_said(store_url: str) -> None:
+    """Of what is to be served, endpoints and their adapters alike; what changes nothing there says nothing."""
+    store, said = Store(store_url), []
+    source = ModelSource(uri="m", bundle=Bundle(content_hash="h", tasks=("chat",), model_dir="/m", tokenizer_dir="/t"))
+    endpoints = EndpointStore(store, locate=lambda found: (source,) * len(found), changed=lambda: said.append(1))
+    config = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
+    endpoints.create({"name": "chat", "config": config})
+    assert len(said) == 1
+    endpoints.mark_ready("chat", 1)
+    endpoints.update_config("chat", config)
+    assert len(said) == 2
+    new, old = endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
+    endpoints.adapters.take_back("chat", new, old)
+    endpoints.adapters.put("chat", "legal", "/a", "/a", replace=False)
+    endpoints.adapters.remove("chat", "legal")
+    assert len(said) == 6
+    endpoints.get("chat")
+    endpoints.states()
+    endpoints.set_ready("chat", False)
+    assert len(said) == 6
+    endpoints.delete("chat")
+    assert len(said) == 7
+    store.close()
