@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from shared_servers import SERVERS, TOGETHER, SharedServers
 
 if TYPE_CHECKING:  # the process that hands the tests out loads this module too, and runs none
     from mlflow_llm.serving.bundle import Bundle
@@ -56,22 +57,6 @@ LONG = {  # files of minutes, which begin before all others: none of them is the
     )
 }
 
-TOGETHER = {  # files whose tests share servers, which one process of tests then starts once
-    name: servers
-    for servers, names in {
-        "unsteady, fast, deliberate": (
-            "test_server_faults.py",
-            "test_server_recovery.py",
-            "test_server_refusals.py",
-            "test_server_limits.py",
-            "test_stalled_engine_health.py",
-            "test_keep_alive.py",
-        ),
-        "observed": ("test_gateway_recipe.py", "test_gateway_app.py", "test_broken_streams.py", "test_commands.py"),
-        "url": ("test_agent_clients.py", "test_client_libraries.py", "test_server_clients.py", "test_judges.py"),
-    }.items()
-    for name in names
-}
 CACHE = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 
 
@@ -96,17 +81,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but files that are ``TOGETHER`` count as one."""
+    """``--dist loadfile``, but files whose tests share servers count as one."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class SharedServers(LoadFileScheduling):
+    class FilesTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return TOGETHER.get(file.rpartition("/")[2], file)
 
-    return SharedServers(config, log)
+    return FilesTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -114,6 +99,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     otherwise."""
     assert len({item.nodeid for item in items}) == len(items), "two tests have one id"
     items.sort(key=lambda item: LONG.get(item.path.name, len(LONG)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Servers that files share end with the last test of those files."""
+    servers = TOGETHER.get(item.path.name)
+    if servers is not None and (nextitem is None or TOGETHER.get(nextitem.path.name) != servers):
+        SERVERS.close()
+
+
+@pytest.fixture(scope="session")
+def shared_servers(runtime_of_its_own: None) -> Iterator[SharedServers]:
+    """Those that are left end before the place that they run in."""
+    yield SERVERS
+    SERVERS.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -91,6 +91,10 @@ if [ "$(cat "$venv/asked" 2>/dev/null)" != "$asked" ]; then
     echo "$asked" > "$venv/asked"
 fi
 check_beside mypy
+# Where the tests are run, away from the source tree: `python -m` puts the working directory before installed packages.
+mkdir "$scratch/run"
+cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE *.md "$scratch/run"
+check_beside python tests/rewrite_asserts.py "$scratch/run/tests"
 # The wheel is built from a copy: setuptools' build/ folder would carry over modules that are no longer there.
 mkdir "$scratch/source" "$scratch/wheels"
 cp -a mlflow_llm plugin flavors serving setup.cfg setup.py pyproject.toml README.md LICENSE "$scratch/source"
@@ -115,9 +119,6 @@ TQDM_DISABLE=1 HF_HUB_OFFLINE=1 python -W ignore examples/quickstart/train_adapt
 checked
 
 say "tests, against the installed wheel"
-# Away from the source tree: `python -m` puts the working directory before the installed packages.
-mkdir "$scratch/run"
-cp -a tests examples notebooks benchmarks docs pyproject.toml setup.cfg LICENSE *.md "$scratch/run"
 cd "$scratch/run"
 python - <<'CHECK'
 import mlflow_llm, pathlib, sys
@@ -127,7 +128,7 @@ if [ -n "$quick" ]; then
     set -- tests/serving/dialects tests/serving/tasks tests/serving/engine tests/serving/modes tests/flavors \
         tests/real/test_generate_smollm2.py "$@"
 fi
-unset PYTHONDONTWRITEBYTECODE  # what one process of tests has compiled the others read
+unset PYTHONDONTWRITEBYTECODE  # what one process of tests has compiled the others need not
 # Four files of tests at a time, in the order that tests/conftest.py gives them: the tests of processes wait more than
 # they compute.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider -n 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from llm_server import served
+from shared_servers import SharedServers
 
 from mlflow_llm.flavors import llm
 
@@ -78,15 +79,20 @@ def embedder(minilm_dir, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def url(smollm2_dir: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url(
+    shared_servers: SharedServers, smollm2_dir: Path, embedder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """A server with the endpoints ``assistant`` (SmolLM2) and ``embedder`` (MiniLM), started by the command, with
     room for tools in prompts."""
-    root = tmp_path_factory.mktemp("clients")
-    llm.save_model(root / "chat", smollm2_dir, link_files=True)
-    models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{embedder}=embedder")
-    with served(root, *models, "-C", "max_model_len=4096") as url:
-        yield url
+
+    def start() -> AbstractContextManager[str]:
+        root = tmp_path_factory.mktemp("clients")
+        llm.save_model(root / "chat", smollm2_dir, link_files=True)
+        models = ("-m", f"{root / 'chat'}=assistant", "-m", f"{embedder}=embedder")
+        return served(root, *models, "-C", "max_model_len=4096")
+
+    return shared_servers.get("url", start)
 
 
 @pytest.fixture

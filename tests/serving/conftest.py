@@ -14,6 +14,7 @@ import pytest
 from flask.testing import FlaskClient
 from instant_model import write_instant_model
 from serving_process import GATED_CORE, Running, running
+from shared_servers import SharedServers
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.control.settings import ServerSettings
@@ -103,12 +104,11 @@ def instant_text(instant_bundle: Bundle) -> TextModel:
     return TextModel(instant_bundle)
 
 
-@pytest.fixture(scope="session")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def observed(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """A real server that nobody harms: two workers, 2 ms a step, replies in printable ASCII that never end early."""
     bundle = write_instant_model(tmp_path_factory.mktemp("observed"), step_delay=0.002, vocab_size=94)
-    with running(bundle, workers=2) as server:
-        yield server
+    return shared_servers.get("observed", lambda: running(bundle, workers=2))
 
 
 @pytest.fixture(scope="session")
@@ -142,28 +142,26 @@ def client(server: Server) -> FlaskClient:
     return create_app(server).test_client()
 
 
-@pytest.fixture(scope="session")
-def unsteady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def unsteady(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """Two workers; an engine of 10 ms a step that counts as hanging after 4 s without one."""
     bundle = write_instant_model(tmp_path_factory.mktemp("unsteady"), step_delay=0.01)
     settings = EngineSettings(idle_timeout=0.3, stall_timeout=4.0)
-    with running(bundle, workers=2, engine=settings) as server:
-        yield server
+    return shared_servers.get("unsteady", lambda: running(bundle, workers=2, engine=settings))
 
 
-@pytest.fixture(scope="session")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def fast(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """One worker that takes bodies of 1 MiB and waits 5 s for a client that stalls; an engine that never waits."""
     bundle = write_instant_model(tmp_path_factory.mktemp("fast"), max_model_len=10**7)
-    with running(bundle, io_timeout=5.0, max_body_bytes=2**20) as server:
-        yield server
+    return shared_servers.get("fast", lambda: running(bundle, io_timeout=5.0, max_body_bytes=2**20))
 
 
-@pytest.fixture(scope="session")
-def deliberate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module")
+def deliberate(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """One worker; an engine of 150 ms a step, two requests at once and four in all, that takes 1 s to load and whose
     steps may be held back."""
     bundle = write_instant_model(tmp_path_factory.mktemp("deliberate"), step_delay=0.15, load_delay=1.0)
     settings = EngineSettings(idle_timeout=0.3, max_num_seqs=2, max_queued_requests=4)
-    with running(bundle, core=GATED_CORE, engine=settings, max_queued=3) as server:
-        yield server
+    options = {"core": GATED_CORE, "engine": settings, "max_queued": 3}
+    return shared_servers.get("deliberate", lambda: running(bundle, **options))
