@@ -87,7 +87,7 @@ def is_adjusted(sequence: Place) -> bool:
 
 def _is_drawn_natively(sequence: Place) -> bool:
     p = sequence.sampling
-    return p.typical_p == 1.0 and (p.draft is None or not is_drafted(sequence))
+    return p.draft is None or not is_drafted(sequence)
 
 
 def _draw_rows(logits: Any, rows: Sequence[int], sequences: Sequence[Place]) -> list[int]:
@@ -168,7 +168,7 @@ def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
     if kind == "drafted":
         drafts, drafted = zip(*map(draft_of, sequences), strict=True)
         return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
-    if kind != "typical" and native.can_draw(logits):
+    if native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
     on_device = device_race.is_offered(logits.device)
     if on_device and kind == "whole":

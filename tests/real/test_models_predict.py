@@ -16,7 +16,7 @@ import torch
 from mlflow_llm.flavors import llm
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
-TINY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+TINY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
 
 
 def pip_find_links() -> str:

@@ -113,7 +113,7 @@ class Draw(ctypes.Structure):
 
     _fields_ = (
         ("temperature", c_float), ("top_p", c_float), ("min_p", c_float), ("top_k", c_int32),
-        ("seed", c_uint64), ("position", c_uint64),
+        ("typical_p", c_float), ("seed", c_uint64), ("position", c_uint64),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 // A row may have a mask of a grammar, a bit a token: what it does not allow is as if its logit were -infinity.
 //
 // Token t arrives at an exponential time drawn from (seed, position, t) alone; time over weight decides. Only the
-// tokens that are still in after top_k, top_p and min_p have their times drawn.
+// tokens that are still in after top_k, top_p, min_p and typical_p have their times drawn.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ namespace mlt {
 struct Draw {
     float temperature, top_p, min_p;
     int32_t top_k;  // 0: all
+    float typical_p;
     uint64_t seed, position;
 };
 
@@ -44,6 +45,22 @@ inline float exponential(uint32_t bits) {
     return -std::log1p(-std::min(uniform, 1.0f - 5.9604645e-8f));
 }
 
+// The token whose time over its weight is the earliest, of those that enter.
+struct Race {
+    const Philox& random;
+    int32_t winner;
+    double best = 0.0;
+
+    Race(const Philox& random, int32_t first) : random(random), winner(first) {}
+
+    void enter(int32_t token, double weight) {
+        uint32_t bits[8];
+        random.block(token / 8, bits);
+        const double speed = weight / exponential(bits[token % 8]);
+        if (speed > best) best = speed, winner = token;
+    }
+};
+
 class Sampler {
   public:
     // `mask` may be null. Without a temperature the largest logit wins, the first one of equals.
@@ -52,14 +69,18 @@ class Sampler {
         scaled.resize(round_up(size, LANES));
         scale(logits, size, draw.temperature, mask);
         const Philox random{draw.seed, draw.position};
+        if (draw.typical_p < 1.0f) return typical(size, draw, random);
         return draw.top_k > 0 || draw.top_p < 1.0f ? truncated(size, draw, random) : whole(size, draw, random);
     }
 
   private:
     struct Candidate { float value; int32_t token; };
+    struct Near { double distance, weight; int32_t token; };  // to the mean surprise
 
     std::vector<float> scaled;  // logits over temperature, less the largest
     std::vector<Candidate> candidates;
+    std::vector<float> weights;  // exp(scaled)
+    std::vector<Near> nearest;
     double total = 0.0;         // of exp(scaled)
 
     // Which of the tokens [i, i + 16) are in.
@@ -171,25 +192,88 @@ class Sampler {
         std::sort(candidates.begin(), candidates.end(), before);
     }
 
-    int32_t truncated(int size, const Draw& draw, const Philox& random) {
+    // The candidates that top_k, top_p and min_p leave in, as many as the result says: the first ones.
+    size_t cut(int size, const Draw& draw) {
         collect(size, draw);
         double sum = total;  // what top_p is a part of: all tokens, or those that top_k left in
         if (draw.top_k > 0) {
             sum = 0.0;
             for (const Candidate& c : candidates) sum += std::exp(double(c.value));
         }
-        int32_t winner = candidates[0].token;
-        double passed = 0.0, best = 0.0;
-        uint32_t bits[8];
-        for (const Candidate& c : candidates) {
-            const double weight = std::exp(double(c.value));  // the first has 1
-            if (passed > 0.0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
+        double passed = 0.0;
+        size_t in = 0;
+        for (; in < candidates.size(); in++) {
+            const double weight = std::exp(double(candidates[in].value));  // the first has 1
+            if (in > 0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
             passed += weight;
-            random.block(c.token / 8, bits);
-            const double speed = weight / exponential(bits[c.token % 8]);
-            if (speed > best) best = speed, winner = c.token;
         }
-        return winner;
+        return in;
+    }
+
+    int32_t truncated(int size, const Draw& draw, const Philox& random) {
+        const size_t in = cut(size, draw);
+        Race race(random, candidates[0].token);
+        for (size_t i = 0; i < in; i++) race.enter(candidates[i].token, std::exp(double(candidates[i].value)));
+        return race.winner;
+    }
+
+    // Locally typical sampling (Meister et al. 2022): of what the rest leaves in, the tokens whose surprise is nearest
+    // to the entropy, until typical_p of their probability is in. With the logits' common part taken away the surprise
+    // is -value and the entropy the mean of that.
+    int32_t typical(int size, const Draw& draw, const Philox& random) {
+        candidates.clear();
+        if (draw.top_k > 0 || draw.top_p < 1.0f) candidates.resize(cut(size, draw));
+        weigh(size, draw);
+        const bool all = candidates.empty();
+        const int count = all ? size : int(candidates.size());
+        const auto value = [&](int i) { return double(all ? scaled[i] : candidates[i].value); };
+        const auto token = [&](int i) { return all ? i : candidates[i].token; };
+        double mass = 0.0, mean = 0.0;
+        for (int i = 0; i < count; i++)
+            if (weights[i] > 0.0f) mass += weights[i], mean += double(weights[i]) * value(i);
+        mean /= mass;
+        const double wanted = double(draw.typical_p) * mass;
+        const auto within = [&](double radius) {  // the mass of tokens at most as far from the mean
+            double found = 0.0;
+            for (int i = 0; i < count; i++) found += std::abs(value(i) - mean) <= radius ? double(weights[i]) : 0.0;
+            return found;
+        };
+        double radius = 0.25;
+        while (radius < 200.0 && within(radius) < wanted * 1.00001) radius *= 1.5;  // these sums are rounded
+        nearest.clear();
+        for (int i = 0; i < count; i++) {
+            const double distance = std::abs(value(i) - mean);
+            if (weights[i] > 0.0f && (distance <= radius || radius >= 200.0))
+                nearest.push_back({distance, weights[i], token(i)});
+        }
+        std::sort(nearest.begin(), nearest.end(), [](const Near& a, const Near& b) {
+            if (a.distance != b.distance) return a.distance < b.distance;
+            return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
+        });
+        Race race(random, nearest[0].token);
+        double passed = 0.0;
+        for (const Near& n : nearest) {
+            if (passed > 0.0 && passed >= wanted) break;
+            passed += n.weight;
+            race.enter(n.token, n.weight);
+        }
+        return race.winner;
+    }
+
+    // The weights of the candidates, of all tokens where there are none: 0 for those that min_p leaves out.
+    void weigh(int size, const Draw& draw) {
+        if (!candidates.empty()) {
+            weights.resize(candidates.size());
+            for (size_t i = 0; i < weights.size(); i++) weights[i] = std::exp(candidates[i].value);
+            return;
+        }
+        weights.resize(scaled.size());
+        const __m512 floor = _mm512_set1_ps(std::max(draw.min_p, 1e-38f));
+        for (int i = 0; i < size; i += LANES) {
+            const __m512 weight = exp16(_mm512_loadu_ps(&scaled[i]));
+            const __mmask16 in = _mm512_cmp_ps_mask(weight, floor, _CMP_GE_OQ);
+            _mm512_storeu_ps(&weights[i], _mm512_mask_mov_ps(_mm512_setzero_ps(), in, weight));
+        }
     }
 };
 

@@ -28,7 +28,7 @@ def draw_rows(
     masks: Sequence[npt.NDArray[np.uint32] | None],
 ) -> list[int]:
     """A token for each of ``rows`` of ``logits`` [B, V] float32, which are read where they lie, by temperature (0 for
-    the largest), top_k, top_p and min_p: one that the row's mask allows, a bit a token, where it has one."""
+    the largest), top_k, top_p, min_p and typical_p: one that the row's mask allows, a bit a token, where it has one."""
     logits = logits.contiguous()
     first, stride, count = logits.data_ptr(), logits.shape[1] * logits.element_size(), len(rows)
     addresses = (c_void_p * count)(*(first + row * stride for row in rows))
@@ -43,7 +43,8 @@ def draw_rows(
 def draw(
     logits: torch.Tensor, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
 ) -> list[int]:
-    """A token for each row of ``logits`` [B, V] float32, by temperature (above 0), top_k, top_p and min_p."""
+    """A token for each row of ``logits`` [B, V] float32, by temperature (above 0), top_k, top_p, min_p and
+    typical_p."""
     logits = logits.contiguous()
     rows, size = logits.shape
     tokens = np.empty(rows, dtype=np.int32)
@@ -65,7 +66,7 @@ def _draws(
 ) -> ctypes.Array[library.Draw]:
     return (library.Draw * len(parameters))(
         *(
-            library.Draw(p.temperature, p.top_p, p.min_p, max(p.top_k, 0), seed, position)
+            library.Draw(p.temperature, p.top_p, p.min_p, max(p.top_k, 0), p.typical_p, seed, position)
             for p, seed, position in zip(parameters, seeds, positions, strict=True)
         )
     )

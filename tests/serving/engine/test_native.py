@@ -471,6 +471,11 @@ def test_exponential_times_equal_numpys_philox() -> None:
         {"top_p": 0.9},
         {"top_p": 0.001},
         {"top_p": 0.9999, "temperature": 2.0, "min_p": 0.001},
+        {"typical_p": 0.9},
+        {"typical_p": 0.001},
+        {"typical_p": 0.99999, "temperature": 2.0},
+        {"typical_p": 0.5, "min_p": 0.01},
+        {"typical_p": 0.6, "top_k": 40, "top_p": 0.95},
     ],
 )
 @pytest.mark.parametrize("spread", [0.5, 3.0, 30.0])
@@ -486,13 +491,23 @@ def test_native_draws_equal_torchs(parameters: dict[str, Any], spread: float, mo
     ]
     monkeypatch.setattr("mlflow_llm.serving.engine.native.sampler.can_draw", lambda logits: False)
     kind = "truncated" if {"top_k", "top_p"} & set(parameters) else "whole"
+    kind = "typical" if "typical_p" in parameters else kind
     assert drawn == _draw(kind, logits.clone(), sequences)
 
 
 @on_each_instruction_set
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.95])
 @pytest.mark.parametrize(
-    "parameters", [{}, {"temperature": 0.0}, {"min_p": 0.05}, {"top_k": 7, "top_p": 0.8}, {"top_p": 0.999}]
+    "parameters",
+    [
+        {},
+        {"temperature": 0.0},
+        {"min_p": 0.05},
+        {"top_k": 7, "top_p": 0.8},
+        {"top_p": 0.999},
+        {"typical_p": 0.7},
+        {"typical_p": 0.7, "top_k": 9},
+    ],
 )
 def test_native_draws_within_masks_equal_torchs(
     parameters: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
