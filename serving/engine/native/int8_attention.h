@@ -51,23 +51,11 @@ inline void keep_int8(const float* key, const float* value, int dim, int at, uin
     for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ BYTE_OFFSET;  // an offset of 128 is this bit
 }
 
-// n values as multiples of what is returned, FINEST of them at most; NaN, and any, where a value is not finite.
-inline float quantize_fine(const float* x, int n, int8_t* high, int8_t* low) {
-    __m512 most = _mm512_setzero_ps();
-    __mmask16 strange = 0;
-    for (int i = 0; i < n; i += LANES) {
-        const __m512 size = _mm512_abs_ps(_mm512_loadu_ps(x + i));
-        strange |= _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
-        most = _mm512_max_ps(most, size);
-    }
-    const float unit = strange ? NAN : std::max(_mm512_reduce_max_ps(most), 1e-30f) * (1.0f / FINEST);
-    const __m512 by = _mm512_set1_ps(1.0f / unit);
-    for (int i = 0; i < n; i += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), by));
-        _mm_storeu_si128((__m128i*)(high + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
-        _mm_storeu_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
-    }
-    return unit;
+// Sixteen values times `by` as whole numbers, FINEST at most.
+inline void to_levels(__m512 x, __m512 by, int8_t* high, int8_t* low) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
+    _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
+    _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
 }
 
 // 128 high + low, less `offset`, as a float.
@@ -93,7 +81,9 @@ struct ByteQueries {
     // Query i is q [dim], which carries the scaling.
     void set(int i, const float* q, int dim, int from, int to) {
         lo[i] = from, hi[i] = to;
-        unit[i] = quantize_fine(q, dim, parts[HIGH][i], parts[LOW][i]);
+        unit[i] = row_scale(q, dim) * (float(LEVELS) / FINEST);  // NaN where a value is
+        for (int d = 0; d < dim; d += LANES)
+            to_levels(_mm512_loadu_ps(q + d), _mm512_set1_ps(1.0f / unit[i]), parts[HIGH][i] + d, parts[LOW][i] + d);
         int32_t sum = 0;
         for (int d = 0; d < dim; d++) sum += 128 * parts[HIGH][i][d] + parts[LOW][i][d];
         offset[i] = BYTE_OFFSET * sum;
@@ -104,6 +94,7 @@ struct ByteQueries {
 struct ByteBlock {
     int from[BYTE_QUERIES], to[BYTE_QUERIES];  // tokens that it sees; from >= to: none
     float fade[BYTE_QUERIES], unit[BYTE_QUERIES];  // of the values so far, of the weights
+    uint64_t strange;  // tokens that have a key or value that is no number: then neither is what sees them
     alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];
     alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
 };
@@ -268,34 +259,47 @@ struct TiledBytes {
 // once: where a product meets a sum the compiler may join them in one place and not in another.
 __attribute__((noinline)) inline void weigh(const ByteQueries& queries, int i, const float* key_scales, const float* value_scales,
                   ByteBlock& block, Partial& state) {
-    alignas(64) float scores[KEPT_BLOCK];
     const uint64_t upto = block.to[i] >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << block.to[i]) - 1;
     const uint64_t inside = upto & ~((uint64_t(1) << block.from[i]) - 1);
-    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+    const __m512 unit = _mm512_set1_ps(queries.unit[i]), none = _mm512_set1_ps(-INFINITY);
+    __m512 score[KEPT_VECTORS], most = none, total = _mm512_setzero_ps(), heaviest = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int v = 0; v < KEPT_VECTORS; v++) {
+        const int t = v * LANES;
         const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t), low = _mm512_load_si512(block.scores[LOW][i] + t);
-        const __m512 score = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
-        _mm512_store_ps(scores + t, _mm512_mul_ps(score, _mm512_set1_ps(queries.unit[i])));
-    }
-    if (queries.cap != 0.0f) cap_each(scores, KEPT_BLOCK, queries.cap);
-    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
-        const __mmask16 seen = __mmask16(inside >> t);
-        const __m512 score = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_load_ps(scores + t));
-        _mm512_store_ps(scores + t, score);
-        most = _mm512_max_ps(most, score);
+        score[v] = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
+        score[v] = _mm512_mul_ps(score[v], unit);
+        if (queries.cap != 0.0f) score[v] = capped(score[v], queries.cap, 2.0f / queries.cap);
+        score[v] = _mm512_mask_blend_ps(__mmask16(inside >> t), none, score[v]);
+        most = _mm512_max_ps(most, score[v]);
     }
     const float largest = std::max(state.most, _mm512_reduce_max_ps(most));
-    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
-        const __m512 w = exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(largest)));
+#pragma GCC unroll 4
+    for (int v = 0; v < KEPT_VECTORS; v++) {
+        const __m512 w = exp16(_mm512_sub_ps(score[v], _mm512_set1_ps(largest)));
         total = _mm512_add_ps(total, w);
         // the scale of a token that is not seen may be no number
-        const __mmask16 seen = __mmask16(inside >> t);
-        _mm512_store_ps(scores + t, _mm512_mul_ps(w, _mm512_maskz_loadu_ps(seen, value_scales + t)));
+        score[v] = _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside >> v * LANES), value_scales + v * LANES));
+        heaviest = _mm512_max_ps(heaviest, score[v]);
     }
-    block.unit[i] = quantize_fine(scores, KEPT_BLOCK, block.weights[HIGH][i], block.weights[LOW][i]);
-    block.fade[i] = state.sum == 0.0f ? 0.0f : std::exp(state.most - largest);
+    block.unit[i] = block.strange & inside ? NAN : std::max(_mm512_reduce_max_ps(heaviest), 1e-30f) * (1.0f / FINEST);
+    const __m512 by = _mm512_set1_ps(1.0f / block.unit[i]);
+#pragma GCC unroll 4
+    for (int v = 0; v < KEPT_VECTORS; v++)
+        to_levels(score[v], by, block.weights[HIGH][i] + v * LANES, block.weights[LOW][i] + v * LANES);
+    block.fade[i] = state.sum == 0.0f ? 0.0f : state.most == largest ? 1.0f : std::exp(state.most - largest);
     state.sum = state.sum * block.fade[i] + _mm512_reduce_add_ps(total);
     state.most = largest;
+}
+
+// Tokens of a block whose scales are no numbers.
+inline uint64_t strange_of(const float* scales) {
+    uint64_t strange = 0;
+    for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+        const __m512 size = _mm512_load_ps(scales + t);
+        strange |= uint64_t(_mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ)) << t;
+    }
+    return strange;
 }
 
 // The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
@@ -313,6 +317,7 @@ void attend_int8(Products products, int dim, const ByteQueries& queries, const u
     last = std::min(last, (segment + 1) * SEGMENT);
     for (int at = first; at < last; at += KEPT_BLOCK) {
         const KeptBlock key(keys, dim, at), value(values, dim, at);
+        block.strange = strange_of(key.scales) | strange_of(value.scales);
         products.score(queries, dim, key.bytes, block);
         for (int i = 0; i < queries.count; i++) {
             block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
