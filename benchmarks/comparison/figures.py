@@ -20,6 +20,7 @@ class Figures:
     ttft_p99: float | None
     tpot_p50: float | None
     gap_p99: float | None
+    gap_max: float | None
     requests: int
     cut: int
 
@@ -54,6 +55,7 @@ def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = Tr
         ttft_p99=percentile(first, 99) if streams else None,
         tpot_p50=percentile(tpot, 50) if streams else None,
         gap_p99=percentile(gaps, 99) if streams else None,
+        gap_max=percentile(gaps, 100) if streams else None,
         requests=len(answer["answers"]),
         cut=answer["cut"],
     )

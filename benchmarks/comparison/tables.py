@@ -70,6 +70,7 @@ def markdown(result: dict[str, Any]) -> str:
                     "TTFT p99": several(of(traffic, "ttft_p99")),
                     "TPOT p50": several(of(traffic, "tpot_p50")),
                     "gap p99": several(of(traffic, "gap_p99")),
+                    "largest gap": several(of(traffic, "gap_max")),
                 }
             )
     machine = result["machine"]

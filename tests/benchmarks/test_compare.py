@@ -125,9 +125,9 @@ def test_figures_of_known_times() -> None:
     assert found.tokens_per_processor_second == 2.0
     assert found.ttft_p50 == pytest.approx(250)
     assert found.tpot_p50 == pytest.approx(400 / 3)
-    assert found.gap_p99 == pytest.approx(300)
+    assert (found.gap_p99, found.gap_max) == (pytest.approx(300), pytest.approx(300))
     whole = figures.figures(answer, 2.0, streams=False)
-    assert (whole.ttft_p50, whole.tpot_p50, whole.gap_p99) == (None, None, None)
+    assert (whole.ttft_p50, whole.tpot_p50, whole.gap_p99, whole.gap_max) == (None,) * 4
     nothing = figures.figures({"seconds": 1.0, "cut": 1, "answers": []}, 0.0)
     assert (nothing.tokens_per_second, nothing.tokens_per_processor_second) == (None, None)
 
