@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from mlflow_llm.serving.engine.interface import EngineInfo, EngineRecord, Health
+from mlflow_llm.serving.engine.interface import EngineInfo, EngineRecord, Health, PagedInfo
 from mlflow_llm.serving.http import pages
 from mlflow_llm.serving.metering.authorization import ANONYMOUS
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
@@ -109,3 +109,13 @@ def test_health_counts_standbys_where_they_are_configured() -> None:
     code, found = health_of(lacking={"v1": asked[0]}, backed={"v1": asked[1]}, plain={"v1": engine("ready")})
     assert (code, found["lacking"]["standbys"], found["backed"]["standbys"]) == (200, 0, 1)
     assert "standbys" not in found["plain"]
+
+
+def test_health_says_how_blocks_run() -> None:
+    """Of a KV cache in blocks: their size, what attends, which steps are recorded, and why not; of slots nothing."""
+    on_gpu = engine("ready")
+    paged = PagedInfo(kv_block_size=16, attention="triton", cuda_graphs=(1, 2))
+    on_gpu.info = msgspec.structs.replace(NATIVE, paged=paged)
+    found = health_of(one={"v1": on_gpu}, two={"v1": engine("ready")})[1]
+    assert found["one"]["paged"] == msgspec.to_builtins(paged)
+    assert "paged" not in found["two"]

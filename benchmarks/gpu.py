@@ -1,0 +1,233 @@
+"""Tokens a second of decoding on a GPU beside what its memory allows, and beside vLLM where that is installed.
+
+A Llama of random weights is made (what a token costs does not depend on what the weights are); prompts of random tokens
+are computed, then every sequence generates, greedy and without an end. The floor is the time in which the device reads
+all weights once a step and each sequence's keys and values, at the speed at which it copies a large tensor. Each
+contender runs in a process of its own.
+
+    python benchmarks/gpu.py --size 1b --sequences 1 8 32 128
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, dict[str, int]] = {  # Llama 3.2 1B and 3B, Llama 3.1 8B, and one for trying this out
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+             "vocab_size": 500},
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192},
+    "3b": {"hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "intermediate_size": 8192},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
+}  # fmt: skip
+
+
+def config_of(size: str) -> Any:
+    from transformers import LlamaConfig
+
+    common = {"vocab_size": 128256, "num_key_value_heads": 2 if size == "tiny" else 8, "max_position_embeddings": 4096}
+    return LlamaConfig(**{**common, **SIZES[size]}, tie_word_embeddings=size != "8b", eos_token_id=None)
+
+
+def make_weights(size: str, device: str, folder: Path) -> None:
+    """Random ones in bfloat16 (float32 on CPU), as a checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
+def prompts(vocab: int, count: int, length: int) -> list[tuple[int, ...]]:
+    """Of different tokens, so that none has another's prefix."""
+    return [tuple((i * 7919 + j * 104729 + 3) % (vocab - 3) + 3 for j in range(length)) for i in range(count)]
+
+
+def copy_speed(device: str) -> float:
+    """Bytes a second that the device reads and writes: the best of several copies of a large tensor."""
+    import torch
+
+    size = 1 << (24 if device == "cpu" else 30)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(8):
+        synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def floor_seconds(config: Any, itemsize: int, count: int, length: float, speed: float) -> float:
+    """Of a step: all weights of linears and the head, and ``length`` tokens' keys and values of each sequence."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    width = hidden // heads * config.num_key_value_heads
+    layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * config.intermediate_size
+    weights = config.num_hidden_layers * layer + hidden * config.vocab_size
+    kv = count * length * 2 * width * config.num_hidden_layers
+    return (weights + kv) * itemsize / speed
+
+
+def run_ours(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds a step of pure decoding, by number of sequences."""
+    from mlflow_llm.serving.bundle import Bundle
+    from mlflow_llm.serving.engine.core import EngineCore
+    from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
+    from mlflow_llm.serving.settings import EngineSettings
+
+    on_cpu = {"kv_block_size": 16, "kernels": "torch"} if args.device == "cpu" else {}
+    most = max(args.sequences)
+    settings = EngineSettings(
+        device=args.device,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(512, most),
+        cuda_graphs=args.cuda_graphs,
+        **on_cpu,
+    )
+    bundle = Bundle(content_hash="gpu", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
+    began = time.perf_counter()
+    core = EngineCore(bundle, settings)
+    found: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "steps": {}, "prefill": {}}
+    assert core.info.paged is not None
+    found["attention"] = core.info.paged.attention
+    found["reasons"] = [r for r in (core.info.paged.attention_reason, core.info.paged.cuda_graphs_reason) if r]
+    found["graphs"] = [] if found["reasons"] else list(core.info.paged.cuda_graphs)
+    for round_number, count in enumerate(args.sequences):
+        for number, prompt in enumerate(prompts(core.info.vocab_size, count, args.prompt)):
+            sampling = Sampling(temperature=0.0, max_tokens=args.new)
+            request = ValidRequest(
+                request_id=f"{round_number}-{number}", task="completions", model="m",
+                sequences=(Sequence(prompt_token_ids=prompt),), sampling=sampling,
+            )  # fmt: skip
+            core.add(request)
+        began = time.perf_counter()
+        while any(not sequence.decodes for sequence in core._scheduler.running) or core._scheduler.waiting:
+            core.step()
+        synchronize(args.device)
+        found["prefill"][count] = time.perf_counter() - began
+        times = []
+        while core.has_work():
+            before, began = len(core._scheduler.running), time.perf_counter()
+            core.step()
+            if before == count:
+                times.append(time.perf_counter() - began)
+        found["steps"][count] = sorted(times)[len(times) // 2] if times else float("nan")
+    core.close()
+    return found
+
+
+def run_vllm(args: argparse.Namespace) -> dict[str, Any]:
+    """The same by vLLM: the difference of two runs, of which one has half as many tokens, is pure decoding."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(model=str(args.model), skip_tokenizer_init=True, max_num_seqs=max(args.sequences), max_model_len=4096,
+              enable_prefix_caching=False, gpu_memory_utilization=0.6)  # fmt: skip
+    found: dict[str, Any] = {"steps": {}}
+    for count in args.sequences:
+        asked = [
+            TokensPrompt(prompt_token_ids=list(p)) for p in prompts(config_of(args.size).vocab_size, count, args.prompt)
+        ]
+        seconds = {}
+        for new in (args.new, args.new // 2, args.new):  # the first warms up
+            began = time.perf_counter()
+            llm.generate(
+                asked, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False), use_tqdm=False
+            )
+            seconds[new] = time.perf_counter() - began
+        found["steps"][count] = (seconds[args.new] - seconds[args.new // 2]) / (args.new - args.new // 2)
+    return found
+
+
+def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> dict[str, Any]:
+    """What it measured, or ``error``."""
+    command = [sys.executable, __file__, "--run", contender, "--model", str(args.model), "--size", args.size]
+    command += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]
+    command += ["--cuda-graphs", args.cuda_graphs, "--sequences", *map(str, args.sequences)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {seconds:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def table(args: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any], speed: float) -> str:
+    """A line a number of sequences, in tokens a second."""
+    config, itemsize = config_of(args.size), 4 if args.device == "cpu" else 2
+    lines = ["| sequences | ours | vLLM | of vLLM | floor | times the floor's time |", "|---|---|---|---|---|---|"]
+    for count in args.sequences:
+        step, other = (found.get("steps", {}).get(str(count)) for found in (ours, theirs))
+        least = floor_seconds(config, itemsize, count, args.prompt + args.new / 2, speed)
+        cells = [f"{count / seconds:,.0f}" if seconds else "–" for seconds in (step, other)]
+        ratio = f"{other / step:.2f}" if step and other else "–"
+        times = f"{step / least:.2f}" if step else "–"
+        lines.append(f"| {count} | {cells[0]} | {cells[1]} | {ratio} | {count / least:,.0f} | {times} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--cuda-graphs", choices=("auto", "none"), default="auto")
+    parser.add_argument("--seconds", type=float, default=200, help="for each contender")
+    parser.add_argument("--model", type=Path, help="a checkpoint, instead of random weights")
+    parser.add_argument("--run", choices=("ours", "vllm", "weights"), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.run == "weights":
+        make_weights(args.size, args.device, args.model)
+        print("RESULT " + json.dumps({"speed": copy_speed(args.device)}))
+        return 0
+    if args.run:
+        print("RESULT " + json.dumps(run_ours(args) if args.run == "ours" else run_vllm(args)))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as folder:
+        args.model = args.model or Path(folder)
+        made = in_a_process(args, "weights", args.seconds)
+        if "error" in made:
+            print(f"no weights were made: {made['error']}")
+            return 1
+        ours = in_a_process(args, "ours", args.seconds)
+        theirs = {"error": "vLLM is not installed"}
+        if find_spec("vllm") is not None and args.device != "cpu":
+            theirs = in_a_process(args, "vllm", args.seconds)
+    print(
+        f"Llama {args.size}, prompts of {args.prompt} tokens, {args.new} new, copies at {made['speed'] / 1e9:,.0f} GB/s"
+    )
+    print(table(args, ours, theirs, made["speed"]))
+    if "error" not in ours:
+        print(
+            f"attention: {ours['attention']}; graphs: {ours['graphs'] or 'none'}; start: {ours['start_seconds']:.1f} s"
+        )
+    for line in (*ours.get("reasons", ()), ours.get("error"), theirs.get("error")):
+        if line:
+            print(f"- {line}")
+    return int("error" in ours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""``benchmarks/gpu.py``: what it measures, on a tiny model where there is no GPU; and what its script says there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+
+SCRIPT = Path(gpu.__file__).with_suffix(".sh")
+
+
+def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
+    """Weights are made, our engine decodes over blocks, and each line has its rate, the floor and their ratio."""
+    gpu.make_weights("tiny", "cpu", tmp_path)
+    args = argparse.Namespace(
+        size="tiny", device="cpu", sequences=[1, 3], prompt=20, new=6, cuda_graphs="auto", model=tmp_path
+    )
+    ours = json.loads(json.dumps(gpu.run_ours(args)))
+    assert set(ours["steps"]) == {"1", "3"}
+    assert all(seconds > 0 for seconds in ours["steps"].values())
+    assert ours["attention"] == "torch"
+    assert len(ours["reasons"]) == 2
+    lines = gpu.table(args, ours, {"steps": {"1": ours["steps"]["1"] * 2}}, 1e9).splitlines()
+    assert [line.split("|")[4].strip() for line in lines[2:]] == ["2.00", "–"]
+    assert "nan" not in "".join(lines)
+
+
+def test_the_floor() -> None:
+    """A step of one sequence reads every weight of Llama 3.2 1B that is multiplied, and its keys and values."""
+    config = gpu.config_of("1b")
+    assert gpu.floor_seconds(config, 2, 1, 0, 1.0) == pytest.approx(2 * 1.2358e9, rel=0.01)
+    more = gpu.floor_seconds(config, 2, 8, 100, 1.0) - gpu.floor_seconds(config, 2, 8, 0, 1.0)
+    assert more == 8 * 100 * 2 * 512 * 16 * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and the script would use it")
+def test_the_script_says_what_is_missing() -> None:
+    """Without a device it lists what is here and ends with status 2."""
+    done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "torch finds no CUDA device" in done.stdout
+    assert "vllm: missing" in done.stdout
