@@ -273,7 +273,7 @@ def _pack_experts(
         return PlainWeight(weight.dense(like.dtype, like.device), None)
     if native:
         return _pack(weight, None, settings, False)
-    int8 = settings.quantization == "int8" and weight.device.type == "cpu" and can_quantize(weight)
+    int8 = settings.quantization != "none" and weight.device.type == "cpu" and can_quantize(weight)
     return Int8Weight(weight, None) if int8 else None
 
 

@@ -29,6 +29,7 @@ from .self_test import LayerUse
 from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
 
+BY_TURNS = 2  # experts of a token, whatever the configuration says
 MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
 KEPT = {torch.float32: library.F32, torch.bfloat16: library.BF16, torch.int8: library.INT8}  # keys and values
 Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
@@ -227,7 +228,8 @@ def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
         if share is None or share.bias is not None:
             return None
     gate_up, down = (experts.packed[name] for name in PARAMETERS)
-    if not isinstance(gate_up, NativeWeight) or not isinstance(down, NativeWeight):
+    chosen = BY_TURNS if form.by_turns else router.top_k
+    if not isinstance(gate_up, NativeWeight) or not isinstance(down, NativeWeight) or chosen > experts.num_experts:
         return None
     return ExpertWeights(
         router=NativeWeight(router.weight, None, F32),
@@ -235,7 +237,7 @@ def _expert_weights(form: ExpertForm, layer: Any) -> ExpertWeights | None:
         down=down,
         share=None if share is None else share.dense()[0],
         count=experts.num_experts,
-        chosen=router.top_k,
+        chosen=chosen,
         normalized=bool(getattr(router, "norm_topk_prob", True)),
         near=2.0 * router.router_jitter_noise if form.by_turns else None,
     )

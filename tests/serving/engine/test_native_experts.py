@@ -103,6 +103,16 @@ def test_one_expert_all_of_them_and_one_of_many(experts: int, chosen: int, tmp_p
     core.close()
 
 
+@pytest.mark.parametrize(("experts", "said"), [(3, 1), (4, 4), (2, 2)])
+def test_two_by_turns_whatever_the_configuration_says(experts: int, said: int, tmp_path: Path) -> None:
+    """Phi-MoE's router chooses two; logits are those of its own code."""
+    config = tf.PhimoeConfig(**WIDE, num_local_experts=experts, num_experts_per_tok=said)
+    loaded = loaded_model(config, tmp_path)
+    own = logits_of(loaded, model_forward(loaded.model, loaded.holder))
+    apart = (logits_of(loaded) - own).norm(dim=-1) / own.norm(dim=-1)
+    assert float(apart.quantile(0.8)) < 1e-3
+
+
 def test_a_window_that_layers_do_not_pass_is_refused(tmp_path: Path) -> None:
     """Phi-MoE's mask has it, its attention is not told: without it texts beyond it would be wrong."""
     config = tf.PhimoeConfig(**WIDE, num_local_experts=4, sliding_window=37)
