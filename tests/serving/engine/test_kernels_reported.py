@@ -99,6 +99,12 @@ def test_a_library_of_another_version_is_not_called(loaded_anew: pytest.MonkeyPa
     assert "compiled with another version of the package" in info.kernels_reason
 
 
+@here
+def test_every_instruction_set_is_compiled() -> None:
+    """Where one is: a source that compiles for one alone would leave other processors to torch."""
+    assert [name for name in library.INSTRUCTION_SETS if "compiled" in (library.why_not(name) or "")] == []
+
+
 def test_every_structure_of_the_interface_is_compared() -> None:
     """Its size, on both sides."""
     declared = {one for one in vars(library).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)}

@@ -1,0 +1,45 @@
+"""The kernels compiled for ARM, run by an emulator where a cross compiler and qemu-user are: Debian's
+``g++-aarch64-linux-gnu`` and ``qemu-user``."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlflow_llm.serving.engine.native import library
+
+COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
+SOURCES = Path(library.__file__).parent
+NUMBERS = Path(__file__).with_name("kernel_numbers.cpp")
+FLAGS = ("-std=c++17", "-O1", "-g0", "-w", "-pthread", "-ffp-contract=off", f"-I{SOURCES}")
+LACKING = [word for word in (COMPILER, EMULATOR, "g++") if shutil.which(word) is None]
+
+pytestmark = [
+    pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of ARM are compared with those of AVX2"),
+    pytest.mark.skipif(library.why_not("avx2") is not None, reason=f"avx2: {library.why_not('avx2')}"),
+]
+
+
+def numbers_of(*command: str) -> np.ndarray:
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()  # 1: something is not the same alone
+    return np.frombuffer(done.stdout, dtype=np.float32)
+
+
+def test_kernels_of_arm_give_the_numbers_of_avx2(tmp_path: Path) -> None:
+    """Linears, an encoder, a decoder with keys and values in float32 and int8, draws: each bitwise the same alone, in a
+    batch, in chunks and on several threads; between the two processors up to rounding."""
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    avx2 = ("-mavx2", "-mfma", str(NUMBERS), str(SOURCES / "_native_avx2.so"))
+    neon = ("-march=armv8.2-a+dotprod", "-static", str(NUMBERS), str(SOURCES / "native.cpp"))
+    subprocess.run(["g++", *FLAGS, *avx2, "-o", here], check=True)
+    subprocess.run([COMPILER, *FLAGS, *neon, "-o", there], check=True)
+    wanted, found = numbers_of(here), numbers_of(EMULATOR, "-L", SYSTEM, there)
+    assert len(wanted) > 10_000
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
