@@ -15,7 +15,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
-from . import attention, latent_attention, linear, openmp, stored_weights
+from . import attention, fused_modules, latent_attention, linear, openmp, stored_weights
 from .config_bounds import in_proportion
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
@@ -141,6 +141,7 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
         logger.warning("%s keeps whole keys and values, not the latent ones: %s", type(model).__name__, why_whole)
     layers = [use.shape for use in uses]
     like = next(model.parameters())
+    fused_modules.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8", rounded=rounded)
     decoder, reason, kept = native_decoder(model, uses, test, like, settings)

@@ -117,5 +117,5 @@ def test_health_says_how_blocks_run() -> None:
     paged = PagedInfo(kv_block_size=16, attention="triton", cuda_graphs=(1, 2))
     on_gpu.info = msgspec.structs.replace(NATIVE, paged=paged)
     found = health_of(one={"v1": on_gpu}, two={"v1": engine("ready")})[1]
-    assert found["one"]["paged"] == msgspec.to_builtins(paged)
+    assert msgspec.convert(found["one"]["paged"], PagedInfo) == paged
     assert "paged" not in found["two"]

@@ -1,0 +1,30 @@
+"""What lies between products of matrices, in one kernel each where torch takes several, in Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(x: Any, weight: Any, out: Any, eps: Any, N: tl.constexpr, PADDED: tl.constexpr) -> None:
+    """A program a row: x over the root of its mean square, rounded as x is, times ``weight``."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    inside = at < N
+    values = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    normed = (values * root).to(x.dtype.element_ty)
+    tl.store(out + row * N + at, normed * tl.load(weight + at, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def silu_gate(gate: Any, up: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
+    """silu(gate) * up, the first rounded before the product, as torch does."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    activated = (value * tl.sigmoid(value)).to(gate.dtype.element_ty)
+    tl.store(out + at, activated * tl.load(up + at, mask=inside, other=0.0), mask=inside)

@@ -1,0 +1,91 @@
+"""A model's norms and gated MLPs by kernels of our own, on devices where those run.
+
+Which modules: those named so in transformers, with the parts that are known here. Each is tried on an example first and
+left as it is where the kernel gives something else (Gemma's norms add one to their weights), or does not run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import triton_here
+
+logger = logging.getLogger(__name__)
+WIDEST = 1 << 14  # of a norm: a row stays in registers
+BLOCK = 1024
+TOLERANCE = {torch.float32: 1e-5}  # of the example's largest value; 0.02 for halves
+
+
+def install(model: nn.Module) -> int:
+    """How many modules run by kernels from here on; none where they do not run on the model's device."""
+    if not triton_here.on(next(model.parameters()).device):
+        return 0
+    refused: set[type] = set()
+    count = 0
+    for module in model.modules():
+        forward = _forward_for(module)
+        if forward is None or type(module) in refused:
+            continue
+        if _agrees(module, forward):
+            object.__setattr__(module, "forward", MethodType(forward, module))
+            count += 1
+        else:
+            refused.add(type(module))
+    if refused:
+        logger.info("torch computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
+    return count
+
+
+def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
+    name = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if name.endswith("RMSNorm") and weight is not None and hasattr(module, "variance_epsilon"):
+        return norm_forward if weight.dim() == 1 and len(weight) <= WIDEST else None
+    parts = ("gate_proj", "up_proj", "down_proj")
+    if name.endswith("MLP") and all(isinstance(getattr(module, part, None), nn.Linear) for part in parts):
+        return gated_forward if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") else None
+    return None
+
+
+def _agrees(module: nn.Module, forward: Callable[[Any, Any], Any]) -> bool:
+    weight: Any = next(module.parameters())
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(3, weight.shape[-1], generator=make).to(weight.device, weight.dtype)
+    if isinstance(getattr(module, "gate_proj", None), nn.Linear):
+        x = x[:, : module.gate_proj.in_features]
+    try:
+        wanted, found = module(x).float(), forward(module, x).float()
+    except Exception as error:  # of Triton's compiler or the driver
+        logger.warning("%s: the kernel does not run: %s", type(module).__name__, " ".join(str(error).split())[:300])
+        return False
+    return bool((found - wanted).abs().max() <= TOLERANCE.get(weight.dtype, 0.02) * wanted.abs().max())
+
+
+def norm_forward(self: Any, hidden_states: Any) -> Any:
+    """[…, N] → […, N], in the type that the module's own code gives."""
+    from . import fused_kernels as kernels
+
+    size = hidden_states.shape[-1]
+    x = hidden_states.contiguous()
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, self.weight.dtype), device=x.device)
+    rows = x.numel() // size
+    padded = 1 << (size - 1).bit_length()
+    kernels.rms_norm[(rows,)](x, self.weight, out, self.variance_epsilon, N=size, PADDED=padded)
+    return out
+
+
+def gated_forward(self: Any, x: Any) -> Any:
+    """[…, N] → […, N]."""
+    from . import fused_kernels as kernels
+
+    gate, up = self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()
+    out = torch.empty_like(gate)
+    size = gate.numel()
+    kernels.silu_gate[(-(-size // BLOCK),)](gate, up, out, size, BLOCK=BLOCK)
+    return self.down_proj(out)
