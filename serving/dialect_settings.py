@@ -75,7 +75,7 @@ def batched(engine: Mapping[str, Any], dialects: DialectSettings, parent: str = 
     tokens = dialects.maxPrefillTokens
     if tokens is None:
         return dict(engine)
-    if engine.get(BATCH, tokens) != tokens:
+    if (engine.get(BATCH) or tokens) != tokens:
         field = f"{parent}.maxPrefillTokens" if parent else "maxPrefillTokens"
         raise InvalidField(field, tokens, f"the engine's {BATCH}, {engine[BATCH]}, or only one of the two")
     return {**engine, BATCH: tokens}

@@ -95,14 +95,17 @@ class Reconciler:
             for name in {one.name for one in self._deployed.values()} - said:
                 said.add(name)
                 seconds = round(time.monotonic() - began, 2)
-                self._say("token", endpoint=name, seconds=seconds, kernels=self._kernels(name))
+                self._say("token", endpoint=name, seconds=seconds, **self._runs_on(name))
             time.sleep(TICK / 2)
 
-    def _kernels(self, name: str) -> str:
-        """Which kernels the engines of an endpoint run on, in words."""
+    def _runs_on(self, name: str) -> dict[str, str]:
+        """Which kernels the engines of an endpoint run on, in words, and how many tokens a step of theirs takes."""
         entities = [entity for one in self._deployed.values() if one.name == name for entity in one.entities]
         infos = [self._supervisor.status(entity.key).info for entity in entities]
-        return ", ".join(dict.fromkeys(info.kernels_summary for info in infos if info is not None))
+        known = [info for info in infos if info is not None]
+        found = {"kernels": ", ".join(dict.fromkeys(info.kernels_summary for info in known))}
+        steps = dict.fromkeys(str(info.max_num_batched_tokens) for info in known if info.max_num_batched_tokens)
+        return found | ({"max_num_batched_tokens": ", ".join(steps)} if steps else {})
 
     def _settled(self, declared: Iterable[str]) -> bool:
         states = self._endpoints.states()

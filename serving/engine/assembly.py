@@ -30,6 +30,7 @@ from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache, token_bytes
 from .speculation import Speculation
+from .step_size import step_size
 from .stored_weights import settled
 from .virtual_tokens import embedding_width
 
@@ -70,17 +71,19 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     memory = free_memory(loaded.device) // 2 if settings.kv_cache_memory is None else settings.kv_cache_memory
     # the native step is so by itself, and keeps its prefixes: they were computed as they would be again
     alone = settings.batch_invariant and loaded.decoder is None
-    speculation = _speculation(bundle, loaded, settings, memory)
     cache = make_cache(loaded, settings, memory, prefix_caching=settings.prefix_caching and not alone)
     width = embedding_width(loaded.model)
     lora = LoraPool(loaded.model, loaded.holder)
     forward = step_forward(loaded, cache, lora, settings)
+    num_tokens = settings.max_num_batched_tokens or step_size(forward, cache, loaded.vocab_size, settings.max_num_seqs)
+    speculation = _speculation(bundle, loaded, settings, memory, num_tokens)
     info = EngineInfo(
         content_hash=bundle.content_hash,
         tasks=bundle.tasks,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=num_tokens,
         hidden_size=width,
         max_kv_tokens=min(loaded.max_model_len, cache.num_tokens_total),
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -103,14 +106,16 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     scheduler = Scheduler(
         cache,
         max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=num_tokens,
         speculation=speculation,
         batch_invariant=alone,
     )
     return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora)
 
 
-def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int) -> Speculation | None:
+def _speculation(
+    bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, memory: int, max_tokens: int
+) -> Speculation | None:
     """Bitwise the same logits in any batch and chunk are the native step's; others could change a text by drafts."""
     if settings.speculation != "auto" or loaded.decoder is None:
         if settings.draft_model is not None:
@@ -120,7 +125,7 @@ def _speculation(bundle: Bundle, loaded: LoadedModel, settings: EngineSettings, 
         return Speculation()
     if bundle.draft is None:
         raise PackagingError(f"draft_model: {settings.draft_model} was not found beside this model")
-    return Speculation(load_draft_model(bundle, bundle.draft, loaded, settings, memory))
+    return Speculation(load_draft_model(bundle, bundle.draft, loaded, settings, memory, max_tokens))
 
 
 @torch.inference_mode()

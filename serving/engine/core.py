@@ -39,6 +39,7 @@ from .native import library
 from .request_check import check_beams, check_request, with_learned_prompt
 from .scheduler import Run
 from .sequence import SequenceGroup, SequenceState
+from .step_size import DEFAULT
 from .virtual_tokens import Table, table_of
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class EngineCore:
         self._scheduler = self._parts.scheduler
         self._runner = self._parts.runner
         self._embeddings = EmbeddingQueue(
-            self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens
+            self._parts.embedder, 0 if settings.batch_invariant else settings.max_num_batched_tokens or DEFAULT
         )
         self._adapters = AdapterRegistry(
             self._parts.lora,

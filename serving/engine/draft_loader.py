@@ -25,9 +25,9 @@ MEMORY = 8  # the draft model has one part of so many of the large model's memor
 
 
 def load_draft_model(
-    bundle: Bundle, draft: DraftBundle, large: LoadedModel, settings: EngineSettings, memory: int
+    bundle: Bundle, draft: DraftBundle, large: LoadedModel, settings: EngineSettings, memory: int, max_tokens: int
 ) -> DraftModel:
-    """``memory`` is what the large model has for keys and values, in bytes."""
+    """``memory`` is what the large model has for keys and values, in bytes; prompts are read ``max_tokens`` a step."""
     check_vocabulary(bundle, draft, settings)
     own = Bundle(
         content_hash=draft.content_hash,
@@ -68,7 +68,7 @@ def load_draft_model(
         max_model_len=longest,
         width=large.vocab_size,
         cost=cost,
-        max_tokens=settings.max_num_batched_tokens,
+        max_tokens=max_tokens,
     )
 
 

@@ -74,6 +74,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     be kept beside it, ``threads`` how many of them compute on CPU, ``backend`` the name of the ``Core``.
     ``kv_cache_reason``: why a latent attention keeps whole keys and values; empty where it does not.
     ``max_logits_bytes``: of one request; 0 where none are given. ``paged`` says of a KV cache in blocks how it runs.
+    ``max_num_batched_tokens``: of a step; 0 where steps are not ours to cut.
     """
 
     content_hash: str
@@ -99,6 +100,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     backend: str = "native"
     max_logits_bytes: int = 0
     paged: PagedInfo | None = None
+    max_num_batched_tokens: int = 0
     capabilities: Capabilities = Capabilities()
 
     @property

@@ -20,8 +20,9 @@ from .route import Auth, Listener, Request, Route
 from .server import Server
 
 # of an endpoint's health; the rest counts every tenant's work
-NAMED = ("kernels_reason", "instruction_set", "kv_cache_dtype", "kv_cache_reason")
-SHOWN_TO_ALL = ("status", "kernels", "quantization", *NAMED, "paged")
+SHOWN = ("kernels_reason", "instruction_set", "kv_cache_dtype", "kv_cache_reason")
+NAMED = (*SHOWN, "max_num_batched_tokens")
+SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}
 
 

@@ -121,6 +121,9 @@ def _serve(
     info = msgspec.structs.replace(core.info, pid=os.getpid(), num_standbys=spec.settings.standby)
     standby = _warm_standby(spec, state, lock, info.kv_cache_memory)
     logger.info("kernels: %s; package: %s", info.kernels_summary, child.package_place())
+    if info.max_num_batched_tokens:
+        by = "as set" if spec.settings.max_num_batched_tokens else "by what was measured"
+        logger.info("a step takes at most %d tokens, %s", info.max_num_batched_tokens, by)
     server = EngineServer(
         core,
         spec.settings,

@@ -95,6 +95,9 @@ def test_health_names_the_engines_kernels() -> None:
     slow.info = msgspec.structs.replace(NATIVE, **kept)
     assert health_of(one={"v1": slow})[1]["one"].items() >= kept.items()
     assert slow.info.kv_cache_summary == "int8 (whole keys and values)"
+    slow.info = msgspec.structs.replace(NATIVE, max_num_batched_tokens=576)
+    found = health_of(one={"v1": slow}, two={"v1": engine("ready")})[1]
+    assert (found["one"]["max_num_batched_tokens"], "max_num_batched_tokens" in found["two"]) == (576, False)
     slow.info = msgspec.structs.replace(NATIVE, quantization="int8")
     found = health_of(one={"v1": slow}, two={"v1": engine("ready")})[1]
     assert (found["one"]["quantization"], "quantization" in found["two"]) == ("int8", False)
