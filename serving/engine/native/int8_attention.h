@@ -93,9 +93,11 @@ struct ByteQueries {
 // What becomes of one block, by query.
 struct ByteBlock {
     int from[BYTE_QUERIES], to[BYTE_QUERIES];  // tokens that it sees; from >= to: none
-    float fade[BYTE_QUERIES], unit[BYTE_QUERIES];  // of the values so far, of the weights
+    float fade[BYTE_QUERIES];                       // of the values so far
+    float unit[BYTE_QUERIES], total[BYTE_QUERIES];  // of the weights
     uint64_t strange;  // tokens that have a key or value that is no number: then neither is what sees them
     alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+    alignas(64) float weighed[BYTE_QUERIES][KEPT_BLOCK];
     alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
 };
 
@@ -111,8 +113,8 @@ inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32
     }
 }
 
-// Products by vectors. Sums are numbered by a pack, two of a query (its parts): folds rather than loops, every one of them
-// then has a constant index and stays in a register.
+// Products by vectors. Sums are numbered by a pack, two of a query (its parts): folds rather than loops, every one then
+// has a constant index and stays in a register.
 struct VectorBytes {
     template <size_t... S>
     static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
@@ -231,7 +233,8 @@ struct TiledBytes {
             load(block.weights[HIGH][i], block.weights[LOW][i], KEPT_BLOCK);
             for (int d = 0; d < dim; d += 2 * LANES) {
                 clear();
-                tiles.template load<6>(values + d * 4, dim * 4), tiles.template load<7>(values + (d + LANES) * 4, dim * 4);
+                tiles.template load<6>(values + d * 4, dim * 4);
+                tiles.template load<7>(values + (d + LANES) * 4, dim * 4);
                 tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
                 tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
                 store(sums[HIGH][0], sums[LOW][0], sizeof sums[0][0]);
@@ -255,41 +258,73 @@ struct TiledBytes {
     }
 };
 
-// Query i's scores of a block become weights in its softmax, and those with the scales of values whole numbers. Compiled
-// once: where a product meets a sum the compiler may join them in one place and not in another.
-__attribute__((noinline)) inline void weigh(const ByteQueries& queries, int i, const float* key_scales, const float* value_scales,
-                  ByteBlock& block, Partial& state) {
-    const uint64_t upto = block.to[i] >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << block.to[i]) - 1;
-    const uint64_t inside = upto & ~((uint64_t(1) << block.from[i]) - 1);
-    const __m512 unit = _mm512_set1_ps(queries.unit[i]), none = _mm512_set1_ps(-INFINITY);
-    __m512 score[KEPT_VECTORS], most = none, total = _mm512_setzero_ps(), heaviest = _mm512_setzero_ps();
-#pragma GCC unroll 4
-    for (int v = 0; v < KEPT_VECTORS; v++) {
-        const int t = v * LANES;
-        const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t), low = _mm512_load_si512(block.scores[LOW][i] + t);
-        score[v] = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
-        score[v] = _mm512_mul_ps(score[v], unit);
-        if (queries.cap != 0.0f) score[v] = capped(score[v], queries.cap, 2.0f / queries.cap);
-        score[v] = _mm512_mask_blend_ps(__mmask16(inside >> t), none, score[v]);
-        most = _mm512_max_ps(most, score[v]);
+// The scores of a block become weights in the queries' softmaxes, and those with the scales of values whole numbers. Each
+// thing is done for all queries before the next: what one takes is a chain of instructions that wait for each other, and
+// those of several run side by side. Compiled once: where a product meets a sum the compiler may join them in one place
+// and not in another.
+__attribute__((noinline)) inline void weigh(const ByteQueries& queries, const float* key_scales,
+                                            const float* value_scales, ByteBlock& block, Partial* states) {
+    alignas(64) float before[BYTE_QUERIES], largest[BYTE_QUERIES];
+    uint64_t inside[BYTE_QUERIES];
+    int seeing[BYTE_QUERIES], n = 0;
+    for (int i = 0; i < queries.count; i++) {
+        const int from = block.from[i], to = block.to[i];
+        if (from >= to) continue;
+        inside[n] = (to >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~((uint64_t(1) << from) - 1);
+        before[n] = states[i].most;
+        seeing[n++] = i;
     }
-    const float largest = std::max(state.most, _mm512_reduce_max_ps(most));
+    for (int m = 0; m < n; m++) {
+        const int i = seeing[m];
+        float* scores = block.weighed[m];
+        const __m512 unit = _mm512_set1_ps(queries.unit[i]), none = _mm512_set1_ps(-INFINITY);
+        __m512 most = none;
 #pragma GCC unroll 4
-    for (int v = 0; v < KEPT_VECTORS; v++) {
-        const __m512 w = exp16(_mm512_sub_ps(score[v], _mm512_set1_ps(largest)));
-        total = _mm512_add_ps(total, w);
-        // the scale of a token that is not seen may be no number
-        score[v] = _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside >> v * LANES), value_scales + v * LANES));
-        heaviest = _mm512_max_ps(heaviest, score[v]);
+        for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+            const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t);
+            const __m512i low = _mm512_load_si512(block.scores[LOW][i] + t);
+            __m512 score = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
+            score = _mm512_mul_ps(score, unit);
+            if (queries.cap != 0.0f) score = capped(score, queries.cap, 2.0f / queries.cap);
+            score = _mm512_mask_blend_ps(__mmask16(inside[m] >> t), none, score);
+            _mm512_store_ps(scores + t, score);
+            most = _mm512_max_ps(most, score);
+        }
+        largest[m] = std::max(before[m], _mm512_reduce_max_ps(most));
     }
-    block.unit[i] = block.strange & inside ? NAN : std::max(_mm512_reduce_max_ps(heaviest), 1e-30f) * (1.0f / FINEST);
-    const __m512 by = _mm512_set1_ps(1.0f / block.unit[i]);
+    for (int m = 0; m < n; m++) {
+        float* scores = block.weighed[m];
+        const __m512 from = _mm512_set1_ps(largest[m]);
+        __m512 total = _mm512_setzero_ps(), heaviest = _mm512_setzero_ps();
 #pragma GCC unroll 4
-    for (int v = 0; v < KEPT_VECTORS; v++)
-        to_levels(score[v], by, block.weights[HIGH][i] + v * LANES, block.weights[LOW][i] + v * LANES);
-    block.fade[i] = state.sum == 0.0f ? 0.0f : state.most == largest ? 1.0f : std::exp(state.most - largest);
-    state.sum = state.sum * block.fade[i] + _mm512_reduce_add_ps(total);
-    state.most = largest;
+        for (int t = 0; t < KEPT_BLOCK; t += LANES) {
+            const __m512 w = exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), from));
+            total = _mm512_add_ps(total, w);
+            // the scale of a token that is not seen may be no number
+            const __m512 weighed = _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside[m] >> t), value_scales + t));
+            _mm512_store_ps(scores + t, weighed);
+            heaviest = _mm512_max_ps(heaviest, weighed);
+        }
+        const int i = seeing[m];
+        block.total[i] = _mm512_reduce_add_ps(total);
+        const float heavy = std::max(_mm512_reduce_max_ps(heaviest), 1e-30f);
+        block.unit[i] = block.strange & inside[m] ? NAN : heavy * (1.0f / FINEST);
+    }
+    for (int m = 0; m < n; m++) {
+        const int i = seeing[m];
+        const __m512 by = _mm512_set1_ps(1.0f / block.unit[i]);
+#pragma GCC unroll 4
+        for (int t = 0; t < KEPT_BLOCK; t += LANES)
+            to_levels(_mm512_load_ps(block.weighed[m] + t), by, block.weights[HIGH][i] + t, block.weights[LOW][i] + t);
+    }
+    for (int m = 0; m < n; m += LANES)  // nothing was weighed before: that fades to nothing
+        _mm512_store_ps(before + m, exp16(_mm512_sub_ps(_mm512_load_ps(before + m), _mm512_load_ps(largest + m))));
+    for (int m = 0; m < n; m++) {
+        const int i = seeing[m];
+        block.fade[i] = before[m];
+        states[i].sum = states[i].sum * before[m] + block.total[i];
+        states[i].most = largest[m];
+    }
 }
 
 // Tokens of a block whose scales are no numbers.
@@ -305,7 +340,7 @@ inline uint64_t strange_of(const float* scales) {
 // The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
 // count for nothing.
 template <class Products>
-void attend_int8(Products products, int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values,
+void attend_int8(Products& products, int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values,
                  int segment, Partial* states) {
     ByteBlock block;
     int first = INT32_MAX, last = 0;
@@ -319,10 +354,9 @@ void attend_int8(Products products, int dim, const ByteQueries& queries, const u
         const KeptBlock key(keys, dim, at), value(values, dim, at);
         block.strange = strange_of(key.scales) | strange_of(value.scales);
         products.score(queries, dim, key.bytes, block);
-        for (int i = 0; i < queries.count; i++) {
+        for (int i = 0; i < queries.count; i++)
             block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
-            if (block.from[i] < block.to[i]) weigh(queries, i, key.scales, value.scales, block, states[i]);
-        }
+        weigh(queries, key.scales, value.scales, block, states);
         products.mix(queries.count, dim, value.bytes, block, states);
     }
 }
@@ -331,9 +365,10 @@ inline void attend_int8(int dim, const ByteQueries& queries, const uint8_t* keys
                         Partial* states) {
     const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
     const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
-    if (use == TileUse::HARDWARE) attend_int8(TiledBytes<HardwareTiles>(), dim, queries, keys, values, segment, states);
-    else if (use == TileUse::EMULATED) attend_int8(TiledBytes<EmulatedTiles>(), dim, queries, keys, values, segment, states);
-    else attend_int8(VectorBytes(), dim, queries, keys, values, segment, states);
+    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, keys, values, segment, states); };
+    if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
+    else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
+    else by(VectorBytes());
 }
 
 }  // namespace mlt
