@@ -10,6 +10,7 @@ size=${1:-1b}
 ends=$((SECONDS + 530))
 left() { local seconds=$((ends - SECONDS)); echo $((seconds < $1 ? (seconds > 1 ? seconds : 1) : $1)); }
 unset TRITON_INTERPRET
+export TRITON_DEFAULT_FP_FUSION=${TRITON_DEFAULT_FP_FUSION:-1}  # Triton 3.9 warns where it is not said
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 
 echo "## Here"
@@ -34,7 +35,8 @@ echo "C compiler, which Triton needs: ${compiler:-missing}"
 echo; echo "## Tests"
 timeout "$(left 240)" "$python" -m pytest -q -p no:cacheprovider -p no:randomly --timeout 120 \
   tests/serving/engine/test_cuda.py tests/serving/engine/test_paged_decode.py tests/serving/engine/test_device_race.py \
-  tests/serving/engine/test_paged_cache.py tests/serving/engine/test_decode_graphs.py tests/serving/engine/test_paged_varlen.py
+  tests/serving/engine/test_paged_cache.py tests/serving/engine/test_decode_graphs.py tests/serving/engine/test_paged_varlen.py \
+  tests/serving/engine/test_fused_modules.py
 tests=$?
 
 echo; echo "## Decoding"

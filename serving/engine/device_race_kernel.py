@@ -10,14 +10,12 @@ keyed by seed and position::
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def bits(seed: Any, position: Any, token: Any) -> Any:
+def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
     """32 random bits of each ``token``; ``seed`` and ``position`` are uint64 scalars."""
     nothing = (token * 0).to(tl.uint64)
     c0 = (token // 8 + 1).to(tl.uint64)
@@ -48,7 +46,7 @@ def bits(seed: Any, position: Any, token: Any) -> Any:
 
 
 @triton.jit
-def time_of(random: Any) -> Any:
+def time_of(random: tl.tensor) -> tl.tensor:
     """-log1p(-u) of u in (0, 1), exact near zero: log(w) u / (w - 1) with w = 1 - u as it is rounded (Kahan)."""
     u = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     w = 1.0 - u
@@ -57,7 +55,7 @@ def time_of(random: Any) -> Any:
 
 
 @triton.jit
-def exponentials(keys: Any, times: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def exponentials(keys: tl.tensor, times: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(keys + 2 * row).to(tl.uint64, bitcast=True)
@@ -67,7 +65,14 @@ def exponentials(keys: Any, times: Any, size: Any, BLOCK: tl.constexpr) -> None:
 
 @triton.jit
 def race(
-    logits: Any, keys: Any, scales: Any, floors: Any, scores: Any, winners: Any, size: Any, BLOCK: tl.constexpr
+    logits: tl.tensor,
+    keys: tl.tensor,
+    scales: tl.tensor,
+    floors: tl.tensor,
+    scores: tl.tensor,
+    winners: tl.tensor,
+    size: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     """The first to arrive of a program's tokens: the largest of logit / temperature - log(time)."""
     row = tl.program_id(0).to(tl.int64)

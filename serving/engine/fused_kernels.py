@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def rms_norm(x: Any, weight: Any, out: Any, eps: Any, N: tl.constexpr, PADDED: tl.constexpr) -> None:
+def rms_norm(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, N: tl.constexpr, PADDED: tl.constexpr
+) -> None:
     """A program a row: x over the root of its mean square, rounded as x is, times ``weight``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -21,7 +21,7 @@ def rms_norm(x: Any, weight: Any, out: Any, eps: Any, N: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def silu_gate(gate: Any, up: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def silu_gate(gate: tl.tensor, up: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     """silu(gate) * up, the first rounded before the product, as torch does."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

@@ -11,8 +11,6 @@ Parts begin at multiples of SPLIT whatever else is computed, so a row's bits dep
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -26,20 +24,20 @@ def padded(width: int) -> int:
 
 @triton.jit
 def decode_split(
-    q: Any,
-    k: Any,
-    v: Any,
-    block_tables: Any,
-    lengths: Any,
-    sums: Any,
-    largest: Any,
-    total: Any,
-    scaling: Any,
-    softcap: Any,
-    window: Any,
-    table_stride: Any,
-    num_programs: Any,
-    num_splits: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    block_tables: tl.tensor,
+    lengths: tl.tensor,
+    sums: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    table_stride: tl.tensor,
+    num_programs: tl.tensor,
+    num_splits: tl.tensor,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -96,14 +94,14 @@ def decode_split(
 
 @triton.jit
 def add_up(
-    sums: Any,
-    largest: Any,
-    total: Any,
-    sinks: Any,
-    lengths: Any,
-    out: Any,
-    window: Any,
-    num_splits: Any,
+    sums: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    sinks: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    window: tl.tensor,
+    num_splits: tl.tensor,
     H: tl.constexpr,
     DV: tl.constexpr,
     SPLIT: tl.constexpr,

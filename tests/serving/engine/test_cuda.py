@@ -31,6 +31,17 @@ def test_tokens_are_those_of_generate(tiny_bundle: Bundle, tiny_llama: Any) -> N
     core.close()
 
 
+def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, tiny_llama: Any) -> None:
+    """In bfloat16, where heads are of a width that kernels take, decodes go by Triton and by recorded steps."""
+    core = EngineCore(tiny_bundle, EngineSettings(max_num_seqs=6, device="cuda", kv_cache_memory=1 << 26))
+    assert core.info.paged is not None
+    assert (core.info.paged.attention, core.info.paged.attention_reason) == ("triton", "")
+    assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == ((1, 2, 4, 6), "")
+    outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(5)))
+    assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
+    core.close()
+
+
 def test_vectors_are_those_of_the_processor(tmp_path: Any) -> None:
     """An encoder gives the same vectors on the device as on the processor."""
     torch.manual_seed(0)
