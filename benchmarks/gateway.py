@@ -116,8 +116,11 @@ def alone(name: str, at_once: Server, paced: Server, args: argparse.Namespace) -
         closed_loop(server.port, [body(i, 4, stream=True) for i in range(8)], 8, streamed=True)
         for callers in (1, 32):
             asked = [body(i, args.new, stream=True) for i in range(callers)]
+            before = server.worker_seconds()
             calls, _ = closed_loop(server.port, asked, callers, streamed=True)
             row[f"10 ms pace, {callers}: ms an event"] = statistics.median(tpot(calls)) * 1e3
+            spent = server.worker_seconds() - before
+            row[f"10 ms pace, {callers}: worker µs an event"] = spent / sum(len(c.chunks) for c in calls) * 1e6
     return row
 
 
