@@ -148,6 +148,7 @@ class PagedPlan:
         self._layers = layers
         self._tables = tables
         self._split = decode.split_tokens(max_model_len)
+        self._masks: dict[tuple[int, int | None], tuple[int, Any]] = {}
         self._varlen = varlen.VarlenTables.of(tables) if tables.chunks else None
 
     def attend(
@@ -176,8 +177,7 @@ class PagedPlan:
             out[0, n:] = self._varlen.attend(q[0, :, n:].transpose(0, 1), blocks.k, blocks.v, scaling, window)
             return out
         for chunk in tables.chunks:
-            lo = max(0, chunk.start - window + 1) if window else 0
-            mask = causal_mask(chunk.start, chunk.stop, lo, window, q.device)
+            lo, mask = self._seen(chunk, window, q.device)
             keys, values = blocks.gather(chunk.blocks, lo, chunk.stop)
             out[0, chunk.a : chunk.b] = prefill(keys, values, q[0, :, chunk.a : chunk.b], mask, scaling, softcap, sinks)
         return out
@@ -194,12 +194,19 @@ class PagedPlan:
             absorbed = projections.absorbed(q[0, :, :n], 0).transpose(0, 1)
             out[0, :n] = projections.values(self._decode(blocks, absorbed, scaling, window, None, None), 0)
         for chunk in tables.chunks:
-            lo = max(0, chunk.start - window + 1) if window else 0
-            mask = causal_mask(chunk.start, chunk.stop, lo, window, q.device)
+            lo, mask = self._seen(chunk, window, q.device)
             keys, _ = blocks.gather(chunk.blocks, lo, chunk.stop)
             row = q[0, :, chunk.a : chunk.b]
             out[0, chunk.a : chunk.b] = attend_latent_prefill(keys, row, chunk.a, mask, projections, scaling)
         return out
+
+    def _seen(self, chunk: Chunk, window: int | None, device: Any) -> tuple[int, Any]:
+        """The first token that a chunk reads, and its mask: the same in every layer of one window."""
+        found = self._masks.get((chunk.a, window))
+        if found is None:
+            lo = max(0, chunk.start - window + 1) if window else 0
+            found = self._masks[chunk.a, window] = lo, causal_mask(chunk.start, chunk.stop, lo, window, device)
+        return found
 
     def _decode(
         self, blocks: LayerBlocks, q: Any, scaling: float, window: int | None, softcap: float | None, sinks: Any
