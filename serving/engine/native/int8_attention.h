@@ -115,6 +115,7 @@ inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32
 
 // Products by vectors. Sums are numbered by a pack, two of a query (its parts): folds rather than loops, every one then
 // has a constant index and stays in a register.
+template <bool FAST>  // see multiply_add
 struct VectorBytes {
     template <size_t... S>
     static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
@@ -129,8 +130,8 @@ struct VectorBytes {
             (
                 [&] {
                     const __m512i x = four_bytes(q[S] + d);
-                    multiply_add<Kind::INT8>(sum0[S], key0, x), multiply_add<Kind::INT8>(sum1[S], key1, x);
-                    multiply_add<Kind::INT8>(sum2[S], key2, x), multiply_add<Kind::INT8>(sum3[S], key3, x);
+                    multiply_add<Kind::INT8, FAST>(sum0[S], key0, x), multiply_add<Kind::INT8, FAST>(sum1[S], key1, x);
+                    multiply_add<Kind::INT8, FAST>(sum2[S], key2, x), multiply_add<Kind::INT8, FAST>(sum3[S], key3, x);
                 }(),
                 ...);
         }
@@ -159,10 +160,10 @@ struct VectorBytes {
             (
                 [&] {
                     const __m512i w = four_bytes(weights[S] + t);
-                    multiply_add<Kind::INT8>(sum0[S], w, value0);
-                    if constexpr (C > 1) multiply_add<Kind::INT8>(sum1[S], w, value1);
-                    if constexpr (C > 2) multiply_add<Kind::INT8>(sum2[S], w, value2);
-                    if constexpr (C > 3) multiply_add<Kind::INT8>(sum3[S], w, value3);
+                    multiply_add<Kind::INT8, FAST>(sum0[S], w, value0);
+                    if constexpr (C > 1) multiply_add<Kind::INT8, FAST>(sum1[S], w, value1);
+                    if constexpr (C > 2) multiply_add<Kind::INT8, FAST>(sum2[S], w, value2);
+                    if constexpr (C > 3) multiply_add<Kind::INT8, FAST>(sum3[S], w, value3);
                 }(),
                 ...);
         }
@@ -368,7 +369,8 @@ inline void attend_int8(int dim, const ByteQueries& queries, const uint8_t* keys
     const auto by = [&](auto&& products) { attend_int8(products, dim, queries, keys, values, segment, states); };
     if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
     else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
-    else by(VectorBytes());
+    else if (CHOOSES_BYTE_PRODUCTS && byte_products()) by(VectorBytes<CHOOSES_BYTE_PRODUCTS>());
+    else by(VectorBytes<false>());
 }
 
 }  // namespace mlt

@@ -62,6 +62,7 @@ def found_of(loaded: Any, tokens: Any, cuts: list[int], **more: Any) -> Any:
 
 
 @native
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path: Path) -> None:
     """Chunks, neighbours, threads, what the memory held before, and tiles or none change no bit."""
@@ -102,6 +103,7 @@ def distance(found: Any, wanted: Any) -> float:
 
 
 @native
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 256])
 def test_it_is_the_attention_over_rounded_keys_and_values(dim: int, tmp_path: Path) -> None:
     """Heads of every width: the model's own code over keys and values that were rounded so gives the same but for what
