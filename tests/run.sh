@@ -52,7 +52,7 @@ say() { printf '== [%d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_PROGRESS_BARS=1
 venv="$root/.venv-test"
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; rm -rf "$scratch"' EXIT
 
 say "environment"
 [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"

@@ -177,7 +177,7 @@ def test_a_server_that_nobody_collects_has_ended(monkeypatch: pytest.MonkeyPatch
 
 def answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=240) as answer:
             return answer.status == 200
     except OSError:
         return False

@@ -29,7 +29,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def is_ready(server: Running) -> bool:
     try:
-        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as answer:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=240) as answer:
             return answer.status == 200
     except urllib.error.HTTPError as refused:
         refused.close()
