@@ -40,11 +40,13 @@ class Block:
 
 
 class BlockPool:
-    """``num_blocks`` blocks that sequences can have, numbered from 1 on."""
+    """``num_blocks`` blocks that sequences can have, numbered from 1 on: a small model in much memory has millions, so
+    that each is entered with its first use."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.blocks = [Block(index) for index in range(1, num_blocks + 1)]
-        self._free = self.blocks[::-1]
+        self.num_blocks = num_blocks
+        self.blocks: list[Block] = []
+        self._free: list[Block] = []
         self._idle: OrderedDict[int, Block] = OrderedDict()  # the longest unused first
         self._children: dict[Parent, dict[bytes, Block]] = {}
         self._last_node = 0
@@ -52,7 +54,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Free ones, and those that could be evicted."""
-        return len(self._free) + len(self._idle)
+        return self.num_blocks - self.num_used + len(self._idle)
 
     @property
     def num_used(self) -> int:
@@ -65,11 +67,16 @@ class BlockPool:
 
     def take(self) -> Block:
         """A block for one holder; evicts. Raises ``RuntimeError`` where none is left: ask ``could_take`` before."""
-        if not self._free:
-            if not self._idle:
-                raise RuntimeError("KV cache: no block is left")
+        if self._free:
+            block = self._free.pop()
+        elif len(self.blocks) < self.num_blocks:
+            block = Block(len(self.blocks) + 1)
+            self.blocks.append(block)
+        elif self._idle:
             self._forget(next(iter(self._idle.values())))
-        block = self._free.pop()
+            block = self._free.pop()
+        else:
+            raise RuntimeError("KV cache: no block is left")
         block.num_holders = 1
         return block
 
@@ -150,7 +157,7 @@ class BlockPool:
         problems = []
         if len(free) != len(self._free) or free & set(self._idle) or free & set(held) or set(held) & set(self._idle):
             problems.append("a block is in two states")
-        if len(free) + len(self._idle) + len(held) != len(self.blocks):
+        if len(free) + len(self._idle) + len(held) != len(self.blocks) or len(self.blocks) > self.num_blocks:
             problems.append(f"{len(free)} free, {len(self._idle)} idle, {len(held)} held of {len(self.blocks)}")
         for block in self.blocks:
             if block.num_holders != held.get(block.index, 0):

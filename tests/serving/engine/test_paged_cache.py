@@ -172,3 +172,10 @@ def test_books_that_do_not_add_up_are_told() -> None:
     cache._tables[0].blocks[0].num_holders += 1
     with pytest.raises(RuntimeError, match="block 1 has 1 holders, not 2"):
         cache.check_integrity()
+
+
+def test_books_of_a_large_cache_are_as_large_as_what_was_used() -> None:
+    """A thousand million tokens of address space cost an entry for each block that a sequence had."""
+    cache = make_cache(num_tokens=1 << 30)
+    assert cache.acquire(0, KEYS[0], tokens_of(*range(20))) == 0
+    assert (len(cache.pool.blocks), cache.pool.num_available) == (3, (1 << 30) // SIZE - 3)
