@@ -17,7 +17,7 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     max_model_len: int | None
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     max_queued_requests: int
     kv_cache_memory: int | None
     kv_cache_dtype: Literal["auto", "bfloat16", "int8"]
