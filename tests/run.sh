@@ -72,6 +72,8 @@ may_install() {
 missing=
 postgres_there > /dev/null 2>&1 || missing=postgresql
 command -v ip > /dev/null || missing="${missing:+$missing }iproute2"
+command -v qemu-aarch64 > /dev/null || missing="${missing:+$missing }qemu-user"
+command -v aarch64-linux-gnu-g++ > /dev/null || missing="${missing:+$missing }g++-aarch64-linux-gnu"
 if [ -n "$missing" ] && [ -z "$quick" ] && may_install "$missing"; then
     say "packages: $missing"
     {
