@@ -38,7 +38,8 @@ class Parts(Struct, frozen=True, kw_only=True):
     tool_format: ToolFormat | None = None
     default_adapter: str | None = None
     pinned_adapters: tuple[str, ...] = ()
-    quantize: str | None = None
+    quantize: Any = None
+    calibration: Any = None
     revision: str | None = None
     link: bool = False
     trust_remote_code: bool = False
@@ -52,7 +53,9 @@ def write_bundle(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     """
     if (parts.model is None) == (parts.base is None):
         raise PackagingError("model: pass either model= or, for an adapter over a registered model, base=")
-    check_quantize(parts.quantize, base=parts.base, trust_remote_code=parts.trust_remote_code)
+    check_quantize(
+        parts.quantize, calibration=parts.calibration, base=parts.base, trust_remote_code=parts.trust_remote_code
+    )
     return _write_whole(root, parts) if parts.base is None else _write_over_base(root, parts)
 
 
@@ -81,7 +84,7 @@ def _write_whole(root: Path, parts: Parts) -> tuple[Manifest, Path]:
     crosses = cross_encoder_spec(tasks, model_dir, root / "tokenizer", tokenizer)
     formats = formats_of(found, tokenizer, parts.tool_format)
     if parts.quantize is not None:
-        quantize_weights(model_dir, tasks, parts.quantize)
+        quantize_weights(model_dir, tasks, parts.quantize, parts.calibration, tokenizer)
     manifest = _finish(
         root, parts, tasks, names,
         embedding=spec, cross_encoder=crosses, tool_formats=formats, quantization=parts.quantize,

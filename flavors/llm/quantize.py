@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from ...serving.errors import PackagingError, shown
@@ -11,11 +12,20 @@ from .tasks import config_file
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
+MAX_TOKENS = 16384  # of texts that weights are chosen by
+MAX_LENGTH = 512  # of one of them
+PARTS, PART_LENGTH = 20, 1100  # of the texts that are taken where none are given, in characters
 
 
-def check_quantize(quantize: Any, *, base: str | None, trust_remote_code: bool) -> None:
+def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_remote_code: bool) -> None:
     """Raises ``PackagingError`` for what cannot be, before anything is read."""
+    if calibration is not None:
+        if quantize != "int4":
+            raise PackagingError("calibration: it is of no use; expected None without quantize='int4'")
+        texts = calibration if isinstance(calibration, list) else []
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise PackagingError(f"calibration: {shown(calibration)} is not allowed; expected a list of texts, or None")
     if quantize is None:
         return
     allowed = " or ".join(map(repr, QUANTIZATIONS))
@@ -32,11 +42,16 @@ def check_quantize(quantize: Any, *, base: str | None, trust_remote_code: bool) 
         )
 
 
-def quantize_weights(model_dir: Path, tasks: tuple[str, ...], quantize: Any) -> None:
+def quantize_weights(
+    model_dir: Path, tasks: tuple[str, ...], quantize: Any, calibration: list[str] | None, tokenizer: Any
+) -> None:
     """Quantise what lies in ``model_dir``. Raises ``PackagingError``."""
     from ...serving.engine.weight_writer import quantize_files
 
-    written = quantize_files(config_file(model_dir).parent, tasks, quantize)
+    if quantize == "int4" and not {"chat", "completions"}.intersection(tasks):
+        raise PackagingError(f"quantize: 'int4' is not allowed for {', '.join(tasks)}; expected 'int8', or None")
+    texts = tokenised(default_texts() if calibration is None else calibration, tokenizer) if quantize == "int4" else []
+    written = quantize_files(config_file(model_dir).parent, tasks, quantize, texts)
     logger.info(
         "%d linears in %s: %d bytes of weights instead of %d",
         written.linears,
@@ -44,3 +59,24 @@ def quantize_weights(model_dir: Path, tasks: tuple[str, ...], quantize: Any) -> 
         written.bytes_after,
         written.bytes_before,
     )
+
+
+def default_texts() -> list[str]:
+    """Parts of what Python says of itself (``pydoc_data.topics``): prose and code that are wherever this runs."""
+    whole = "\n\n".join(text for _, text in sorted(topics.items()))
+    return [whole[i * len(whole) // PARTS :][:PART_LENGTH] for i in range(PARTS)]
+
+
+def tokenised(calibration: list[str], tokenizer: Any) -> list[list[int]]:
+    """Texts of token ids, none longer than ``MAX_LENGTH``, ``MAX_TOKENS`` in all. Raises ``PackagingError``."""
+    found: list[list[int]] = []
+    room = MAX_TOKENS
+    for text in calibration:
+        ids = list(tokenizer(text[: 32 * room]).input_ids)[:room]
+        room -= len(ids)
+        found += [ids[i : i + MAX_LENGTH] for i in range(0, len(ids), MAX_LENGTH)]
+        if room <= 0:
+            break
+    if not found:
+        raise PackagingError("calibration: its texts have no tokens")
+    return found

@@ -48,7 +48,8 @@ def save_model(
     generation_config: Any = None,
     embedding: Any = None,
     tool_format: tool_formats.Given = None,
-    quantize: Literal["int8"] | None = None,
+    quantize: Literal["int8", "int4"] | None = None,
+    calibration: list[str] | None = None,
     revision: str | None = None,
     mlflow_model: Model | None = None,
     signature: ModelSignature | None = None,
@@ -83,7 +84,10 @@ def save_model(
         tool_format: how the model writes tool calls: the name of a known format ("hermes"), a ``ToolFormat``, or a dict
             of its fields. None: what its chat templates and its tokenizer show.
         quantize: "int8" stores the model's linears as an engine with ``quantization="int8"`` would make them at each
-            start, to the bit, and not as they were (docs/quantize.md). None: weights are stored as they are.
+            start, to the bit, and not as they were (docs/quantize.md); "int4" in four bits, for decoders. None: weights
+            are stored as they are.
+        calibration: texts like those that the model will see, by which weights of four bits are chosen,
+            beside what it writes by itself; the first 16,384 tokens are taken. None: Python's own documentation.
         revision: branch, tag or commit of a hub id.
         mlflow_model: the ``mlflow.models.Model`` that this flavor is added to.
         signature: None for the lossless one, which passes every request field on.
@@ -115,6 +119,7 @@ def save_model(
         default_adapter=config.default_adapter,
         pinned_adapters=config.settings.pinned_adapters,
         quantize=quantize,
+        calibration=calibration,
         revision=revision,
         link=link_files,
         trust_remote_code=config.settings.trust_remote_code,
@@ -167,7 +172,8 @@ def log_model(
     generation_config: Any = None,
     embedding: Any = None,
     tool_format: tool_formats.Given = None,
-    quantize: Literal["int8"] | None = None,
+    quantize: Literal["int8", "int4"] | None = None,
+    calibration: list[str] | None = None,
     revision: str | None = None,
     signature: ModelSignature | None = None,
     input_example: Any = None,
@@ -231,6 +237,7 @@ def log_model(
         embedding=embedding,
         tool_format=tool_format,
         quantize=quantize,
+        calibration=calibration,
         revision=revision,
         signature=signature,
         input_example=input_example,

@@ -110,7 +110,7 @@ def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder
     encoder.info = msgspec.structs.replace(encoder.info, embedding_dim=0)
     tests, hidden = attend_raggedly(encoder, base, holder)
     linear.install(base, holder, settings)
-    int8 = settings.quantization == "int8"
+    int8 = settings.quantization != "none"
     check(encoder, tests, hidden, int8=int8)
     run_natively(encoder, base, tests, hidden, settings, typed=True)
     found = CrossEncoder(encoder, model, computed)

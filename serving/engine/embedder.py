@@ -188,7 +188,7 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
     embedder = embedder_of(model, holder, bundle, spec, settings)
     tests, expected = use_ragged_attention(embedder, model, holder)
     linears = linear.install(model, holder, settings)
-    check(embedder, tests, expected, int8=settings.quantization == "int8")
+    check(embedder, tests, expected, int8=settings.quantization != "none")
     run_natively(embedder, model, tests, expected, settings)
     if key is not None and embedder.native is not None:
         keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
@@ -236,7 +236,7 @@ def run_natively(
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         embedder.native = native_encoder(model, position_offset(model), typed=typed)
-        check(embedder, tests, expected, int8=settings.quantization == "int8")
+        check(embedder, tests, expected, int8=settings.quantization != "none")
         runs = library.instruction_set()
         embedder.info = msgspec.structs.replace(embedder.info, kernels="native", instruction_set=runs)
     except NotNative as reason:

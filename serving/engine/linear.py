@@ -23,7 +23,7 @@ from ..settings import EngineSettings
 from . import experts
 from .experts import EngineExperts
 from .forward_context import ContextHolder
-from .native.library import LANES
+from .native.library import LANES, multiplies_int4
 from .native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
 from .stored_weights import StoredLinear, joined, stored_of
@@ -177,7 +177,7 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     """The head stays in float also under int8: perplexity of 1500 tokens 17.11 in float32, 17.37 with int8 linears,
     17.41 with the head in bfloat16, 17.53 with it in int8. Packed, a tied head takes a second copy of the embedding:
     blocked by oneDNN the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows instead of 9.2 / 16 / 24."""
-    int8 = settings.quantization == "int8" and can_quantize(weight)
+    int8 = settings.quantization != "none" and can_quantize(weight)  # what int4 has not stored so
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
             return NativeWeight(weight, bias, BF16 if is_head else INT8)
@@ -186,8 +186,15 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
 
 
 def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any) -> PackedWeight:
-    """Weights that were quantised before, to the bit as ``_pack`` quantises those that they were made of."""
+    """Weights that were quantised before: in int8 to the bit as ``_pack`` quantises those that they were made of. Those
+    of four bits are multiplied as such by our own kernels with AVX-512 alone, and are floats elsewhere."""
     native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
+    if stored.zero is not None and stored.inputs is not None:
+        if native and not multiplies_int4():
+            return NativeWeight(stored.dense(), bias, BF16 if settings.dtype == "bfloat16" else F32)
+        if native:
+            return NativeWeight.of_int4(stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias)
+        return pack_float(stored.dense(like.dtype, like.device), bias)
     if native:
         return NativeWeight.of_int8(stored.values, stored.scale, bias)
     if can_quantize(stored.values.to(like.device)):

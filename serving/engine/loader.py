@@ -143,7 +143,7 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
     like = next(model.parameters())
     fused_modules.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
-    test.check(model_forward(model, holder), layers, like, int8=settings.quantization == "int8", rounded=rounded)
+    test.check(model_forward(model, holder), layers, like, int8=settings.quantization != "none", rounded=rounded)
     decoder, reason, kept = native_decoder(model, uses, test, like, settings)
     if rounded and decoder is None and like.dtype == torch.float32:
         raise NotNative(reason)
@@ -275,7 +275,7 @@ def native_decoder(
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
-    layers, int8 = [use.shape for use in uses], settings.quantization == "int8"
+    layers, int8 = [use.shape for use in uses], settings.quantization != "none"
     rounded = rounded or kept is KEPT_IN_BF16
     try:
         if kept is KEPT_IN_INT8 and not int8:  # all but them is held to what floats are

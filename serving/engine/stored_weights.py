@@ -2,12 +2,19 @@
 
 ::
 
-    model/config.json         quantization_config: which linears, how (compressed-tensors' own description)
-    model/*.safetensors       <linear>.weight        int8 [N, K]       every other tensor as it was
-                              <linear>.weight_scale  float32 [N, 1]    weight = values * scale
+    model/config.json         quantization_config: how
+    model/*.safetensors       every other tensor as it was, and for each linear
 
-That is the form "int-quantized" of compressed-tensors (llm-compressor's, which vLLM and transformers read):
-github.com/neuralmagic/compressed-tensors. ``weight_writer.py`` writes it.
+    int8    <linear>.weight         int8 [N, K]
+            <linear>.weight_scale   float32 [N, 1]         weight = values * scale
+    int4    <linear>.weight_packed  uint8 [N, K / 2]       byte j: value 2 j in its low half, 2 j + 1 in its high half
+            <linear>.weight_scale   float16 [N, K / 32]
+            <linear>.weight_zero    uint8 [N, K / 32]
+            <linear>.weight_inputs  float32 [K]            weight = (values - zero) * scale * inputs
+
+int8 is the form "int-quantized" of compressed-tensors (llm-compressor's, which vLLM and transformers read):
+github.com/neuralmagic/compressed-tensors. int4 is this package's own, and has linears whose K is no multiple of 32 in
+int8. ``weight_writer.py`` writes both.
 
 A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, which ``linear.install`` packs
 from. Until then, while the model's own code is asked what it makes of a few tokens, its weight is made for each call.
@@ -34,11 +41,15 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import PackagingError, reason, shown
 from ..settings import EngineSettings
 from .config_bounds import in_proportion
+from .native.library import GROUP
 
-Quantization = Literal["int8"]
-METHOD = "compressed-tensors"
-FORMATS: dict[str, Quantization] = {"int-quantized": "int8"}
-SCALE = ".weight_scale"
+Quantization = Literal["int8", "int4"]
+# quant_method and format of quantization_config
+FORMATS: dict[Quantization, tuple[str, str]] = {
+    "int8": ("compressed-tensors", "int-quantized"),
+    "int4": ("mlflow-llm", "int4-groups-of-32"),
+}
+PARTS = ("weight_packed", "weight_scale", "weight_zero", "weight_inputs")
 STORED = "stored"  # the attribute of a linear
 STORED_EXPERTS = "stored_experts"  # of all experts of a layer
 KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own code runs, for it runs several times
@@ -46,25 +57,45 @@ KEPT = 1 << 30  # bytes of weights that are kept as floats while the model's own
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """Weights [N, K] as they lie in the file: ``values`` int8 [N, K], ``scale`` float32 [N, 1]."""
+    """Weights [N, K] as they lie in the file. int8: ``values`` [N, K], ``scale`` [N, 1], the others None."""
 
     values: torch.Tensor
     scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    inputs: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return (self.values.shape[0], self.values.shape[1])
+        return (self.values.shape[0], self.values.shape[1] * (1 if self.zero is None else 2))
+
+    def unpacked(self) -> torch.Tensor:
+        """[N, K]: int8, or of four bits uint8 of 0..15."""
+        if self.zero is None:
+            return self.values
+        return torch.stack((self.values & 15, self.values >> 4), -1).flatten(1)
 
     def dense(self, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> torch.Tensor:
         """[N, K] of ``dtype``."""
-        return (self.values.to(device).float() * self.scale.to(device)).to(dtype)
+        values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
+        if self.zero is None or self.inputs is None:
+            return (values * scale).to(dtype)
+        grouped = values.view(len(values), scale.shape[1], -1)
+        weight = (grouped - self.zero.to(device).float()[..., None]) * scale[..., None]
+        return (weight.flatten(1) * self.inputs.to(device)).to(dtype)
 
 
 def joined(parts: list[StoredLinear]) -> StoredLinear:
-    """Linears that read the same input, as one."""
+    """Linears that read the same input, as one. Raises ``PackagingError`` where they cannot be."""
     if len(parts) == 1:
         return parts[0]
-    return StoredLinear(torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts]))
+    inputs = parts[0].inputs
+    if any((one.inputs is None) != (inputs is None) for one in parts) or any(
+        one.inputs is not None and inputs is not None and not torch.equal(one.inputs, inputs) for one in parts
+    ):
+        raise PackagingError("linears that share an input are stored in different ways")
+    zeros = [one.zero for one in parts if one.zero is not None]
+    values, scale = torch.cat([one.values for one in parts]), torch.cat([one.scale for one in parts])
+    return StoredLinear(values, scale, torch.cat(zeros) if zeros else None, inputs)
 
 
 def stored_of(module: nn.Module) -> StoredLinear | None:
@@ -90,19 +121,25 @@ def quantization_of(folder: str | Path) -> Quantization | None:
     said = config.get("quantization_config") if isinstance(config, dict) else None
     if not said:
         return None
-    form = said.get("format") if isinstance(said, dict) and said.get("quant_method") == METHOD else None
-    if form not in FORMATS:
-        raise PackagingError(
-            f"config.json: quantization_config: {shown(said)} is not allowed; expected weights in floats, or as"
-            " log_model(quantize=…) stores them"
-        )
-    return FORMATS[form]
+    form = (said.get("quant_method"), said.get("format")) if isinstance(said, dict) else None
+    for quantization, expected in FORMATS.items():
+        if form == expected:
+            return quantization
+    raise PackagingError(
+        f"config.json: quantization_config: {shown(said)} is not allowed; expected weights in floats, or as"
+        " log_model(quantize=…) stores them"
+    )
 
 
 def settled(settings: EngineSettings, folder: str | Path) -> EngineSettings:
     """``settings`` for the model in ``folder``. Raises ``PackagingError`` where they ask for other weights than are
     there."""
     found = quantization_of(folder)
+    if found is None and settings.quantization == "int4":
+        raise PackagingError(
+            "quantization: 'int4' is not allowed; expected 'none' or 'int8': weights of four bits are made when a model"
+            " is logged (quantize='int4')"
+        )
     if found is None or found == settings.quantization:
         return settings
     raise PackagingError(
@@ -112,9 +149,10 @@ def settled(settings: EngineSettings, folder: str | Path) -> EngineSettings:
 
 
 def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:
-    """``settings``, with the quantization of the model in ``folder``, if it has one. Raises ``PackagingError``."""
-    found = quantization_of(folder)
-    return settings if found is None else msgspec.structs.replace(settings, quantization=found)
+    """``settings``, with the quantization of the model in ``folder`` if it has one, else one that is made at load.
+    Raises ``PackagingError``."""
+    found = quantization_of(folder) or ("none" if settings.quantization == "none" else "int8")
+    return msgspec.structs.replace(settings, quantization=found)
 
 
 def load(auto: Any, folder: str, dtype: torch.dtype, device: Any) -> Any:
@@ -158,38 +196,51 @@ def _without_weights() -> Iterator[None]:
 
 
 def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Give the model its tensors, by the names that it has for them."""
+    """Give the model its tensors, by the names that it has for them. Parts of a linear may lie in different files."""
     modules = dict(model.named_modules())
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as found:
-            names = set(found.keys())
-            for name in sorted(names):
-                module = modules.get(name.rpartition(".")[0])
-                if module is None or name.endswith(SCALE) or name.removesuffix("_scale") in names - {name}:
-                    continue
-                value = found.get_tensor(name)
-                if f"{name}_scale" in names:
-                    _store(module, name, value, found.get_tensor(f"{name}_scale"))
-                else:
-                    _set(module, name, value.to(dtype) if value.is_floating_point() else value)
+    with contextlib.ExitStack() as stack:
+        paths = sorted(folder.glob("*.safetensors"))
+        files = [stack.enter_context(safe_open(str(file), framework="pt")) for file in paths]
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name in sorted(places):
+            path, _, own = name.rpartition(".")
+            module = modules.get(path)
+            if module is None or own in PARTS[1:] or name.removesuffix("_scale") in places.keys() - {name}:
+                continue
+            value = places[name].get_tensor(name)
+            more = [f"{path}.{part}" for part in PARTS[1:]] if own == PARTS[0] else [f"{name}_scale"]
+            if own == PARTS[0] or more[0] in places:
+                _store(module, name, (value, *(places[one].get_tensor(one) for one in more if one in places)))
+            else:
+                _set(module, name, value.to(dtype) if value.is_floating_point() else value)
 
 
-def _store(module: nn.Module, name: str, values: torch.Tensor, scale: torch.Tensor) -> None:
-    own = name.rpartition(".")[2]
+def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...]) -> None:
+    own = "weight" if name.endswith(PARTS[0]) else name.rpartition(".")[2]
     expected = module._parameters.get(own)
-    dimensions = 2 if own == "weight" else 3
-    fits = values.dtype == torch.int8 and values.dim() == dimensions and scale.dtype == torch.float32
-    if not fits or scale.shape != (*values.shape[:-1], 1):
-        raise PackagingError(f"{name}: {values.dtype} with scales {tuple(scale.shape)} is no weight in int8")
-    shape = () if expected is None else tuple(expected.shape)
+    if expected is None:
+        return
+    shape = tuple(expected.shape[::-1] if isinstance(module, Conv1D) else expected.shape)
+    wanted: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.int8, shape), (torch.float32, (*shape[:-1], 1))]
+    if name.endswith(PARTS[0]):
+        rows, columns = shape
+        groups = (rows, columns // GROUP)
+        wanted = [(torch.uint8, (rows, columns // 2)), (torch.float16, groups), (torch.uint8, groups)]
+        wanted.append((torch.float32, (columns,)))
+        if len(parts) != len(wanted) or columns % GROUP:
+            raise PackagingError(f"{name}: its scales, zero points or factors are missing")
+    for value, (dtype, form) in zip(parts, wanted, strict=True):
+        if value.dtype != dtype or tuple(value.shape) != form:
+            raise PackagingError(
+                f"{name}: {value.dtype} of shape {tuple(value.shape)} is not allowed; config.json gives"
+                f" {dtype} of {form}"
+            )
     if own != "weight":
-        _check_shape(name, tuple(values.shape), shape)
-        found = StoredLinear(values.flatten(0, 1), scale.flatten(0, 1))
+        found = StoredLinear(parts[0].flatten(0, 1), parts[1].flatten(0, 1))
         module.__dict__.setdefault(STORED_EXPERTS, {})[own] = found
         del module._parameters[own]
         return
-    _check_shape(name, tuple(values.shape), shape[::-1] if isinstance(module, Conv1D) else shape)
-    module.__dict__[STORED] = StoredLinear(values, scale)
+    module.__dict__[STORED] = StoredLinear(*parts)
     del module._parameters["weight"]
 
 

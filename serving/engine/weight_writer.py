@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from ..errors import PackagingError
 from ..settings import EngineSettings
-from . import experts, latent_attention, stored_weights
+from . import calibration, experts, latent_attention, stored_weights
 from .linear import groups_of, weight_of
 from .loader import POOLER, from_pretrained
+from .native.library import GROUP
 from .quantization import can_quantize, quantize_rows
-from .stored_weights import METHOD, SCALE, Quantization
-
-logger = logging.getLogger(__name__)
+from .stored_weights import FORMATS, PARTS, Quantization
 
 SHARD = "4GB"
 NARROW = (torch.bfloat16, torch.float16)
@@ -38,58 +37,91 @@ class Written(Struct, frozen=True, kw_only=True):
 
 
 @torch.inference_mode()
-def quantize_files(folder: Path, tasks: tuple[str, ...], quantization: Quantization) -> Written:
-    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones. Links are broken, what they lead
-    to stays as it is. Raises ``PackagingError`` for a model without linears that can be."""
+def quantize_files(
+    folder: Path, tasks: tuple[str, ...], quantization: Quantization, texts: Sequence[Sequence[int]] = ()
+) -> Written:
+    """Replace the weights in ``folder`` (safetensors, config.json) by quantised ones; those of four bits by ``texts``
+    of token ids and what the model writes by itself. Links are broken, what they lead to stays as it is. Raises
+    ``PackagingError`` for a model without linears that can be."""
     auto: Any = AutoModelForCausalLM
     if tasks == ("score",) or tasks == ("embeddings",):
         auto = AutoModelForSequenceClassification if tasks == ("score",) else AutoModel
-    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32)
+    model = from_pretrained(auto, str(folder), EngineSettings(), torch.float32).eval()
     body = getattr(model, model.base_model_prefix) if tasks == ("score",) else model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
-    chosen = {f"{prefix}{name}": module for name, module in _linears(body).items()}
+    groups = [{f"{prefix}{path}": module for path, module in group.items()} for group in _linears(body)]
+    chosen = {name: module for group in groups for name, module in group.items()}
     routed = {f"{prefix}{name}": weight for name, weight in _experts(body).items()}
-    tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
-    for name, module in chosen.items():
-        weight = weight_of(module)
-        _check_finite(f"{name}.weight", weight)
-        tensors[f"{name}.weight"], tensors[f"{name}{SCALE}"] = quantize_rows(weight.contiguous())
-    for name, weight in routed.items():
-        _check_finite(name, weight)
-        values, scale = quantize_rows(weight.detach().flatten(0, 1))
-        tensors[name], tensors[f"{name}_scale"] = values.view_as(weight), scale.view(*weight.shape[:-1], 1)
     if not chosen:
         raise PackagingError(
             f"quantize: {quantization!r} is of no use: {type(model).__name__} has no linears to quantise"
         )
+    for name, module in chosen.items():
+        _check_finite(f"{name}.weight", weight_of(module))
+    tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
+    for name, weight in routed.items():
+        _check_finite(name, weight)
+        values, scale = quantize_rows(weight.detach().flatten(0, 1))
+        tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
+    if quantization == "int4":
+        grouped = [group for group in groups if _bears_four_bits([weight_of(one) for one in group.values()])]
+        tensors |= _in_four_bits(model, grouped, texts)
+    for name, module in chosen.items():
+        if f"{name}.weight_packed" not in tensors:
+            values, scale = quantize_rows(weight_of(module).contiguous())
+            tensors |= {f"{name}.weight": values, f"{name}.weight_scale": scale}
     kinds = sorted({type(module).__name__ for module in chosen.values()})
     ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
     count = len(chosen) + len(routed)
-    del model, body, routed
+    del model, body, groups, routed
     before = _size(folder)
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=SHARD, metadata={"format": "pt"})
-    _describe(folder, kinds, ignored)
+    _describe(folder, quantization, kinds, ignored)
     for file in folder.glob("*.safetensors*"):
         file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
     stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
     return Written(linears=count, bytes_before=before, bytes_after=_size(folder))
 
 
+def _in_four_bits(
+    model: Any, groups: list[dict[str, nn.Module]], texts: Sequence[Sequence[int]]
+) -> dict[str, torch.Tensor]:
+    """The tensors that linears are stored as, of groups that share an input."""
+    found: dict[str, torch.Tensor] = {}
+    modules = [list(group.values()) for group in groups]
+    named = {id(group): list(names) for group, names in zip(modules, groups, strict=True)}
+    for group, products, sizes in calibration.inputs_of(model, modules, [*texts, *calibration.own_text(model)]):
+        made = calibration.quantised([weight_of(module) for module in group], products, sizes)
+        for name, one in zip(named[id(group)], made, strict=True):
+            pairs = one.values.view(len(one.values), -1, 2)
+            parts = (pairs[..., 0] | pairs[..., 1] << 4, one.scale, one.zero, one.inputs.clone())
+            found |= {f"{name}.{part}": value for part, value in zip(PARTS, parts, strict=True)}
+    return found
+
+
+def _bears_four_bits(weights: Sequence[torch.Tensor]) -> bool:
+    """Not what has more inputs than outputs, as a second half of an MLP: its inputs are products, of which few are
+    large, and its four bits cost as much perplexity as those of all others (docs/quantize.md)."""
+    rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return columns % GROUP == 0 and rows >= columns
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def _linears(body: nn.Module) -> dict[str, nn.Module]:
-    """Those that an engine which quantises at load would, by name: not the head, gates, or what is read by others."""
+def _linears(body: nn.Module) -> list[dict[str, nn.Module]]:
+    """Those that an engine which quantises at load would, by name, in groups that share an input: not the head, gates,
+    or what is read by others."""
     latent, _ = latent_attention.install(body)
     latent_attention.remove(body)
-    found: dict[str, nn.Module] = {}
+    found = []
     for _, paths, modules, is_head in groups_of(body):
         whole = torch.empty(sum(weight_of(m).shape[0] for m in modules), weight_of(modules[0]).shape[1], device="cpu")
         if not is_head and paths[0] not in latent and can_quantize(whole) and not POOLER.search(f"{paths[0]}."):
-            found |= dict(zip(paths, modules, strict=True))
+            found.append(dict(zip(paths, modules, strict=True)))
     return found
 
 
@@ -130,17 +162,15 @@ def _narrowed(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _describe(folder: Path, kinds: list[str], ignored: list[str]) -> None:
+def _describe(folder: Path, quantization: Quantization, kinds: list[str], ignored: list[str]) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_bytes())
-    group = {"targets": kinds, "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
-    config["quantization_config"] = {
-        "quant_method": METHOD,
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-    }
+    method, form = FORMATS[quantization]
+    said: dict[str, Any] = {"quant_method": method, "format": form, "ignore": ignored}
+    if quantization == "int8":
+        group = {"targets": kinds, "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
+        said |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
+    config["quantization_config"] = said
     file.unlink()
     file.write_text(json.dumps(config, indent=2) + "\n")
 

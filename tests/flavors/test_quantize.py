@@ -62,7 +62,10 @@ def test_a_model_object(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"quantize": "int3"}, "quantize: 'int3' is not allowed; expected 'int8'"),
+        ({"quantize": "int3"}, "quantize: 'int3' is not allowed; expected 'int8' or 'int4'"),
+        ({"calibration": ["x"]}, "calibration: it is of no use"),
+        ({"quantize": "int4", "calibration": "x"}, "calibration: 'x' is not allowed; expected a list of texts"),
+        ({"quantize": "int4", "calibration": []}, "calibration: .* is not allowed"),
         ({"quantize": 8}, "quantize: 8 is not allowed"),
         ({"quantize": "int8", "quantization": "none"}, "quantization: 'none' is not allowed; expected 'int8'"),
         ({"quantize": "int8", "model_config": {"quantization": "none"}}, "quantization: 'none' is not allowed"),

@@ -19,11 +19,12 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 1  # counted on with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 2  # counted on with every change of the C interface that the sizes of its structures do not show
+GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
-F32, INT8, BF16 = 0, 1, 2  # kinds of packed weights
+F32, INT8, BF16, INT4 = 0, 1, 2, 3  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
@@ -183,6 +184,11 @@ def instruction_set() -> str:
     """The name of the one whose kernels run, "" without any; "avx512+amx" where there are tiles too."""
     name = _chosen(_wanted)[1] if library() is not None else ""
     return f"{name}+amx" if name and tiles() == AMX else name
+
+
+def multiplies_int4() -> bool:
+    """Whether weights of four bits are multiplied as such (``native/int4.h``)."""
+    return instruction_set().startswith("avx512")
 
 
 def library_path() -> Path:
@@ -347,6 +353,9 @@ def _declare(found: ctypes.CDLL) -> None:
     declare_checked("mlt_each", c_int32, WORK)
     declare_checked("mlt_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
     declare_checked("mlt_linear_of_int8", c_int32, c_int32, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
+    declare_checked(
+        "mlt_linear_of_int4", c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p)
+    )
     declare("mlt_linear_parts", None, c_void_p, POINTER(c_void_p), POINTER(c_int64))
     declare_checked("mlt_linear_over", c_int32, c_int32, c_int32, POINTER(c_void_p), POINTER(c_void_p))
     declare("mlt_linear_free", None, c_void_p)

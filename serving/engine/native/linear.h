@@ -40,8 +40,10 @@ constexpr int WHOLE = 3;  // by a whole one
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
+constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bits (int4.h)
+constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
 
-enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2 };
+enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3 };
 
 inline void* allocate(size_t bytes) {
     const size_t huge = size_t(2) << 20;
@@ -61,12 +63,15 @@ struct Linear {
     float* scale = nullptr;    // INT8: by output column, panels * PANEL
     int32_t* offset = nullptr; // INT8: 128 times the column's sum
     float* bias = nullptr;     // or null
+    float* input = nullptr;    // INT4: by k
     bool owned = true;         // else it lies in memory of another, which is longer there
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
-    size_t panel_bytes() const { return size_t(K) / lane() * PANEL * 4; }
+    size_t panel_bytes() const { return kind == Kind::INT4 ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
+    // Of a row of activations, prepared.
+    size_t row_bytes() const { return kind == Kind::INT4 ? K + sizeof(float) * (K / INT4_GROUP) : size_t(K) / lane() * 4; }
     ~Linear() {
-        if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias);
+        if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias), std::free(input);
     }
 };
 
@@ -180,7 +185,12 @@ inline void pack_int8(Linear& w, const int8_t* values, const float* scale, const
     });
 }
 
+inline void pack_int4(Linear&, const uint8_t*, const uint16_t*, const uint8_t*, const float*, const float*);
+inline void unpack_int4(const Linear& w, float* dense);
+inline float quantize_row_int4(const Linear& w, const float* x, uint8_t* row);
+
 inline void unpack(const Linear& w, float* dense) {
+    if (w.kind == Kind::INT4) return unpack_int4(w, dense);
     parallel_for(w.N, [&](int n) {
         for (int k = 0; k < w.K; k++) {
             const size_t at = place(w, n, k);
@@ -209,24 +219,23 @@ class Prepared {
         const float* row = x + size_t(t) * w.K;
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
+        if (w.kind == Kind::INT4) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
     }
     // Rows from `first` on.
     Rows of(const Linear& w, const float* x, int first = 0) const {
         if (w.kind == Kind::F32) return {x + size_t(first) * w.K, nullptr};
-        return {bytes.data() + size_t(first) * row_bytes(w), scales.data() + first};
+        return {bytes.data() + size_t(first) * w.row_bytes(), scales.data() + first};
     }
     // Row t is what row `from` of others is.
     void copy(const Linear& w, const Prepared& others, int from, int t) {
         if (w.kind == Kind::F32) return;
-        std::memcpy(&bytes[size_t(t) * row_bytes(w)], &others.bytes[size_t(from) * row_bytes(w)], row_bytes(w));
+        std::memcpy(&bytes[size_t(t) * w.row_bytes()], &others.bytes[size_t(from) * w.row_bytes()], w.row_bytes());
         scales[t] = others.scales[from];
     }
 
   private:
     std::vector<uint8_t> bytes;
     std::vector<float> scales;
-
-    static size_t row_bytes(const Linear& w) { return size_t(w.K) / w.lane() * 4; }
 };
 
 // Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
@@ -428,9 +437,12 @@ inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish fin
     else multiply_panels<KIND>(w, x, T, y, finish, first, last);
 }
 
+inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);
+
 // The columns of some panels of y [T, N] = x W^T + b.
 inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
+    else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
 }
@@ -441,3 +453,5 @@ inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finis
 }
 
 }  // namespace mlt
+
+#include "int4.h"

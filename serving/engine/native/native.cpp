@@ -105,7 +105,7 @@ extern "C" {
 // What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
 // the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
 API int mlt_interface(int64_t* numbers, int most) {
-    const int64_t found[] = {1,
+    const int64_t found[] = {2,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),
@@ -178,13 +178,23 @@ API int mlt_linear_of_int8(int K, int N, const int8_t* values, const float* scal
     });
 }
 
-// The parts of a packed linear: packed, scale, offset, bias, with their sizes in bytes; null and 0 where it has none.
+// Of weights of four bits (int4.h), each in a byte, with scales in float16.
+API int mlt_linear_of_int4(int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero,
+                           const float* input, const float* bias, Linear** made) {
+    return checked([&] {
+        auto linear = std::make_unique<Linear>(Linear{Kind::INT4, K, N, 0});
+        pack_int4(*linear, values, scale, zero, input, bias);
+        *made = linear.release();
+    });
+}
+
+// The parts of a packed linear: packed, scale, offset, bias, input, with their sizes in bytes; null and 0 where it has none.
 API void mlt_linear_parts(const Linear* linear, const void** parts, int64_t* sizes) {
     const Linear& w = *linear;
-    const void* each[] = {w.packed, w.scale, w.offset, w.bias};
+    const void* each[] = {w.packed, w.scale, w.offset, w.bias, w.input};
     const size_t column = size_t(w.panels) * PANEL * 4;
-    const size_t bytes[] = {w.panels * w.panel_bytes(), column, column, column};
-    for (int i = 0; i < 4; i++) parts[i] = each[i], sizes[i] = each[i] ? int64_t(bytes[i]) : 0;
+    const size_t bytes[] = {w.panels * w.panel_bytes(), column, column, column, sizeof(float) * w.K};
+    for (int i = 0; i < 5; i++) parts[i] = each[i], sizes[i] = each[i] ? int64_t(bytes[i]) : 0;
 }
 
 // A linear over such parts, which are only read, and must stay; each aligned to 64 bytes.
@@ -193,6 +203,7 @@ API int mlt_linear_over(int kind, int K, int N, void* const* parts, Linear** mad
         auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, round_up(N, PANEL) / PANEL});
         linear->packed = parts[0], linear->scale = (float*)parts[1];
         linear->offset = (int32_t*)parts[2], linear->bias = (float*)parts[3];
+        linear->input = (float*)parts[4];
         linear->owned = false;
         *made = linear.release();
     });

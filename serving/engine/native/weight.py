@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .library import BF16, F32, INT8, LANES, free_with, has_bf16, library, required
+from .library import BF16, F32, INT4, INT8, LANES, free_with, has_bf16, library, required
 
-PARTS = ("packed", "scale", "offset", "bias")  # of native.cpp's linear
+PARTS = ("packed", "scale", "offset", "bias", "input")  # of native.cpp's linear
 Array = np.ndarray[Any, Any]
 
 
@@ -26,8 +26,8 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class NativeWeight:
-    """``kind`` F32; INT8: values by output channel, activations by token; BF16: both rounded to bfloat16, for the
-    output head beside int8 linears."""
+    """``kind`` F32; INT8: values by output channel, activations by token; INT4 (int4.h); BF16: both rounded to
+    bfloat16, for the output head beside int8 linears."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
@@ -75,17 +75,33 @@ class NativeWeight:
     @classmethod
     def of_int8(cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> NativeWeight:
         """Of int8 ``values`` [N, K] and a scale for each row, as ``__init__`` makes them of floats."""
+        return cls._made("mlt_linear_of_int8", INT8, (values, scale), bias)
+
+    @classmethod
+    def of_int4(
+        cls,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor,
+        inputs: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> NativeWeight:
+        """Of ``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32
+        [K]: w = (values - zero) * scale * inputs."""
+        return cls._made("mlt_linear_of_int4", INT4, (values, scale, zero, inputs), bias)
+
+    @classmethod
+    def _made(cls, maker: str, kind: int, parts: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> NativeWeight:
         weight = cls.__new__(cls)
         weight._library, weight._kept = required(), {}
-        weight.out_features, weight.in_features = values.shape
-        weight.kind, weight.dtype = INT8, torch.float32
+        weight.out_features, weight.in_features = parts[0].shape
+        weight.kind, weight.dtype = kind, torch.float32
         weight.bias = None if bias is None else bias.detach().float().contiguous()
-        values, scale = values.contiguous(), scale.contiguous()
+        parts = tuple(part.contiguous() for part in parts)
         pointer = None if weight.bias is None else weight.bias.data_ptr()
         made = ctypes.c_void_p()
-        weight._library.mlt_linear_of_int8(
-            weight.in_features, weight.out_features, values.data_ptr(), scale.data_ptr(), pointer, made
-        )
+        make = getattr(weight._library, maker)
+        make(weight.in_features, weight.out_features, *(part.data_ptr() for part in parts), pointer, made)
         weight._own(made.value)
         return weight
 

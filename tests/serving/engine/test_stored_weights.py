@@ -89,8 +89,8 @@ def test_experts_in_the_file(tmp_path: Path) -> None:
     assert (whole[name].dtype, whole[name].shape) == (torch.int8, (4, 64, 32))
     assert whole[f"{name}_scale"].shape == (4, 64, 1)
     damages = {
-        "is no weight in int8": {f"{name}_scale": whole[f"{name}_scale"][:2].contiguous()},
-        r"has shape \(3, 64, 32\)": {key: whole[key][:3].contiguous() for key in (name, f"{name}_scale")},
+        r"of shape \(2, 64, 1\) is not allowed": {f"{name}_scale": whole[f"{name}_scale"][:2].contiguous()},
+        r"of shape \(3, 64, 32\) is not allowed": {key: whole[key][:3].contiguous() for key in (name, f"{name}_scale")},
         "lack 1 tensors: .*experts.down_proj": {name: None, f"{name}_scale": None},
     }
     for match, changed in damages.items():
@@ -140,7 +140,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     assert torch.equal(wanted.hidden(texts), found.hidden(texts))
 
 
-@pytest.mark.parametrize("asked", ["none"])
+@pytest.mark.parametrize("asked", ["none", "int4"])
 def test_other_weights_than_there_are(asked: Any, tmp_path: Path) -> None:
     """An engine asked for weights that are not stored is refused by the setting's name and value."""
     stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
@@ -176,8 +176,8 @@ def widen_scale(tensors: dict[str, Any]) -> None:
         (lose, "lack 1 tensors: model.norm.weight"),
         (lose_linear, "lack 1 tensors: model.layers.1.mlp.up_proj.weight"),
         (lose_scale, "model.layers.1.mlp.up_proj.weight is torch.int8 in the weights; expected torch.float32"),
-        (cut, r"has shape \(48, 48\) in the weights but config.json gives \(48, 64\)"),
-        (widen_scale, "is no weight in int8"),
+        (cut, r"torch.int8 of shape \(48, 48\) is not allowed; config.json gives torch.int8 of \(48, 64\)"),
+        (widen_scale, r"shape \(48, 3\) is not allowed"),
     ],
 )
 def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, tmp_path: Path) -> None:

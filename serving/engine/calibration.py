@@ -1,0 +1,202 @@
+"""Weights of four bits that a model's own activations have chosen: what errors of a weight cost is known by what it is
+multiplied with.
+
+For linears that share an input, with ``H`` the mean of x x^T over the tokens of calibration:
+
+1. A factor for each input, ``mean |x| ** a``, is taken into the weights and out of the activations, for the ``a`` that
+   leaves the least error (AWQ: Lin et al. 2023, arxiv.org/abs/2306.00978).
+2. Columns are rounded one after the other, and what a rounding did wrong is made good by those that follow (GPTQ:
+   Frantar et al. 2022, arxiv.org/abs/2210.17323). A group's scale and zero point are chosen when it is reached: those
+   of the clipped ranges that leave the least error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .linear import weight_of
+from .native.library import GROUP
+
+LEVELS = 15  # values are 0..15
+EXPONENTS = tuple(i / 8 for i in range(8))
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+DAMPINGS = (0.01, 0.1, 1.0)  # of the mean of H's diagonal: the first by which it has an inverse
+SMALLEST = 2.0**-14  # of float16's scales, where no digit is lost
+AT_ONCE = 1 << 30  # bytes of H's that are collected in one run over the tokens
+SEQUENCES, LENGTH, SEED = 16, 128, 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """``values`` uint8 [N, K] of 0..15, ``scale`` float16 and ``zero`` uint8 [N, K / GROUP], ``inputs`` float32 [K]:
+    weight = (values - zero) * scale * inputs."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    inputs: torch.Tensor
+
+
+def own_text(model: Any) -> list[list[int]]:
+    """What the model writes by itself, from its first token on: of the kind that it knows, in the languages that it
+    has. The same each time."""
+    generator = torch.Generator().manual_seed(SEED)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    config = model.config.get_text_config()
+    first = getattr(config, "bos_token_id", None)
+    length = min(LENGTH, int(getattr(config, "max_position_embeddings", None) or LENGTH))
+    begin = torch.randint(0, vocabulary, (SEQUENCES, 1), generator=generator)
+    tokens = begin if first is None else torch.cat([torch.full_like(begin, first), begin], -1)
+    cache: Any = None
+    given = tokens
+    while tokens.shape[1] < length:
+        out = model(input_ids=given, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        probabilities = out.logits[:, -1].float().softmax(-1)
+        given = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat([tokens, given], -1)
+    return [row.tolist() for row in tokens]
+
+
+Linears = Sequence[nn.Module]
+
+
+def inputs_of(
+    model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]]
+) -> Iterator[tuple[Linears, torch.Tensor, torch.Tensor]]:
+    """Of linears that share an input: ``H`` [K, K] and ``mean |x|`` [K] over the tokens of ``texts``."""
+    waiting = list(groups)
+    while waiting:
+        taken: list[Linears] = []
+        room = AT_ONCE
+        while waiting and (not taken or room > 0):
+            taken.append(waiting.pop(0))
+            room -= 4 * _width(taken[-1][0]) ** 2
+        for group, found in zip(taken, _collected(model, [group[0] for group in taken], texts), strict=True):
+            yield group, found.products / max(found.count, 1), found.sizes / max(found.count, 1)
+
+
+def _width(linear: nn.Module) -> int:
+    return weight_of(linear).shape[1]
+
+
+@dataclass(slots=True)
+class _Inputs:
+    products: torch.Tensor
+    sizes: torch.Tensor
+    count: int = 0
+
+    def add(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        x = given[0].reshape(-1, given[0].shape[-1]).float()
+        self.products += x.t() @ x
+        self.sizes += x.abs().sum(0)
+        self.count += len(x)
+
+
+def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> list[_Inputs]:
+    found = [_Inputs(torch.zeros(k, k), torch.zeros(k)) for k in map(_width, linears)]
+    hooks = [one.register_forward_pre_hook(inputs.add) for one, inputs in zip(linears, found, strict=True)]
+    try:
+        for text in texts:
+            model(input_ids=torch.tensor([list(text)]), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def quantised(weights: Sequence[torch.Tensor], products: torch.Tensor, sizes: torch.Tensor) -> list[GroupedWeight]:
+    """Of weights [N, K] that share an input, whose factors they share."""
+    whole = torch.cat(list(weights))
+    factors = _best_factors(whole, products, sizes)
+    whole = whole * factors
+    largest = whole.abs().max().clamp_min(1e-30)  # scales are then of float16's range, whatever the model's are
+    factors = factors / largest
+    products = products / factors[:, None] / factors
+    made = _rounded(whole / largest, products, _inverse(products), 1 / factors)
+    rows = [len(weight) for weight in weights]
+    values, scale, zero = ([part.clone() for part in one.split(rows)] for one in (made.values, made.scale, made.zero))
+    return [GroupedWeight(values[i], scale[i], zero[i], made.inputs) for i in range(len(rows))]
+
+
+def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    best, chosen = float("inf"), torch.ones_like(sizes)
+    for exponent in EXPONENTS:
+        factors = sizes.clamp_min(1e-5) ** exponent
+        factors = factors / (factors.max() * factors.min()).sqrt()
+        scaled = weight * factors
+        scaled = scaled / scaled.abs().max().clamp_min(1e-30)
+        grouped = scaled.view(len(weight), -1, GROUP)
+        scale, zero = _range(grouped, 1.0)
+        wrong = (_values(grouped, scale, zero) - zero) * scale - grouped
+        wrong = wrong.view_as(weight) / factors * (weight * factors).abs().max()
+        error = float(((wrong @ products) * wrong).sum())
+        if error < best:
+            best, chosen = error, factors
+    return chosen
+
+
+def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of groups [.., GROUP], as they are stored."""
+    most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
+    scale = ((most - least) / LEVELS).clamp_min(SMALLEST).half().float()
+    return scale, (-least / scale).round().clamp(0, LEVELS)
+
+
+def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return ((x / scale).round() + zero).clamp(0, LEVELS)
+
+
+def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point [N, 1] of a group [N, GROUP] that leave the least error, weighed by ``importance``."""
+    scale, zero = _range(x, CLIPS[0])
+    best = torch.full_like(scale, float("inf"))
+    for clip in CLIPS:
+        tried = _range(x, clip)
+        wrong = (((_values(x, *tried) - tried[1]) * tried[0] - x) ** 2 * importance).sum(-1, keepdim=True)
+        better = wrong < best
+        best = torch.where(better, wrong, best)
+        scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
+    return scale, zero
+
+
+def _inverse(products: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of H's inverse, which says how an error at k is made good by those behind it."""
+    mean = products.diagonal().double().mean().clamp_min(1e-12)
+    for damping in DAMPINGS:
+        damped = products.double() + torch.eye(len(products), dtype=torch.float64) * (damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed:
+                return upper.float()
+    return torch.eye(len(products))  # inputs that say nothing: each weight is rounded by itself
+
+
+def _rounded(
+    weight: torch.Tensor, products: torch.Tensor, inverse: torch.Tensor, inputs: torch.Tensor
+) -> GroupedWeight:
+    weight = weight.clone()
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.uint8)
+    scales, zeros = torch.empty(rows, columns // GROUP), torch.empty(rows, columns // GROUP)
+    importance = products.diagonal()
+    for first in range(0, columns, GROUP):
+        last = first + GROUP
+        group = weight[:, first:last].clone()
+        scale, zero = _clipped(group, importance[first:last])
+        scales[:, first // GROUP], zeros[:, first // GROUP] = scale[:, 0], zero[:, 0]
+        wrong = torch.empty_like(group)
+        for i in range(GROUP):
+            k = first + i
+            found = _values(group[:, i : i + 1], scale, zero)
+            values[:, k] = found[:, 0]
+            wrong[:, i] = (group[:, i] - ((found - zero) * scale)[:, 0]) / inverse[k, k]
+            group[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
+        weight[:, last:] -= wrong @ inverse[first:last, last:]
+    return GroupedWeight(values, scales.half(), zeros.to(torch.uint8), inputs.float())

@@ -1,0 +1,154 @@
+"""Weights of four bits: the kernel beside its definition, and models that are stored so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from engine_runs import run
+from safetensors.torch import load_file
+from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine import calibration, stored_weights
+from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.engine.native.weight import NativeWeight
+from mlflow_llm.serving.engine.weight_writer import quantize_files
+from mlflow_llm.serving.errors import PackagingError
+from mlflow_llm.serving.settings import EngineSettings
+
+WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
+native = pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
+
+
+def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """Values, scales, zero points, factors of inputs and biases, at random."""
+    torch.manual_seed(rows)
+    groups = columns // library.GROUP
+    values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    zero = torch.randint(0, 16, (rows, groups), dtype=torch.uint8)
+    return values, (torch.rand(rows, groups) * 0.1).half(), zero, torch.rand(columns) + 0.5, torch.randn(rows)
+
+
+@native
+@pytest.mark.parametrize("shape", [(96, 64), (50, 96), (33, 32), (200, 352)])
+def test_the_kernel_is_its_definition(shape: tuple[int, int]) -> None:
+    """Products are those of activations in int8, summed a group at a time; a row's are the same alone and in any batch,
+    of its parts too, and the weights are given back as they were."""
+    values, scale, zero, inputs, bias = weight_of(*shape)
+    weight = NativeWeight.of_int4(values, scale, zero, inputs, bias)
+    exact = (values.view(*scale.shape, -1).double() - zero[..., None]) * scale[..., None].double()
+    assert torch.equal(weight.dense(), exact.flatten(1).float() * inputs)
+    x = torch.randn(29, shape[1])
+    scaled = x * inputs
+    row_scale = (scaled.abs().amax(-1, keepdim=True) * (1 / 127)).clamp_min(1e-12)
+    rounded = (scaled * row_scale.reciprocal()).round()
+    wanted = rounded.double() @ exact.flatten(1).t() * row_scale.double() + bias.double()
+    found = weight.matmul(x)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat([weight.matmul(row[None]) for row in x]), found)
+    assert torch.equal(weight.matmul(x[3:16]), found[3:16])
+    mapped = NativeWeight.over(shape, weight.kind, {name: part.copy() for name, part in weight.parts().items()})
+    assert torch.equal(mapped.matmul(x), found)
+    x[5, 7] = torch.inf
+    strange = weight.matmul(x)
+    assert strange[5].isnan().all()
+    assert torch.equal(strange[6:], found[6:])
+
+
+def test_rounding_follows_the_activations() -> None:
+    """What a layer gives is nearer to what it gave than by rounding each weight by itself, which clipping alone is."""
+    torch.manual_seed(0)
+    x = (torch.randn(400, 12) @ torch.randn(12, 64) + 0.1 * torch.randn(400, 64)) * torch.logspace(-1, 1, 64)
+    weights = [torch.randn(48, 64), torch.randn(16, 64)]
+    products, sizes = x.t() @ x / len(x), x.abs().mean(0)
+    made = calibration.quantised(weights, products, sizes)
+    plain = calibration.quantised(weights, torch.eye(64), torch.ones(64))
+    for weight, chosen, other in zip(weights, made, plain, strict=True):
+        wrong = [float(((dense(one) - weight) @ x.t()).norm() / (weight @ x.t()).norm()) for one in (chosen, other)]
+        assert wrong[0] < 0.8 * wrong[1] < 0.1
+    assert torch.equal(made[0].inputs, made[1].inputs)
+
+
+def dense(one: calibration.GroupedWeight) -> torch.Tensor:
+    grouped = one.values.view(*one.scale.shape, -1).float() - one.zero[..., None].float()
+    return (grouped * one.scale[..., None].float()).flatten(1) * one.inputs
+
+
+@pytest.mark.parametrize("products", [torch.zeros(32, 32), torch.ones(32, 32), torch.full((32, 32), 1e30)])
+def test_inputs_that_say_little(products: torch.Tensor) -> None:
+    """Nothing, one thing only, or very large: weights are still rounded, to something near."""
+    weight = torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
+    (made,) = calibration.quantised([weight], products, products.diagonal())
+    assert float((dense(made) - weight).norm() / weight.norm()) < 0.5
+    (nothing,) = calibration.quantised([torch.zeros(20, 32)], products, products.diagonal())
+    assert not dense(nothing).any()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    """A tiny model as it came, and in four bits by its own text."""
+    root = tmp_path_factory.mktemp("int4")
+    config = tf.LlamaConfig(**WIDE, attention_bias=True)
+    whole = save_bundle(make_model(config), root / "whole")
+    shutil.copytree(whole.model_dir, root / "stored")
+    quantize_files(root / "stored", ("completions",), "int4")
+    return whole, Bundle(content_hash="q", tasks=("completions",), model_dir=str(root / "stored"), tokenizer_dir="")
+
+
+def scores(bundle: Bundle, **settings: Any) -> torch.Tensor:
+    core = EngineCore(bundle, EngineSettings(kv_cache_memory=1 << 24, packed_cache=0, **settings))
+    found = run(core, request_of("r", prompt_of(60, 3), max_tokens=1, prompt_logprobs=0))["r"].scored[0]
+    core.close()
+    return torch.tensor([one.logprob for one in found.logprobs if one is not None])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_model_in_four_bits(models: tuple[Bundle, Bundle], kernels: str) -> None:
+    """Runs by our kernels and by torch, and scores texts near what the whole weights do."""
+    wanted, found = scores(models[0]), scores(models[1], quantization="int4", kernels=kernels)
+    assert (found - wanted).abs().mean() < 0.25 * wanted.abs().mean()
+
+
+def test_a_token_is_the_same_in_any_batch(models: tuple[Bundle, Bundle]) -> None:
+    """Greedy texts are those of each request alone, whatever shares their steps."""
+    settings = EngineSettings(
+        quantization="int4", kv_cache_memory=1 << 24, packed_cache=0, max_num_batched_tokens=16, prefix_caching=False
+    )
+    core = EngineCore(models[1], settings)
+    requests = [request_of(str(n), prompt_of(n, n)) for n in (5, 37, 1, 12)]
+    together = run(core, *requests)
+    for request in requests:
+        assert run(core, request)[request.request_id].tokens == together[request.request_id].tokens
+    core.close()
+
+
+def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
+    """Two values a byte and scales of half a float in place of linears; those whose width is no multiple of a group in
+    int8; the same files from the same model."""
+    found = load_file(Path(models[1].model_dir) / "model.safetensors")
+    parts = {name.rpartition(".")[2]: value for name, value in found.items() if ".0.mlp.up_proj." in name}
+    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in parts.items()}
+    assert shapes == {
+        "weight_packed": (torch.uint8, (48, 32)),
+        "weight_scale": (torch.float16, (48, 2)),
+        "weight_zero": (torch.uint8, (48, 2)),
+        "weight_inputs": (torch.float32, (64,)),
+    }
+    assert found["model.layers.0.mlp.down_proj.weight"].dtype == torch.int8
+    assert stored_weights.quantization_of(models[1].model_dir) == "int4"
+    shutil.copytree(models[0].model_dir, tmp_path / "again")
+    quantize_files(tmp_path / "again", ("completions",), "int4")
+    first, second = (Path(folder) / "model.safetensors" for folder in (models[1].model_dir, tmp_path / "again"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_of_weights_as_they_came(models: tuple[Bundle, Bundle]) -> None:
+    """Four bits are made when a model is logged: asked of another one they are refused by name."""
+    with pytest.raises(PackagingError, match="quantization: 'int4' is not allowed; expected 'none' or 'int8'"):
+        EngineCore(models[0], EngineSettings(quantization="int4"))
