@@ -17,19 +17,21 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from .paged_plan import StepTables
 
-try:  # torch 2.13 on
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-
 logger = logging.getLogger(__name__)
 HALVES = (torch.float16, torch.bfloat16)  # that flash attention takes
 TOLERANCE = 0.02  # of the example's largest value, about 1
 
 
+def varlen_attn(*args: Any, **options: Any) -> Any:
+    """torch's, which brings the compiler with it: an engine that has no use for it does not import it."""
+    from torch.nn.attention.varlen import varlen_attn as attend  # torch 2.13 on
+
+    return attend(*args, **options)
+
+
 def is_offered(k: Any, v: Any, head_dim: int) -> bool:
     """Whether it computes right over blocks as ``k`` and ``v`` [blocks, block size, Hkv, D]."""
-    if varlen_attn is None or k.device.type != "cuda" or k.dtype not in HALVES or v.shape != k.shape:
+    if k.device.type != "cuda" or k.dtype not in HALVES or v.shape != k.shape:
         return False
     return _computes_right(k.device, k.dtype, k.shape[1], k.shape[2], head_dim)
 
@@ -45,7 +47,7 @@ def _computes_right(device: Any, dtype: Any, block_size: int, num_kv_heads: int,
     tables = VarlenTables(begins, table, lengths, 3, length)
     try:
         found = tables.attend(q, k, v, head_dim**-0.5, None).float()
-    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+    except (ImportError, RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         logger.info("prompts are computed block table by block table, not by varlen_attn: %s", error)
         return False
     keys, values = (x[[2, 1]].flatten(0, 1)[:length].transpose(0, 1).float() for x in (k, v))

@@ -14,7 +14,8 @@ import pytest
 from mlflow_llm.serving.engine.native import library
 
 COMPILER, EMULATOR, SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
-SOURCES = Path(library.__file__).parent
+LIBRARIES = Path(library.__file__).parent
+SOURCES = Path(__file__).parents[3] / "serving/engine/native"
 NUMBERS = Path(__file__).with_name("kernel_numbers.cpp")
 FLAGS = ("-std=c++17", "-O1", "-g0", "-w", "-pthread", "-ffp-contract=off", f"-I{SOURCES}")
 LACKING = [word for word in (COMPILER, EMULATOR, "g++") if shutil.which(word) is None]
@@ -36,7 +37,7 @@ def test_kernels_of_arm_give_the_numbers_of_avx2(tmp_path: Path) -> None:
     """Linears, an encoder, a decoder with keys and values in float32 and int8, draws: each bitwise the same alone, in a
     batch, in chunks and on several threads; between the two processors up to rounding."""
     here, there = str(tmp_path / "here"), str(tmp_path / "there")
-    avx2 = ("-mavx2", "-mfma", str(NUMBERS), str(SOURCES / "_native_avx2.so"))
+    avx2 = ("-mavx2", "-mfma", str(NUMBERS), str(LIBRARIES / "_native_avx2.so"))
     neon = ("-march=armv8.2-a+dotprod", "-static", str(NUMBERS), str(SOURCES / "native.cpp"))
     subprocess.run(["g++", *FLAGS, *avx2, "-o", here], check=True)
     subprocess.run([COMPILER, *FLAGS, *neon, "-o", there], check=True)
