@@ -48,10 +48,10 @@ inline float exponential(uint32_t bits) {
 // The token whose time over its weight is the earliest, of those that enter.
 struct Race {
     const Philox& random;
-    int32_t winner;
+    int32_t winner = 0;
     double best = 0.0;
 
-    Race(const Philox& random, int32_t first) : random(random), winner(first) {}
+    explicit Race(const Philox& random) : random(random) {}
 
     void enter(int32_t token, double weight) {
         uint32_t bits[8];
@@ -192,8 +192,10 @@ class Sampler {
         std::sort(candidates.begin(), candidates.end(), before);
     }
 
-    // The candidates that top_k, top_p and min_p leave in, as many as the result says: the first ones.
-    size_t cut(int size, const Draw& draw) {
+    // `in(token, weight)` for each of the candidates that top_k, top_p and min_p leave in: the first ones, whose number
+    // is the result.
+    template <class In>
+    size_t cut(int size, const Draw& draw, In in) {
         collect(size, draw);
         double sum = total;  // what top_p is a part of: all tokens, or those that top_k left in
         if (draw.top_k > 0) {
@@ -201,19 +203,19 @@ class Sampler {
             for (const Candidate& c : candidates) sum += std::exp(double(c.value));
         }
         double passed = 0.0;
-        size_t in = 0;
-        for (; in < candidates.size(); in++) {
-            const double weight = std::exp(double(candidates[in].value));  // the first has 1
-            if (in > 0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
+        size_t count = 0;
+        for (; count < candidates.size(); count++) {
+            const double weight = std::exp(double(candidates[count].value));  // the first has 1
+            if (count > 0 && (passed >= double(draw.top_p) * sum || weight < draw.min_p || weight <= 0.0)) break;
             passed += weight;
+            in(candidates[count].token, weight);
         }
-        return in;
+        return count;
     }
 
     int32_t truncated(int size, const Draw& draw, const Philox& random) {
-        const size_t in = cut(size, draw);
-        Race race(random, candidates[0].token);
-        for (size_t i = 0; i < in; i++) race.enter(candidates[i].token, std::exp(double(candidates[i].value)));
+        Race race(random);
+        cut(size, draw, [&](int32_t token, double weight) { race.enter(token, weight); });
         return race.winner;
     }
 
@@ -221,11 +223,10 @@ class Sampler {
     // to the entropy, until typical_p of their probability is in. With the logits' common part taken away the surprise
     // is -value and the entropy the mean of that.
     int32_t typical(int size, const Draw& draw, const Philox& random) {
-        candidates.clear();
-        if (draw.top_k > 0 || draw.top_p < 1.0f) candidates.resize(cut(size, draw));
-        weigh(size, draw);
-        const bool all = candidates.empty();
-        const int count = all ? size : int(candidates.size());
+        const bool all = draw.top_k <= 0 && draw.top_p >= 1.0f;
+        weights.clear();
+        const int count = all ? size : int(cut(size, draw, [&](int32_t, double w) { weights.push_back(float(w)); }));
+        if (all) weigh(size, draw);
         const auto value = [&](int i) { return double(all ? scaled[i] : candidates[i].value); };
         const auto token = [&](int i) { return all ? i : candidates[i].token; };
         double mass = 0.0, mean = 0.0;
@@ -250,7 +251,7 @@ class Sampler {
             if (a.distance != b.distance) return a.distance < b.distance;
             return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
         });
-        Race race(random, nearest[0].token);
+        Race race(random);
         double passed = 0.0;
         for (const Near& n : nearest) {
             if (passed > 0.0 && passed >= wanted) break;
@@ -260,13 +261,8 @@ class Sampler {
         return race.winner;
     }
 
-    // The weights of the candidates, of all tokens where there are none: 0 for those that min_p leaves out.
+    // The weights of all tokens: 0 for those that min_p leaves out.
     void weigh(int size, const Draw& draw) {
-        if (!candidates.empty()) {
-            weights.resize(candidates.size());
-            for (size_t i = 0; i < weights.size(); i++) weights[i] = std::exp(candidates[i].value);
-            return;
-        }
         weights.resize(scaled.size());
         const __m512 floor = _mm512_set1_ps(std::max(draw.min_p, 1e-38f));
         for (int i = 0; i < size; i += LANES) {
