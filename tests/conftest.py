@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -107,6 +110,43 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     servers = TOGETHER.get(item.path.name)
     if servers is not None and (nextitem is None or TOGETHER.get(nextitem.path.name) != servers):
         SERVERS.close()
+
+
+MADE: dict[Any, list[Path]] = collections.defaultdict(list)  # directories by the fixture that asked for them
+ASKING: list[Any] = []  # fixtures that are being set up, the innermost last
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    """Models are hundreds of megabytes: directories go with the fixture that asked for them, not with the run. What a
+    shared server reads stays, since that outlives the fixture."""
+    ASKING.append(fixturedef)
+    try:
+        return (yield)
+    finally:
+        ASKING.pop()
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    made = MADE.pop(fixturedef, [])
+    if not request.session.testsfailed:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def directories_of_fixtures() -> Iterator[None]:
+    real = pytest.TempPathFactory.mktemp
+
+    def mktemp(factory: pytest.TempPathFactory, basename: str, numbered: bool = True) -> Path:
+        path = real(factory, basename, numbered)
+        if ASKING and "shared_servers" not in ASKING[-1].argnames:
+            MADE[ASKING[-1]].append(path)
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pytest.TempPathFactory, "mktemp", mktemp)
+        yield
 
 
 @pytest.fixture(scope="session")
