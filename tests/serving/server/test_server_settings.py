@@ -27,7 +27,8 @@ PLACES = 90
 FOR_EVER = 3600.0
 SLOW_TURNS = """
 from mlflow_llm.serving.http.gunicorn import accept_balancing
-accept_balancing.PATIENCE = 240.0  # a worker that a busy machine keeps waiting is not passed over
+accept_balancing.HUNG_AFTER  # the name that is read
+accept_balancing.HUNG_AFTER = 240.0  # a worker that a busy machine keeps waiting is not passed over
 """
 
 
