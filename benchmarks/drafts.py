@@ -1,7 +1,8 @@
 """What speculation gains and costs: tokens/s with drafts beside those without, on texts that are known before and on
-others; both engines in one process, in turns.
+others. Both engines are in one process and take turns step by step, so that a machine that has fast and slow seconds
+has them for both.
 
-    python benchmarks/drafts.py --model .cache/models/smollm2 [--quantization int8]
+    python benchmarks/drafts.py --model .cache/models/smollm2 [--quantization int8] [--tasks free --rounds 20]
 
 ``copy``: a text that stands in the prompt is written again. ``edit``: a file of code is written again with one word of
 each function changed, after an example of the change; ``rename``: with a name changed, so that something changes every
@@ -80,24 +81,39 @@ def tasks(tokenizer: Any, number: int) -> dict[str, tuple[list[int], Sampling]]:
     }
 
 
-def run(core: EngineCore, given: list[tuple[list[int], Sampling]], name: str) -> tuple[float, list[list[int]]]:
-    """Seconds from the first token to the end of all, and the texts."""
-    for i, (prompt, sampling) in enumerate(given):
-        core.add(
-            ValidRequest(
-                request_id=f"{name}-{i}", task="completions", model="m", sampling=sampling, cache_salt="bench",
-                sequences=(Sequence(prompt_token_ids=tuple(prompt), seed=i),),
-            )
-        )  # fmt: skip
-    texts: dict[str, list[int]] = {f"{name}-{i}": [] for i in range(len(given))}
-    began = None
-    while core.has_work():
-        for _, request_id, event in core.step():
+class Run:
+    """``seconds`` and ``processor`` seconds of an engine from its first token to the end of all, and the ``texts``."""
+
+    def __init__(self, core: EngineCore, given: list[tuple[list[int], Sampling]], name: str) -> None:
+        self._core = core
+        self.seconds = self.processor = 0.0
+        self._tokens: dict[str, list[int]] = {f"{name}-{i}": [] for i in range(len(given))}
+        for i, (request_id, (prompt, sampling)) in enumerate(zip(self._tokens, given, strict=True)):
+            core.add(
+                ValidRequest(
+                    request_id=request_id, task="completions", model="m", sampling=sampling, cache_salt="bench",
+                    sequences=(Sequence(prompt_token_ids=tuple(prompt), seed=i),),
+                )
+            )  # fmt: skip
+
+    @property
+    def texts(self) -> list[list[int]]:
+        return list(self._tokens.values())
+
+    def step(self) -> bool:
+        """Whether there is more to do."""
+        if not self._core.has_work():
+            return False
+        has_begun = any(self._tokens.values())
+        clock, processor = time.perf_counter(), time.process_time()
+        events = self._core.step()
+        if has_begun:
+            self.seconds += time.perf_counter() - clock
+            self.processor += time.process_time() - processor
+        for _, request_id, event in events:
             if isinstance(event, Tokens):
-                began = began or time.perf_counter()
-                texts[request_id] += event.token_ids
-    assert began is not None
-    return time.perf_counter() - began, list(texts.values())
+                self._tokens[request_id] += event.token_ids
+        return True
 
 
 def main() -> None:
@@ -106,6 +122,8 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    names = ("copy", "edit", "edit, predicted", "rename", "rename, predicted", "free")
+    parser.add_argument("--tasks", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
@@ -114,34 +132,38 @@ def main() -> None:
     drafting = EngineCore(bundle, settings)
     rows = []
     for callers in args.callers:
-        ratios: dict[str, list[float]] = {}
+        ratios: dict[str, list[tuple[float, float]]] = {}
         took: dict[str, list[float]] = {}
         counts: dict[str, list[int]] = {}
         for turn in range(args.rounds + 1):
             made = [tasks(tokenizer, turn * callers + i) for i in range(callers)]
-            for task in made[0]:
+            for task in args.tasks:
                 given = [one[task] for one in made]
                 bare = [(prompt, msgspec.structs.replace(sampling, draft=None)) for prompt, sampling in given]
                 before = drafting.health()
-                order = (plain, drafting) if turn % 2 else (drafting, plain)
-                found = {
-                    id(core): run(core, bare if core is plain else given, f"{callers}-{turn}-{task}") for core in order
-                }
+                name = f"{callers}-{turn}-{task}"
+                without, drafted = Run(plain, bare, name), Run(drafting, given, name)
+                runs = (without, drafted) if turn % 2 else (drafted, without)
+                while [run for run in runs if run.step()]:  # a step of each
+                    pass
                 after = drafting.health()
-                (slow, expected), (fast, texts) = found[id(plain)], found[id(drafting)]
-                if texts != expected:
+                if drafted.texts != without.texts:
                     raise SystemExit(f"{task}: texts with drafts differ")
                 if turn:  # the first round warms up
-                    ratios.setdefault(task, []).append(slow / fast)
-                    took.setdefault(task, []).append(sum(map(len, texts)) / slow)
+                    ratios.setdefault(task, []).append(
+                        (without.seconds / drafted.seconds, without.processor / drafted.processor)
+                    )
+                    took.setdefault(task, []).append(sum(map(len, without.texts)) / without.seconds)
                     new = counts.setdefault(task, [0, 0])
                     new[0] += after.draft_tokens - before.draft_tokens
                     new[1] += after.accepted_tokens - before.accepted_tokens
         for task, values in ratios.items():
+            by_clock, by_processor = (statistics.median(column) for column in zip(*values, strict=True))
             rows.append(
                 {
                     "callers": callers, "task": task, "without, tokens/s": statistics.median(took[task]),
-                    "with / without": statistics.median(values), "drafted": counts[task][0], "taken": counts[task][1],
+                    "with / without": by_clock, "by processor time": by_processor,
+                    "drafted": counts[task][0], "taken": counts[task][1],
                 }
             )  # fmt: skip
     for core in (plain, drafting):
