@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
-from comparison import contenders, drive, environments, figures, tables, texts, workloads
+import transformers as tf
+from comparison import contenders, drive, environments, figures, kernels, tables, texts, workloads
 from comparison.adapters.http_streams import Stream
+from comparison.adapters.ours import Ours
 from comparison.protocol import Failed, Process
+from tiny_models import COMMON, make_model, save_bundle
+
+from mlflow_llm.serving.engine.native import library
 
 FAKE = Path(__file__).parent / "fake_contender.py"
 BENCHMARKS = str(Path(drive.__file__).parents[1])
@@ -297,3 +304,31 @@ def test_the_command_lists_the_contenders() -> None:
     command = [sys.executable, f"{BENCHMARKS}/compare.py", "--list"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said == list(contenders.CONTENDERS)
+
+
+def bundle_of_ours(directory: Path) -> str:
+    return save_bundle(make_model(tf.LlamaConfig(**COMMON | {"hidden_size": 64})), directory).model_dir
+
+
+@pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX2")
+def test_each_of_our_tokens_is_an_event_of_its_own(tmp_path: Path) -> None:
+    """They come with their steps, not a few at a time: else a time to first token is that of several."""
+    answer = drive.run(Ours(bundle_of_ours(tmp_path), {}), asked(2, 4), 1, 60)
+    assert [count for one in answer["answers"] for _, count in one["events"]] == [1] * 8
+
+
+def test_ours_is_no_contender_without_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is missing, or of another version, is an error that says so, not a measurement of torch's."""
+    monkeypatch.setattr(library, "_loaded", lambda: "they are not compiled")
+    with pytest.raises(RuntimeError, match="torch's run: they are not compiled"):
+        Ours(bundle_of_ours(tmp_path), {})
+
+
+def test_a_server_is_asked_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its health says of the endpoint decides."""
+    state = {"kernels": "native"}
+    monkeypatch.setattr(kernels, "urlopen", lambda url: io.StringIO(json.dumps({"endpoints": {"compare": state}})))
+    kernels.require_served_natively("http://there", "compare")
+    state |= {"kernels": "torch", "kernels_reason": "another version"}
+    with pytest.raises(RuntimeError, match="torch's run: another version"):
+        kernels.require_served_natively("http://there", "compare")

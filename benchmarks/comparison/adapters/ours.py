@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from comparison.drive import Engine, Piece, serve, versions
+from comparison.kernels import require_native
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.events import Failed, Finished, Tokens
@@ -18,6 +19,7 @@ class Ours(Engine):
         common = {"kv_cache_memory": 2 << 30, "packed_cache": 0, "speculation": "none"}
         self._core = EngineCore(bundle, EngineSettings(**(common | options)))
         info = self._core.info
+        require_native(info.kernels, info.kernels_reason)
         self.versions = {**versions("mlflow-llm", "torch"), "kernels": info.kernels, "kv_cache": info.kv_cache_dtype}
 
     def add(self, request: dict[str, Any]) -> None:
@@ -27,6 +29,7 @@ class Ours(Engine):
             model="m",
             sequences=(Sequence(prompt_token_ids=tuple(request["prompt"])),),
             sampling=Sampling(max_tokens=request["max_tokens"], temperature=0.0),
+            stream=True,  # else tokens come a few at a time, the first with them
             cache_salt="compare",  # prefixes are shared, as they are over HTTP
         )
         self._core.add(valid, b"compare")

@@ -9,6 +9,7 @@ from load import LlmServe
 
 from comparison.adapters.http_streams import HttpStreams
 from comparison.drive import serve, versions
+from comparison.kernels import require_served_natively
 
 
 def saved(model: str, store: Path) -> Path:
@@ -46,6 +47,11 @@ def load(model: str, options: dict[str, Any]) -> HttpStreams:
     common = ("--workers", "1", "--log-level", "warning", "-C", "speculation=none")
     server = LlmServe("-m", str(path), "--name", "compare", *common, *settings)
     server.__enter__()
+    try:
+        require_served_natively(server.url, "compare")
+    except BaseException:
+        server.__exit__()
+        raise
     told = {**versions("mlflow-llm", "torch"), "ready after s": f"{server.ready_after:.1f}"}
     return HttpStreams(server.port, "/v1/completions", body, read, told, server.__exit__)
 
