@@ -19,16 +19,17 @@ StopReason: TypeAlias = Literal["stop", "length"]
 
 
 class StopRule:
-    """Of one sequence. ``max_tokens`` is the most tokens it may generate; ``has_runs``: whether there are stop
-    sequences (at most ``longest_run`` tokens each), so that ``run_ending`` has to be asked beside ``reason``.
+    """Of one sequence. ``max_tokens`` is the most tokens it may generate, ``stop_ids`` are its stop tokens;
+    ``has_runs``: whether there are stop sequences (at most ``longest_run`` tokens each), so that ``run_ending`` has to
+    be asked beside ``reason``.
 
     ``room`` is how many tokens the context has left after the prompt; None where only the request's own limit counts.
     """
 
-    __slots__ = ("_min_tokens", "_runs", "_stop_ids", "has_runs", "longest_run", "max_tokens")
+    __slots__ = ("_min_tokens", "_runs", "has_runs", "longest_run", "max_tokens", "stop_ids")
 
     def __init__(self, sampling: Sampling, room: int | None = None) -> None:
-        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self.stop_ids = frozenset(sampling.stop_token_ids)
         self._min_tokens = sampling.min_tokens
         self.max_tokens = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
         self._runs: dict[int, list[tuple[int, ...]]] = {}  # stop sequences by their last token, the longest first
@@ -47,11 +48,11 @@ class StopRule:
 
     def is_stop(self, token_id: int, count: int) -> bool:
         """Whether ``token_id``, token number ``count`` (from 1), ends the sequence."""
-        return count > self._min_tokens and token_id in self._stop_ids
+        return count > self._min_tokens and token_id in self.stop_ids
 
     def reason(self, last: int | None, count: int) -> StopReason | None:
         """Why a sequence of ``count`` tokens, of which ``last`` is the last one, ends there; None where it goes on."""
-        if count > self._min_tokens and last in self._stop_ids:
+        if count > self._min_tokens and last in self.stop_ids:
             return "stop"
         return "length" if count >= self.max_tokens else None
 

@@ -6,7 +6,7 @@ import functools
 import re
 
 from .anthropic import AnthropicDialect
-from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder
+from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder, TemplatedEncoder
 from .databricks import DatabricksDialect
 from .generate import GenerateDialect
 from .kserve import KServeDialect
@@ -62,5 +62,5 @@ def dialect_of(path: str) -> Dialect:
 
 __all__ = [
     "DIALECTS", "FIELDS", "REFUSED_FIELDS", "Dialect", "Encoded", "Head", "InferenceRoute", "StreamEncoder",
-    "dialect_of",
+    "TemplatedEncoder", "dialect_of",
 ]  # fmt: skip

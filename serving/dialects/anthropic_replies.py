@@ -121,7 +121,7 @@ class Stream:
         self._started = False
         self._index = -1  # of the last block that was begun
         self._open: tuple[str, int] | None = None  # its type, and which call it is
-        self._said: TextTemplate  # of the block of text that is open
+        self.template: TextTemplate | None = None  # of the block of text that is open
         self._called = False
         self._ended = Ended(index=0, finish_reason="abort")
 
@@ -143,7 +143,8 @@ class Stream:
             yield self._changed({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             yield from self._begin("text", {"text": ""})
-            yield self._said.fill(piece.text)
+            assert self.template is not None
+            yield self.template.fill(piece.text)
         for call in piece.calls:
             yield from self._call(call)
 
@@ -163,7 +164,7 @@ class Stream:
         self._open = (kind, number)
         self._index += 1
         if kind == "text":
-            self._said = TextTemplate(lambda text: self._changed({"type": "text_delta", "text": text}))
+            self.template = TextTemplate(lambda text: self._changed({"type": "text_delta", "text": text}))
         yield _event("content_block_start", index=self._index, content_block={"type": kind, **fields})
 
     def _changed(self, delta: dict[str, Any]) -> bytes:
@@ -174,7 +175,7 @@ class Stream:
             return
         if self._open[0] == "thinking":
             yield self._changed({"type": "signature_delta", "signature": _signature(self._request)})
-        self._open = None
+        self._open = self.template = None
         yield _event("content_block_stop", index=self._index)
 
     def _start(self) -> Iterator[bytes]:

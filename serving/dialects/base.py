@@ -9,13 +9,14 @@ server's routes, its OpenAPI document and its refusals follow from them. Ours ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
 from ..errors import ServingError
 from ..reply import Piece, Reply
 from ..request import RawRequest, Task, ValidRequest
+from .text_template import TextTemplate
 
 JSON = "application/json"
 
@@ -72,6 +73,14 @@ class StreamEncoder(Protocol):
     def error(self, error: ServingError) -> bytes:
         """The last bytes of a stream that breaks off: the status line has gone out."""
         ...
+
+
+@runtime_checkable
+class TemplatedEncoder(Protocol):
+    """A ``StreamEncoder`` of which the text alone goes into a template, as long as it has one: where the next delta of
+    the reply's only choice is nothing but text, ``fill`` makes the bytes of ``encode``."""
+
+    template: TextTemplate | None
 
 
 class Dialect(Protocol):

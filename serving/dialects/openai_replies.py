@@ -219,6 +219,7 @@ def _top(entry: TextLogprob) -> dict[str, float | None] | None:
 class Stream:
     """Encodes one streamed chat or completions reply as server-sent events up to ``[DONE]``."""
 
+    __slots__ = ("_error_body", "_head", "_held", "_request", "_started", "_style", "_templates", "template")
     content_type = "text/event-stream; charset=utf-8"
     headers: Mapping[str, str] = {}
 
@@ -231,6 +232,7 @@ class Stream:
         self._head = head(request, streamed=True)
         self._started: set[int] = set()
         self._templates: dict[int, TextTemplate] = {}  # of choices, for deltas that are text alone
+        self.template: TextTemplate | None = None  # of the only choice
         self._held: dict[str, Any] | None = None  # the last chunk with choices, where it is to carry usage
 
     def encode(self, piece: Piece) -> bytes:
@@ -259,6 +261,7 @@ class Stream:
         found = self._templates.get(index)
         if found is None:
             found = self._templates[index] = TextTemplate(lambda text: self._chunk(self._plain(index, text)))
+            self.template = found if len(self._request.sequences) == 1 else None
         return found
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 import gevent
 
-from ..dialects import StreamEncoder
+from ..dialects import StreamEncoder, TemplatedEncoder
 from ..engine.interface import TappableStream
 from ..events import Event, Tokens
 from ..observability.access_record import AccessRecord
-from ..tasks.generate import Pieces
-from ..tasks.pieces import Run
+from ..tasks.generate import Pieces, Run
 
 
 class WriteFailed(OSError):
@@ -59,10 +58,14 @@ _turn = _Turn()
 class TokenWriter:
     """Of one stream; from ``begin`` on it takes part. ``run``, ``encoder`` and ``record`` are the stream's own."""
 
+    __slots__ = ("_encoder", "_error", "_is_due", "_record", "_run", "_sock", "_stream", "_templated")
+
     def __init__(
         self, run: Run, stream: TappableStream, encoder: StreamEncoder, record: AccessRecord, sock: Socket
     ) -> None:
         self._run, self._stream, self._encoder, self._record, self._sock = run, stream, encoder, record, sock
+        is_traced = record.replies is not None
+        self._templated = encoder if isinstance(encoder, TemplatedEncoder) and not is_traced else None
         self._error: Exception | None = None
         self._is_due = False  # what was said is to be sent in this turn
 
@@ -74,18 +77,32 @@ class TokenWriter:
         if type(event) is not Tokens:
             return False
         try:
-            for piece in self._run.feed(event):
-                self._record.see(piece)
-                if data := self._encoder.encode(piece):
-                    self._sock.append(data)
-                    if not self._is_due:
-                        self._is_due = True
-                        _turn.add(self)
+            if not self._write_text(event):
+                for piece in self._run.feed(event):
+                    self._record.see(piece)
+                    self._write(self._encoder.encode(piece))
         except Exception as error:
             self._error = error
             self._stream.have_reader(self._fail)
-            return True
         return True
+
+    def _write_text(self, event: Tokens) -> bool:
+        """The way of nearly all: False, and nothing is done, where there is more to ``event`` than text."""
+        template = None if self._templated is None else self._templated.template
+        if template is None or (text := self._run.read(event)) is None:
+            return False
+        self._record.count(event.index, len(event.token_ids))
+        if text:
+            self._write(template.fill(text))
+        return True
+
+    def _write(self, data: bytes) -> None:
+        if not data:
+            return
+        self._sock.append(data)
+        if not self._is_due:
+            self._is_due = True
+            _turn.add(self)
 
     def send(self) -> None:
         """Where the client takes no more, the stream's own greenlet waits for it."""
@@ -106,6 +123,7 @@ class TokenWriter:
 
 def token_writer(source: Pieces, encoder: StreamEncoder, record: AccessRecord, sock: Any) -> TokenWriter | None:
     """None where tokens have to go the long way: over TLS, of an engine in this process, of what is no text."""
-    if source.run is None or not isinstance(source.stream, TappableStream) or not getattr(sock, "sends_now", False):
+    run, stream = source.run, source.stream
+    if not isinstance(run, Run) or not isinstance(stream, TappableStream) or not getattr(sock, "sends_now", False):
         return None
-    return TokenWriter(source.run, source.stream, encoder, record, sock)
+    return TokenWriter(run, stream, encoder, record, sock)

@@ -84,16 +84,21 @@ class AccessRecord:
             self.last = time.perf_counter()
 
     def _see_tokens(self, delta: Delta) -> None:
-        self.last = time.perf_counter()
-        if delta.num_tokens:
-            if self.first is None:
-                self.first = self.last
-            self.delivered += delta.num_tokens
-            # tokens that came together with the choice's first one say nothing of the time between tokens
-            self.counts[delta.index] = self.counts[delta.index] + delta.num_tokens if delta.index in self.counts else 0
+        self.count(delta.index, delta.num_tokens)
         if self.replies is not None and (delta.text or delta.reasoning or delta.calls):
             said = msgspec.structs.replace(delta, token_ids=(), logprobs=(), token_logprobs=())
             self.replies.setdefault(delta.index, Gathered()).add(said)
+
+    def count(self, index: int, num_tokens: int) -> None:
+        """Take note of text of choice ``index`` alone, which ``num_tokens`` tokens made, where no content is traced."""
+        self.last = time.perf_counter()
+        if num_tokens:
+            if self.first is None:
+                self.first = self.last
+            self.delivered += num_tokens
+            # tokens that came together with the choice's first one say nothing of the time between tokens
+            before = self.counts.get(index)
+            self.counts[index] = 0 if before is None else before + num_tokens
 
     @property
     def ttft(self) -> float | None:

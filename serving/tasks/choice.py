@@ -25,6 +25,12 @@ class ChoiceText:
     and the end-of-text token, have none in the reply.
     """
 
+    __slots__ = (
+        "_detokenizer", "_ending_token", "_index", "_is_plain", "_is_stop", "_may_match", "_no_stops", "_pushed",
+        "_request", "_rows", "_sampling", "_sequences", "_stop_ids", "_stops", "_text", "_waiting", "matched",
+        "num_reasoning_tokens", "num_tokens",
+    )  # fmt: skip
+
     def __init__(self, request: ValidRequest, index: int, text: TextModel) -> None:
         assert request.sampling is not None
         self._request = request
@@ -37,7 +43,7 @@ class ChoiceText:
         sequences = self._sampling.stop_sequences
         self._sequences = SequenceStops(sequences) if sequences else None
         rule = StopRule(request.sampling)
-        self._is_stop, self._may_match = rule.is_stop, rule.may_match
+        self._stop_ids, self._is_stop, self._may_match = rule.stop_ids, rule.is_stop, rule.may_match
         self._pushed = 0  # characters given to the matcher
         self._waiting: deque[tuple[int, TextLogprob]] = deque()  # (where its text starts, log probability)
         self._ending_token: int | None = None
@@ -79,21 +85,22 @@ class ChoiceText:
         placed = [_at(max(0, place + shift), entry) for place, entry in zip(begun, entries, strict=True)]
         yield Delta(index=self._index, text=self._echo, logprobs=tuple(placed))
 
-    def read(self, event: Tokens) -> Delta | None:
-        """What ``push`` makes of an event of which nothing is asked but its text; None where there is more to it."""
+    def read(self, event: Tokens) -> str | None:
+        """The text of an event of which nothing else is asked, as ``push`` would have it; None, and nothing is done,
+        where there is more to it."""
         if not self._is_plain or event.logprobs or self._rows:
             return None
-        text, count, kept = "", self.num_tokens, self._request.include_stop_str_in_output
+        text, count = "", self.num_tokens
         for token_id in event.token_ids:
             count += 1
-            if self._is_stop(token_id, count):
+            if token_id in self._stop_ids and self._is_stop(token_id, count):
                 self._ending_token = token_id
-                if not kept:
+                if not self._request.include_stop_str_in_output:
                     continue
             text += self._detokenizer.push(token_id)
         self.num_tokens = count
         self._pushed += len(text)
-        return Delta(index=self._index, text=text, num_tokens=len(event.token_ids), token_ids=event.token_ids)
+        return text
 
     def push(self, event: Tokens) -> Iterator[Piece]:
         """What the event's tokens say, counted once, and ``Ended`` where a stop string is complete."""

@@ -52,6 +52,8 @@ class Run:
     """One request's choices, fed with events by ``pieces.all_pieces`` or by an event loop. ``open``: indexes whose
     text goes on; ``reported``: those the engine has ended."""
 
+    __slots__ = ("_cached", "_choices", "_drafts", "_on_tokens", "_open", "_reported", "_request", "_stream")
+
     def __init__(
         self, request: ValidRequest, text: TextModel, stream: EventStream, on_tokens: OnTokens | None = None
     ) -> None:
@@ -70,14 +72,22 @@ class Run:
             yield from choice.begin()
 
     def feed(self, event: Event) -> Iterable[Piece]:
-        if type(event) is Tokens and event.index in self._open:  # nearly all are, and most of them are plain
-            delta = self._choices[event.index].read(event)
-            if delta is not None:
-                self._on_tokens(event.index, delta.num_tokens)
-                return (delta,)
+        if type(event) is Tokens:  # nearly all are, and most of them are plain
+            text = self.read(event)
+            if text is not None:
+                count = len(event.token_ids)
+                return (Delta(index=event.index, text=text, num_tokens=count, token_ids=event.token_ids),)
         if isinstance(event, Failed):
             raise failure(event)
         return self._on_event(event)
+
+    def read(self, event: Tokens) -> str | None:
+        """The text of ``event`` where there is no more to it than that, counted; None, and nothing is done, where it is
+        to be fed."""
+        text = self._choices[event.index].read(event) if event.index in self._open else None
+        if text is not None:
+            self._on_tokens(event.index, len(event.token_ids))
+        return text
 
     def end(self) -> Iterator[Piece]:
         if self._open:

@@ -43,6 +43,11 @@ class TimedConnection:
     the listener for probes.
     """
 
+    __slots__ = (
+        "_began", "_lag", "_left", "_limit", "_part", "_sent_at", "_waits_for", "address", "is_secure", "peer", "plain",
+        "probes", "request",
+    )  # fmt: skip
+
     def __init__(
         self,
         plain: Any,

@@ -41,6 +41,8 @@ class BackpressureSocket:
     it could send, None where there is no such; ``chunked``: the client speaks HTTP/1.1 or newer.
     """
 
+    __slots__ = ("_chunked", "_pending", "_plain", "_send", "_send_now")
+
     def __init__(
         self,
         plain: Any,

@@ -33,11 +33,13 @@ class EventBuffer:
     it does with one.
     """
 
+    __slots__ = ("_events", "_high", "_is_awaited", "_low", "_take", "get", "paused", "put")
+
     def __init__(self, events: Any, num_sequences: int) -> None:
         marks = min(num_sequences, MAX_MARKS)
         self._events, self._high, self._low = events, HIGH * marks, LOW * marks
         self.paused = False
-        self.put: Callable[[Event], None] = events.put
+        self.put: Callable[[Event], bool | None] = events.put
         self.get: Callable[[], Event] = events.get
         self._take: Callable[[Event], bool] = _take_nothing
         self._is_awaited = False  # its reader waits, and nothing is in the queue
@@ -63,11 +65,12 @@ class EventBuffer:
         self._is_awaited = False
         self._events.put(_Errand(run))
 
-    def _put_tapped(self, event: Event) -> None:
+    def _put_tapped(self, event: Event) -> bool:
         if self._is_awaited and self._take(event):
-            return
+            return True
         self._is_awaited = False  # the reader has not been switched to when the next one comes
         self._events.put(event)
+        return False
 
     def _get_tapped(self) -> Event:
         while True:
@@ -87,6 +90,8 @@ def _take_nothing(event: Event) -> bool:
 
 class LogitsBuffer(EventBuffer):
     """Also full by the bytes of logits that wait in it. Each of the two counts is one side's own."""
+
+    __slots__ = ("_came", "_went")
 
     def __init__(self, events: Any, num_sequences: int) -> None:
         super().__init__(events, num_sequences)

@@ -5,6 +5,7 @@ Where a supervisor runs the engine, ``attach`` to it; ``connect`` also starts it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -31,7 +32,7 @@ class LocalQueue(gevent.queue.SimpleQueue):
 
 class GeventPoller:
     """The poller of a loop on a greenlet: other greenlets run while it waits. libev's watchers are kept between waits;
-    zmq.green makes and drops several for each."""
+    zmq.green makes and drops several for each. What ``take`` takes costs the callback of one watcher."""
 
     def __init__(self) -> None:
         self._hub = gevent.get_hub()
@@ -47,12 +48,22 @@ class GeventPoller:
             self._timer.close()
             self._timer = None
 
-    def poll(self, seconds: float) -> Collection[int]:
+    def poll(self, seconds: float, take: Callable[[int], bool]) -> Collection[int]:
         waiter = Waiter(self._hub)
+
+        def look(fd: int) -> None:
+            try:
+                taken = take(fd)
+            except BaseException:
+                waiter.throw(*sys.exc_info())
+                return
+            if not taken:
+                waiter.switch(fd)
+
         timer = self._timer_of(seconds)
         timer.again(waiter.switch, None)
         for fd, reader in self._readers:
-            reader.start(waiter.switch, fd)
+            reader.start(look, fd)
         try:
             fd = waiter.get()
         finally:

@@ -25,12 +25,13 @@ MOVES: dict[Phase, tuple[Phase, ...]] = {
 class EventSink(Protocol):
     """Where a request's events go. Called on the client's own thread; must not block.
 
-    ``is_full`` asks for a pause, of which the reader learns by ``paused``; ``is_drained`` takes it back.
+    ``put`` returns True where an event was taken at once and waits for no reader. ``is_full`` asks for a pause, of
+    which the reader learns by ``paused``; ``is_drained`` takes it back.
     """
 
     paused: bool
 
-    def put(self, event: Event, /) -> None: ...
+    def put(self, event: Event, /) -> bool | None: ...
     @property
     def is_full(self) -> bool: ...
     @property
@@ -44,9 +45,16 @@ class InflightRequest:
     any number of tokens.
     """
 
+    # a step touches one of each stream: what is small stays in the caches
+    __slots__ = (
+        "_cached", "_drafts", "_own_drafts", "_parked", "_rows", "_sole", "attempt", "delivered", "ending", "failed",
+        "number", "open", "phase", "request", "restarts", "scored", "sent", "sink", "submitted", "wanted",
+    )  # fmt: skip
+
     def __init__(self, request: ValidRequest, number: int, sink: EventSink) -> None:
         self.request, self.number, self.sink = request, number, sink
         self.delivered: list[list[int]] = [[] for _ in request.sequences]
+        self._sole = self.delivered[0] if len(self.delivered) == 1 else None
         self.open = set(range(len(request.sequences)))
         self.attempt = list(range(len(request.sequences)))
         self.ending: set[int] = set()  # sequences the caller has asked to end
@@ -72,12 +80,20 @@ class InflightRequest:
         self.phase = phase
         self._parked.clear()
 
-    def deliver(self, event: Event) -> None:
-        """Hand on one event of the running attempt, under the request's own numbering."""
+    def deliver(self, event: Event) -> bool:
+        """Hand on one event of the running attempt, under the request's own numbering. Whether it was taken at once, so
+        that nothing about the request is to be looked at."""
         self.restarts = 0
-        if type(event) is Tokens:
+        if type(event) is not Tokens:
+            self._deliver_other(event)
+        elif self._sole is None or event.num_cached_tokens is not None or event.drafts is not None or not self.open:
             self._deliver_tokens(event)
-            return
+        else:  # nearly all
+            self._sole.extend(event.token_ids)
+            return self.sink.put(event) is True and self.phase == "running"
+        return False
+
+    def _deliver_other(self, event: Event) -> None:
         if isinstance(event, Failed):
             self.failed = True
             self.sink.put(event)

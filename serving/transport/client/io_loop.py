@@ -255,7 +255,7 @@ class IoLoop:
     def _wait(self) -> bool:
         """Wait for something to do; whether the connection has broken."""
         searching = self._connection is None and (self.keep or self.state.busy)
-        ready = self.poller.poll(self._reconnect.pause if searching else TURN)
+        ready = self.poller.poll(self._reconnect.pause if searching else TURN, self._take)
         if self._pipe.fd in ready:
             self._pipe.drain()
         if self._connection is None or not self._connection.is_broken(ready):
@@ -263,12 +263,23 @@ class IoLoop:
         self._reconnect.broken(had_begun=self._connection.connected)
         return True
 
+    def _take(self, fd: int) -> bool:
+        """See ``Poller.poll``: frames that ask for nothing but to be delivered."""
+        if self._connection is None or fd != self._connection.fds[0] or self._read():
+            return False
+        state = self.state
+        return self.phase == "connected" and not (state.outbox or state.closing is not None or state.lost)
+
     def _receive(self) -> bool:
         """Take what has come; whether there may be more to do."""
+        return self._read() or self._is_left()
+
+    def _read(self) -> bool:
+        """Take what has come; whether there may be more."""
         for _ in range(FRAMES_PER_TURN):
             frame = None if self._connection is None else self._connection.receive()
             if frame is None:
-                return self._is_left()
+                return False
             try:
                 self.state.receive(frame)
             except msgspec.DecodeError as error:

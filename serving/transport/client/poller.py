@@ -7,7 +7,7 @@ was done with the socket since. Read until there is nothing before waiting for i
 from __future__ import annotations
 
 import select
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 
@@ -18,8 +18,12 @@ class Poller(Protocol):
         """Watch ``fds`` from now on, and no others. None may be closed while it is watched."""
         ...
 
-    def poll(self, seconds: float) -> Collection[int]:
-        """Descriptors that can be read, at least one of those; none after ``seconds``."""
+    def poll(self, seconds: float, take: Callable[[int], bool]) -> Collection[int]:
+        """Descriptors that can be read, at least one of those; none after ``seconds``.
+
+        Where that spares the owner a switch, ``take`` is called with one that can be read: True where all is done that
+        was to be done about it, and the owner goes on waiting. It must not block; what it raises is raised here.
+        """
         ...
 
 
@@ -37,5 +41,5 @@ class ThreadPoller:
             self._poll.register(fd, select.POLLIN)
         self._watched = tuple(fds)
 
-    def poll(self, seconds: float) -> Collection[int]:
+    def poll(self, seconds: float, take: Callable[[int], bool]) -> Collection[int]:
         return [fd for fd, _ in self._poll.poll(seconds * 1000)]

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from ...engine.interface import AdapterInfo, EngineInfo, Health
 from ...errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
-from ...events import Event
 from ...request import ValidRequest
 from .. import protocol as m
 from .inflight import EventSink, InflightRequest
@@ -188,11 +187,16 @@ class ClientState:
     def receive(self, frame: bytes) -> None:
         """Take one frame. Raises ``msgspec.DecodeError`` for bytes that are no message."""
         message = m.decode_for_client(frame)
+        if type(message) is m.Events:
+            self.progressed, self.step_age = True, 0.0
+            for number, event in message.items:
+                running = self._running.get(number)
+                if running is None:
+                    continue  # abandoned
+                if not running.deliver(event) or running is self._alone:
+                    self._look_after(running)
+            return
         match message:
-            case m.Events():
-                self.progressed, self.step_age = True, 0.0
-                for number, event in message.items:
-                    self._deliver(number, event)
             case m.Heartbeat(health):
                 idle = health.num_running + health.num_waiting == 0
                 self.progressed = self.progressed or idle or health.steps != self.health.steps
@@ -215,13 +219,10 @@ class ClientState:
                 [*(self.last_health | {self.generation: health}).items()][-MAX_GENERATIONS:]
             )  # a new one: others read it
 
-    def _deliver(self, number: int, event: Event) -> None:
-        running = self._running.get(number)
-        if running is None:
-            return  # abandoned
-        running.deliver(event)
+    def _look_after(self, running: InflightRequest) -> None:
+        """What follows from an event of its that was delivered."""
         if running.done:
-            del self._running[number]
+            del self._running[running.number]
         elif self._resumes and running.should_pause:
             self._pause(running)
         elif running.phase == "paused":

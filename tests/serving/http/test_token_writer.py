@@ -48,7 +48,14 @@ class Wire:
 
 
 def stream_of(
-    text: TextModel, wire: Wire, *, direct: bool, task: str = "chat", dialect: str = "openai", chunked: bool = True
+    text: TextModel,
+    wire: Wire,
+    *,
+    direct: bool,
+    task: str = "chat",
+    dialect: str = "openai",
+    chunked: bool = True,
+    record: AccessRecord | None = None,
 ) -> tuple[Callable[[Event], None], gevent.Greenlet, list[int]]:
     """How its engine's client puts events, the greenlet that answers as gunicorn does, and what that pulled."""
     request = ValidRequest(
@@ -71,7 +78,7 @@ def stream_of(
             return RemoteStream(RequestHandle(self), buffer, 1)
 
     source = generate.run(Client(), request, text)  # type: ignore[arg-type]
-    record = AccessRecord(request_id="r1", method="POST", path="/")
+    record = record or AccessRecord(request_id="r1", method="POST", path="/")
     encoder = DIALECTS[dialect].stream(request, b"")
     writer = token_writer(source, encoder, record, wire.sock) if direct else None
     assert (writer is not None) == direct
@@ -123,6 +130,41 @@ def test_tokens_do_not_wake_their_stream(instant_text: TextModel, task: str, dia
     greenlet.get(timeout=30)
     assert wire.data.startswith(sent)
     assert wire.data == said_the_long_way(instant_text, task=task, dialect=dialect)
+
+
+@pytest.mark.parametrize(
+    ("task", "dialect"), [("chat", "openai"), ("completions", "databricks"), ("chat", "anthropic")]
+)
+def test_text_alone_goes_straight_into_its_template(
+    instant_text: TextModel, monkeypatch: pytest.MonkeyPatch, task: str, dialect: str
+) -> None:
+    """Once there is one, no piece is made of a token that is only text, and its usage and bytes are the same."""
+    wire = Wire()
+    put, greenlet, _ = stream_of(instant_text, wire, direct=True, task=task, dialect=dialect)
+    first, second, *others = tokens(instant_text)
+    put(first)
+    gevent.idle()
+    put(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.Run, "feed", lambda run, event: 1 / 0)
+        for event in others:
+            put(event)
+    put(Finished(0, "stop"))
+    greenlet.get(timeout=30)
+    assert wire.data == said_the_long_way(instant_text, task=task, dialect=dialect)
+
+
+def test_content_that_is_traced_is_gathered(instant_text: TextModel) -> None:
+    """All that its own greenlet, which has the first token, was not woken for."""
+    wire, record = Wire(), AccessRecord(request_id="r1", method="POST", path="/", replies={})
+    put, greenlet, _ = stream_of(instant_text, wire, direct=True, record=record)
+    for event in tokens(instant_text):
+        put(event)
+        gevent.idle()
+    put(Finished(0, "stop"))
+    greenlet.get(timeout=30)
+    assert record.replies is not None
+    assert record.replies[0].choice(0).text == TEXT[1:]
 
 
 def test_what_has_come_for_a_stream_goes_out_together(instant_text: TextModel) -> None:

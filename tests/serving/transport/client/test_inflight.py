@@ -50,6 +50,25 @@ def test_a_step_may_give_a_sequence_any_number_of_tokens() -> None:
     assert again.n == 3
 
 
+def test_only_plain_tokens_that_were_taken_at_once_ask_for_no_look_at_their_request() -> None:
+    """Not those that wait for their reader, nor what a pause, an end or a search for its first tokens follows from."""
+    inflight, sink = running(completion(max_tokens=9))
+    sink.put = lambda event: True  # type: ignore[assignment]
+    assert not inflight.deliver(Tokens(0, (5,), num_cached_tokens=1))
+    assert inflight.deliver(Tokens(0, (6, 7)))
+    inflight.move("pausing")
+    assert not inflight.deliver(Tokens(0, (8,)))
+    inflight.move("paused")
+    inflight.move("running")
+    sink.put = lambda event: None  # type: ignore[assignment]
+    assert not inflight.deliver(Tokens(0, (9,)))
+    assert not inflight.deliver(Finished(0, "stop"))
+    assert inflight.delivered == [[5, 6, 7, 8, 9]]
+    assert inflight.done
+    assert not inflight.deliver(Tokens(0, (10,)))
+    assert inflight.delivered == [[5, 6, 7, 8, 9]]
+
+
 @pytest.mark.parametrize(("last", "reason"), [((6, 7, 0), "stop"), ((6, 7, 8), "length")])
 def test_a_sequence_whose_last_step_ended_it_is_not_run_again(last: tuple[int, ...], reason: str) -> None:
     """Only its ``Finished`` was lost with the engine: at a stop token or at its full length."""

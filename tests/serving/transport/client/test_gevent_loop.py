@@ -1,0 +1,159 @@
+"""The client's loop as a greenlet: what its engine sends is delivered without waking it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gevent
+import pytest
+import zmq
+from transport_place import completion
+
+from mlflow_llm.serving.engine.interface import EngineInfo, Health
+from mlflow_llm.serving.events import Event, Failed, Tokens
+from mlflow_llm.serving.transport import protocol as m
+from mlflow_llm.serving.transport.client import io_loop
+from mlflow_llm.serving.transport.client.gevent_client import GeventPoller
+from mlflow_llm.serving.transport.client.io_loop import IoLoop
+from mlflow_llm.serving.transport.client.protocol_state import ClientState
+
+INFO = EngineInfo(
+    content_hash="", tasks=("completions",), vocab_size=9, max_model_len=99, max_num_seqs=9, max_kv_tokens=99
+)
+
+
+class Reader(list[Event]):
+    """``fails``: what it raises for the next event."""
+
+    paused, is_full, is_drained = False, False, False
+    fails: Exception | None = None
+
+    def put(self, event: Event) -> None:
+        if self.fails is not None:
+            self.fails, error = None, self.fails
+            raise error
+        self.append(event)
+
+
+class OneEngine:
+    """A finder to which there is one engine; the test plays it on ``socket``."""
+
+    client_id, secret, failed_log, generation = "", None, "", "1"
+
+    def __init__(self, path: Path) -> None:
+        self._context: Any = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.endpoint = f"ipc://{path}/e"
+        self.socket.bind(self.endpoint)
+        self.client = b""
+
+    def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
+        return self.endpoint
+
+    def alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.socket.close(0)
+        self._context.term()
+
+    def hears(self) -> m.ToEngine:
+        until(lambda: self.socket.poll(0))
+        self.client, frame = self.socket.recv_multipart()
+        return m.decode_for_engine(frame)
+
+    def says(self, *messages: m.ToClient) -> None:
+        for message in messages:
+            self.socket.send_multipart([self.client, m.encode(message)])
+
+
+def until(what: Callable[[], object]) -> None:
+    with gevent.Timeout(60):
+        while not what():
+            gevent.sleep(0.001)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> OneEngine:
+    return OneEngine(tmp_path)
+
+
+class Loop(IoLoop):
+    turns = 0
+
+    def _turn(self) -> None:
+        self.turns += 1
+        super()._turn()
+
+
+@pytest.fixture
+def loop(engine: OneEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    """Welcomed, with one request, which ``reader`` reads; the clock does not wake it."""
+    monkeypatch.setattr(io_loop, "TURN", 3600.0)
+    state = ClientState("c")
+    made = Loop(GeventPoller(), engine, state, stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
+    running = gevent.spawn(made.run)
+    assert isinstance(engine.hears(), m.Hello)
+    engine.says(m.Welcome("1", INFO, Health(status="ready")))
+    until(lambda: made.phase == "connected")
+    yield made
+    made.stop()
+    running.join(60)
+
+
+def submit(loop: Loop, engine: OneEngine) -> Reader:
+    reader = Reader()
+    loop.post(lambda state: state.submit(completion("a", max_tokens=50), reader))
+    assert isinstance(engine.hears(), m.Submit)
+    gevent.idle()
+    return reader
+
+
+def events(*tokens: int) -> list[m.Events]:
+    return [m.Events(token, ((1, Tokens(0, (token,))),)) for token in tokens]
+
+
+def test_events_are_delivered_without_a_turn_of_the_loop(loop: Loop, engine: OneEngine) -> None:
+    """Each in its order, by whoever finds that they can be read."""
+    reader = submit(loop, engine)
+    before = loop.turns
+    for token in range(5):
+        engine.says(*events(token))
+        until(lambda count=token + 1: len(reader) == count)
+    assert reader == [Tokens(0, (token,)) for token in range(5)]
+    assert loop.turns == before
+
+
+def test_what_asks_for_more_wakes_the_loop(loop: Loop, engine: OneEngine) -> None:
+    """A reader that does not follow has its request taken out of the engine, with nothing else to wake the loop; what
+    the engine says last ends the connection."""
+    reader = submit(loop, engine)
+    loop.state._resumes = True
+    reader.is_full = True
+    engine.says(*events(1))
+    assert engine.hears() == m.Finish(1, 0)
+    engine.says(m.Closing("over"))
+    assert isinstance(engine.hears(), m.Hello)
+
+
+def test_more_than_fits_into_a_turn_is_taken_by_the_loop(loop: Loop, engine: OneEngine) -> None:
+    """Frame after frame, and nothing is left when it waits again: ZeroMQ does not say twice that there is more."""
+    reader = submit(loop, engine)
+    engine.says(*events(*range(100)))
+    until(lambda: len(reader) == 100)
+    assert [event.token_ids for event in reader if isinstance(event, Tokens)] == [(token,) for token in range(100)]
+
+
+def test_what_breaks_on_the_way_ends_the_loop(loop: Loop, engine: OneEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """As it does in a turn: what runs is told, and nobody waits for it."""
+    reader = submit(loop, engine)
+    reader.fails = ZeroDivisionError("broken")
+    engine.says(*events(1))
+    until(lambda: reader)
+    (failed,) = reader
+    assert isinstance(failed, Failed)
+    assert failed.kind == "engine_died"
+    assert loop.stopping
+    assert "the engine's client ends" in caplog.text
