@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gevent
+from gevent.event import Event
 from gunicorn.arbiter import Arbiter
 from gunicorn.glogging import Logger
 from gunicorn.workers.base_async import AsyncWorker
@@ -32,6 +34,8 @@ if TYPE_CHECKING:  # the arbiter loads this module too, and needs neither tokeni
     from .accepting import Acceptor
 
 TICK = 0.1
+TURN = 1.0  # seconds in which ``run`` shows the arbiter that it lives
+READ = 1  # of the event loop's events
 FLUSH_SECONDS = 2.0
 LAST_SECONDS = 1.0
 QUIT_SECONDS = 10.0
@@ -48,6 +52,7 @@ class DrainingWorker(GeventWorker):
     slot: WorkerSlot  # which the arbiter gives it
     tls: list[Tls]  # of its listeners
     at_once = False
+    _called: Event  # set where ``run`` is to look at once
     answering = 0  # requests from their head to the last byte of their answer
 
     def init_process(self) -> None:
@@ -58,6 +63,7 @@ class DrainingWorker(GeventWorker):
         from .parse_errors import install
 
         install()
+        self._called = Event()
         super().init_process()
 
     def init_signals(self) -> None:
@@ -142,6 +148,7 @@ class DrainingWorker(GeventWorker):
             os._exit(0)
         self.alive = False
         self.server.load_shedder.draining = True
+        self._called.set()
 
     def handle_quit(self, sig: int, frame: Any) -> None:
         # at once: what runs is cut short and settled, and what that takes is bounded by the kernel, should our loop
@@ -158,17 +165,15 @@ class DrainingWorker(GeventWorker):
         self.tls = []
         acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
         self.slot.open()
-        last = 0.0
-        while self.alive:
-            if os.getppid() != self.ppid:
-                logs.event("the arbiter is gone; the worker drains and ends", level=30)
-                break
-            if time.monotonic() - last > 1.0:
-                last = time.monotonic()
+        with self._arbiters_end():
+            while self.alive:
+                if os.getppid() != self.ppid:
+                    logs.event("the arbiter is gone; the worker drains and ends", level=30)
+                    break
                 self.notify()
                 for tls in self.tls:
                     tls.look()
-            gevent.sleep(TICK)
+                self._called.wait(TURN)
         self._drain()
         if self.server.ledger is not None:
             self.server.ledger.settle_open()  # of clients that take nothing, so that no error reached their requests
@@ -181,6 +186,23 @@ class DrainingWorker(GeventWorker):
             self.server.ledger.close()
         if self.server.follower is not None:
             self.server.follower.close()
+
+    @contextlib.contextmanager
+    def _arbiters_end(self) -> Iterator[None]:
+        """``_called`` is set when the arbiter ends; a kernel that does not say so leaves it to ``run``'s next turn."""
+        try:
+            fd = os.pidfd_open(self.ppid)
+        except OSError:
+            yield
+            return
+        watcher = gevent.get_hub().loop.io(fd, READ)
+        watcher.start(self._called.set)
+        try:
+            yield
+        finally:
+            watcher.stop()
+            watcher.close()
+            os.close(fd)
 
     def _listen(self, sock: Any, *, probes: bool) -> Acceptor:
         """Accept at ``sock``: the gateway's listener, or that for probes, whose connections are counted apart."""

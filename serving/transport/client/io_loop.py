@@ -241,6 +241,9 @@ class IoLoop:
         if self._turned_at - self._looked_at < TURN:
             return False
         self._looked_at = self._turned_at
+        if self.state.progressed:  # it has lived since
+            self._dead_turns = 0
+            return False
         self._dead_turns = 0 if self._connection is None or self.finder.alive() else self._dead_turns + 1
         return self._dead_turns > DEAD_TURNS
 

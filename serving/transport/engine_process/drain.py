@@ -13,6 +13,10 @@ class Drain:
         self._until: float | None = None
 
     @property
+    def has_begun(self) -> bool:
+        return self._until is not None
+
+    @property
     def under_way(self) -> bool:
         """Whether new requests are refused. Not where no time is given: those wait for the engine's successor."""
         return self._until is not None and time.monotonic() < self._until

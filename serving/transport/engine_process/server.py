@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 TICK = 0.5  # seconds between heartbeats and looks at the clients' locks
 SILENCE = 30.0  # seconds without a ping after which a client on another host counts as dead
+EVENTS, READABLE, SNDMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SNDMORE)  # no enums in every step
 LOCAL, REMOTE = b"l", b"r"  # before a client's identity, which is unique to its socket alone
 FRAME = 8 * 2**20  # bytes of logits after which a frame is sent
 MESSAGES_PER_TURN = 256  # taken before the next step, so that a flood of messages cannot starve it
@@ -113,7 +114,7 @@ class EngineServer:
 
     def run(self) -> None:
         """Returns with the state directory removed; raises what a step raises (the clients then start anew)."""
-        while not self._drain.over(any(peer.open for peer in self._peers.values())):
+        while not (self._drain.has_begun and self._drain.over(any(peer.open for peer in self._peers.values()))):
             self._take()
             if self.core.has_work():
                 outputs = self.core.step()
@@ -127,12 +128,13 @@ class EngineServer:
     # messages in
 
     def _take(self) -> None:
-        wait = 0 if self.core.has_work() else int(TICK * 500)
-        if not self._poller.poll(wait):
-            return
-        self._pipe.drain()
+        if not self.core.has_work():
+            if not self._poller.poll(int(TICK * 500)):
+                return
+            self._pipe.drain()
         for side, socket in self._sockets.items():
-            self._take_from(side, socket)
+            if socket.getsockopt(EVENTS) & READABLE:  # which costs a step less than a poll and an exception
+                self._take_from(side, socket)
 
     def _take_from(self, side: bytes, socket: Any) -> None:
         for _ in range(MESSAGES_PER_TURN):
@@ -290,7 +292,9 @@ class EngineServer:
             self._send(identity, m.Events(steps, tuple(items)))
 
     def _send(self, identity: bytes, message: m.ToClient) -> None:
-        self._sockets[identity[:1]].send_multipart([identity[1:], m.encode(message)])
+        socket = self._sockets[identity[:1]]
+        socket.send(identity[1:], SNDMORE)
+        socket.send(m.encode(message))
 
     # clients and shutdown
 

@@ -157,3 +157,18 @@ def test_what_breaks_on_the_way_ends_the_loop(loop: Loop, engine: OneEngine, cap
     assert failed.kind == "engine_died"
     assert loop.stopping
     assert "the engine's client ends" in caplog.text
+
+
+def test_an_engine_that_says_something_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is looked at only when nothing has come of it; one whose lock is free is given up in the end."""
+    engine = OneEngine(tmp_path)
+    monkeypatch.setattr(io_loop, "TURN", 0.0)
+    monkeypatch.setattr(engine, "alive", lambda: False)
+    loop = Loop(GeventPoller(), engine, ClientState("c"), stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
+    loop._connect()
+    for _ in range(10 * io_loop.DEAD_TURNS):
+        loop.state.progressed = True
+        assert not loop._is_dead()
+    loop.state.progressed = False
+    assert [loop._is_dead() for _ in range(io_loop.DEAD_TURNS + 1)] == [False] * io_loop.DEAD_TURNS + [True]
+    loop.close()

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from offline_server import ONE, offline_server
 from transport_place import completion
 
 from mlflow_llm.serving.events import Finished, Logits
 from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.engine_process import server as module
+from mlflow_llm.serving.transport.engine_process.server import LOCAL
 
 
 def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,21 @@ def test_many_logits_are_several_frames(tmp_path: Path, monkeypatch: pytest.Monk
         events = [(number, event) for items in frames for number, event in items]
         assert [event.index for number, event in events if number == 1 and isinstance(event, Finished)] == [0, 1, 2, 3]
         assert sum(number == 2 for number, _ in events) == 8
+
+
+def test_messages_are_taken_between_steps_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is work nobody polls: what has come is there, and what has not is for the next step."""
+    with offline_server(tmp_path) as server, zmq.Context() as context:
+        router, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        router.bind("inproc://engine")
+        client.setsockopt(zmq.IDENTITY, ONE[1:])
+        client.connect("inproc://engine")
+        server._sockets[LOCAL] = router
+        server._handle(ONE, m.Submit(1, completion("a", max_tokens=50)))
+        monkeypatch.setattr(server._poller, "poll", lambda wait: 1 / 0)
+        server._take()
+        client.send(m.encode(m.Submit(2, completion("b", max_tokens=50))))
+        server._take()
+        assert server.core.health().num_running == 2
+        router.close(0)
+        client.close(0)

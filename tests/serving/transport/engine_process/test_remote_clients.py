@@ -194,7 +194,7 @@ def test_a_deadline_is_counted_where_the_engine_is(place, make_bundle):
 
 
 class _Deaf:
-    def send_multipart(self, frames):
+    def send(self, frame, flags=0):
         """Nobody listens."""
 
 
