@@ -368,15 +368,16 @@ inline void multiply_add(Tiles& tiles) {
     else tiles.template multiply_bf16<C, A, B>();
 }
 
+using TileSums = int32_t[2 * TILE_ROWS][PANEL];  // or float32, of bfloat16
+
 // By tiles, A rows of them (one or two) by one panel's two halves: tiles 0 to 3 are the sums, 4 and 5 activations, 6 and
-// 7 weights. `row` is the bytes of a row of activations.
+// 7 weights. `row` is the bytes of a row of activations. `next`, or null: the panel that is to be near after this one.
 template <Kind KIND, int A, class Tiles>
-inline void tile_sums(Tiles& tiles, const Linear& w, int panel, const uint8_t* x, int row,
-                      int32_t (&sums)[2 * TILE_ROWS][PANEL]) {
-    const char* weights = (const char*)w.packed + panel * w.panel_bytes();
+inline void tile_sums(Tiles& tiles, const char* weights, const uint8_t* x, int row, const char* next, TileSums& sums) {
+    constexpr int STEP = TILE_ROWS * PANEL * 4;
     tiles.template zero<0>(), tiles.template zero<1>();
     if (A == 2) tiles.template zero<2>(), tiles.template zero<3>();
-    for (int k = 0; k < row; k += TILE_BYTES, weights += TILE_ROWS * PANEL * 4) {
+    for (int k = 0; k < row; k += TILE_BYTES, weights += STEP) {
         tiles.template load<6>(weights, PANEL * 4), tiles.template load<7>(weights + 64, PANEL * 4);
         tiles.template load<4>(x + k, row);
         multiply_add<KIND, 0, 4, 6>(tiles), multiply_add<KIND, 1, 4, 7>(tiles);
@@ -384,38 +385,111 @@ inline void tile_sums(Tiles& tiles, const Linear& w, int panel, const uint8_t* x
             tiles.template load<5>(x + size_t(TILE_ROWS) * row + k, row);
             multiply_add<KIND, 2, 5, 6>(tiles), multiply_add<KIND, 3, 5, 7>(tiles);
         }
+        if (!next) continue;
+        for (int i = 0; i < STEP; i += 64) __builtin_prefetch(next + i, 0, 2);  // into the second cache
+        next += STEP;
     }
     tiles.template store<0>(sums[0], PANEL * 4), tiles.template store<1>(sums[0] + LANES, PANEL * 4);
     if (A == 2) tiles.template store<2>(sums[TILE_ROWS], PANEL * 4), tiles.template store<3>(sums[TILE_ROWS] + LANES, PANEL * 4);
 }
 
-template <Kind KIND, class Tiles>
-inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    const auto sum_of = [](const int32_t* sums) {
-        if constexpr (KIND == Kind::INT8) return _mm512_load_si512(sums);
-        else return _mm512_load_ps(sums);
-    };
-    const int row_bytes = w.K / w.lane() * 4;
-    Tiles tiles;
-    alignas(64) int32_t sums[2 * TILE_ROWS][PANEL];
-    for (int a = 0; a < T; a += 2 * TILE_ROWS) {  // these rows stay in the first cache while panels stream past
-        const int count = std::min(T - a, 2 * TILE_ROWS);
-        const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * row_bytes;
-        const float* scale = x.scale ? x.scale + a : nullptr;
-        float* out = y + size_t(a) * w.N;
-        for (int panel = first; panel < last; panel++) {
-            if (count > TILE_ROWS) tile_sums<KIND, 2>(tiles, w, panel, rows, row_bytes, sums);
-            else tile_sums<KIND, 1>(tiles, w, panel, rows, row_bytes, sums);
-            const int n = panel * PANEL;
-            const bool add = finish == Finish::ADD;
-            for (int m = 0; m < count; m++) {
-                float* row = out + size_t(m) * w.N;
-                put<KIND>(w, sum_of(sums[m]), n, scale + m, row, add);
-                if (n + LANES < w.N) put<KIND>(w, sum_of(sums[m] + LANES), n + LANES, scale + m, row, add);
-            }
-            if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+// The value as it is, rounded: the compiler joins no product with a sum that follows.
+inline __m512 rounded(__m512 value) {
+#ifdef MLT_AVX512
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
+
+// What a whole panel's sums of bytes are as floats, the same as put() has them; what it needs of the weights is at hand.
+class PanelValues {
+  public:
+    PanelValues(const Linear& w, int panel) : has_bias(w.bias) {
+        for (int i = 0; i < 2; i++) {
+            const int n = panel * PANEL + i * LANES;
+            offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
+            if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
         }
     }
+    // Of one half of a row.
+    __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
+        const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
+        const __m512 value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), x_scale), scale[half]));
+        return has_bias ? rounded(_mm512_add_ps(value, bias[half])) : value;
+    }
+
+  private:
+    __m512i offset[2];
+    __m512 scale[2], bias[2];
+    bool has_bias;
+};
+
+// Rows of a panel's sums, as they go to y.
+template <Kind KIND>
+inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count, const float* x_scale, float* y, Finish finish) {
+    const int n = panel * PANEL;
+    const bool add = finish == Finish::ADD;
+    if (KIND == Kind::INT8 && n + PANEL <= w.N) {
+        const PanelValues value(w, panel);
+        float* to = y + n;
+        for (int m = 0; m < count; m++, to += w.N) {
+            const __m512 by = _mm512_set1_ps(x_scale[m]);
+            __m512 left = value(sums[m], 0, by), right = value(sums[m], 1, by);
+            if (add) left = _mm512_add_ps(left, _mm512_loadu_ps(to)), right = _mm512_add_ps(right, _mm512_loadu_ps(to + LANES));
+            _mm512_storeu_ps(to, left), _mm512_storeu_ps(to + LANES, right);
+        }
+    } else {
+        const auto sum_of = [](const int32_t* sums) {
+            if constexpr (KIND == Kind::INT8) return _mm512_load_si512(sums);
+            else return _mm512_load_ps(sums);
+        };
+        for (int m = 0; m < count; m++) {
+            float* row = y + size_t(m) * w.N;
+            put<KIND>(w, sum_of(sums[m]), n, x_scale + m, row, add);
+            if (n + LANES < w.N) put<KIND>(w, sum_of(sums[m] + LANES), n + LANES, x_scale + m, row, add);
+        }
+    }
+    if (finish == Finish::GELU) gelu_tile(y, count, panel, w.N);
+}
+
+// Calls put(sums, panel, a, count) for rows [a, a + count) by each panel, while the processor is at the sums that follow:
+// what a tile stored takes long to be read. Panels are fetched before they are needed, and few rows meet one while it is
+// near; where there are many, the floats that come of them would be far from each other, and rows come first.
+template <Kind KIND, int PARTS, class Tiles, class Put>
+inline void multiply_tiles(const Linear& w, Rows x, int T, int first, int last, const Put& put) {
+    constexpr int BLOCK = 2 * TILE_ROWS, FEW = 5 * BLOCK;
+    const int row_bytes = w.K / w.lane() * 4, near = T <= FEW ? FEW : BLOCK;
+    const auto weights_of = [&](int panel, int part) {
+        return (const char*)w.packed + (panel + part * (w.panels / PARTS)) * w.panel_bytes();
+    };
+    Tiles tiles;
+    alignas(64) TileSums sums[2][PARTS];
+    struct { int panel, a, count; } done{0, 0, 0};
+    int turn = 0;
+    for (int from = 0; from < T; from += near)
+        for (int panel = first; panel < last; panel++)
+            for (int a = from; a < std::min(from + near, T); a += BLOCK, turn ^= 1) {
+                const int count = std::min(T - a, BLOCK);
+                const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * row_bytes;
+                for (int part = 0; part < PARTS; part++) {
+                    const char* next = nullptr;
+                    if (a == from && part + 1 < PARTS) next = weights_of(panel, part + 1);
+                    else if (a == from && panel + 1 < last) next = weights_of(panel + 1, 0);
+                    TileSums& into = sums[turn][part];
+                    if (count > TILE_ROWS) tile_sums<KIND, 2>(tiles, weights_of(panel, part), rows, row_bytes, next, into);
+                    else tile_sums<KIND, 1>(tiles, weights_of(panel, part), rows, row_bytes, next, into);
+                }
+                if (done.count) put(sums[turn ^ 1], done.panel, done.a, done.count);
+                done = {panel, a, count};
+            }
+    if (done.count) put(sums[turn ^ 1], done.panel, done.a, done.count);
+}
+
+template <Kind KIND, class Tiles>
+inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    multiply_tiles<KIND, 1, Tiles>(w, x, T, first, last, [&](const TileSums* sums, int panel, int a, int count) {
+        put_rows<KIND>(w, *sums, panel, count, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, finish);
+    });
 }
 
 // How a linear is multiplied, by any number of rows: a product of bfloat16 rounds otherwise by tiles, and a processor that

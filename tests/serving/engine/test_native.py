@@ -100,7 +100,7 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
 
 @pytest.mark.parametrize("use", [AMX, EMULATED_TILES])
 @pytest.mark.parametrize("width", [64, 80, 576])  # 80 is no multiple of a tile's row
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 130])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 130, 200])
 def test_tiles_change_no_bit(rows: int, width: int, use: int) -> None:
     """int8 products by tiles, the processor's or emulated ones, are those without them, for any number of rows."""
     if use == AMX and use_tiles(AMX) != AMX:
