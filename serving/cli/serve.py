@@ -480,15 +480,24 @@ def endpoint_specs(
     elsewhere: tuple[str, ...] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[EndpointSpec, ...]:
-    """Resolve ``{name: URI}``; saved engine settings and request defaults hold unless overridden. Of the names in
+    """Resolve ``{name: URI}``; saved engine settings and request defaults hold unless overridden; an encoder beside
+    decoders is run without what only those have. Of the names in
     ``elsewhere`` the engines are on other hosts, and no weights are fetched. Raises ``PackagingError``."""
     from ..control.mlflow_resolver import resolve, with_drafts
+    from ..control.model_sources import not_applied
 
     if not models:
         return ()
     ordered = sorted(models, key=lambda name: name in elsewhere)
     here = tuple(models[name] for name in ordered if name not in elsewhere)
     resolved = dict(zip(ordered, resolve(here, tuple(models[name] for name in ordered[len(here) :])), strict=True))
+    if any(resolved[name].generates for name in models):
+        for name in models:
+            if unused := resolved[name].unused(overrides):
+                click.echo(not_applied(name, unused), err=True)
+    elif unused := next(iter(resolved.values())).unused(overrides):
+        given = ", ".join(f"{key}={value}" for key, value in unused.items())
+        raise click.UsageError(f"-C {given}: none of the models makes text, and others have no use for it")
     engines = {name: resolved[name].settings(overrides) for name in models}
     local = [name for name in models if name not in elsewhere]
     with_draft = with_drafts([resolved[name].bundle for name in local], [engines[name] for name in local], resolve)

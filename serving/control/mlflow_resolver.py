@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from .. import child
 from ..bundle import Bundle, draft_of
 from ..dialects.defaults import request_defaults
 from ..errors import InvalidField, ModelNotFound, NotFound, PackagingError
+from ..request import POOLED
 from ..settings import EngineSettings
+
+# engine settings that encoders refuse, with their defaults
+OF_GENERATION = {"kv_cache_dtype": "auto", "kv_block_size": None, "draft_model": None}
 
 
 class ResolvedModel(Struct, frozen=True, kw_only=True):
@@ -42,20 +46,32 @@ class ResolvedModel(Struct, frozen=True, kw_only=True):
         layers: list[Any] = [self.config.get(name) or {} for name in ("generation_config", "defaults")]
         return request_defaults(*layers)
 
-    def settings(self, overrides: dict[str, Any]) -> EngineSettings:
-        """The saved engine settings under ``overrides``. Raises ``PackagingError``.
+    @property
+    def generates(self) -> bool:
+        return not POOLED.issuperset(self.bundle.tasks)
+
+    def unused(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a whole server's engine settings that this model has no use for."""
+        given = {} if self.generates else overrides
+        return {k: v for k, v in given.items() if k in OF_GENERATION and v != OF_GENERATION[k]}
+
+    def settings(self, overrides: dict[str, Any], own: Mapping[str, Any] | None = None) -> EngineSettings:
+        """The saved engine settings under ``overrides``, those of a whole server, as far as they are of use, under
+        ``own`` of the served entity. Raises ``PackagingError``.
 
         A model does not grant itself ``trust_remote_code``: who writes to a registry is not who runs its servers.
         """
-        own = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
-        saved = {k: v for k, v in self.config.items() if k in own and v is not None}
-        if saved.get("trust_remote_code") and "trust_remote_code" not in overrides:
+        unused = self.unused(overrides)
+        given = {k: v for k, v in overrides.items() if k not in unused} | dict(own or {})
+        known = set(EngineSettings.__struct_fields__) - {"in_process"}  # which is for notebooks
+        saved = {k: v for k, v in self.config.items() if k in known and v is not None}
+        if saved.get("trust_remote_code") and "trust_remote_code" not in given:
             raise PackagingError(
                 "the model was logged with trust_remote_code: it brings code of its own, which runs only where the "
                 "server is started with -C trust_remote_code=true"
             )
         try:
-            return EngineSettings.read(saved | overrides)
+            return EngineSettings.read(saved | given)
         except InvalidField as error:
             raise PackagingError(f"engine settings: {error}") from None
 

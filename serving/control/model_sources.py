@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +16,14 @@ from ..model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
 from .spec import EndpointSpec
 
+logger = logging.getLogger(__name__)
+
+
+def not_applied(name: str, unused: Mapping[str, Any]) -> str:
+    """What is said of a model and those of a whole server's engine settings that it is run without."""
+    given = ", ".join(f"{key}={value}" for key, value in unused.items())
+    return f"{name} runs without the server's {given}: it makes no text"
+
 
 def locate(
     entities: tuple[EntityConfig, ...],
@@ -23,7 +32,8 @@ def locate(
     metered: bool = True,
     find: Callable[..., tuple[ResolvedModel, ...]] | None = None,
 ) -> tuple[ModelSource, ...]:
-    """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings.
+    """Where the models of ``entities`` are; seconds, in a process that ends. ``overrides`` are the server's settings,
+    for models that have a use for them.
 
     ``metered``: there is a ledger, without which no throughput can be reserved. ``find`` is
     ``mlflow_resolver.resolve``, or a ``ResolverPool``, which bounds it. Raises ``NotFound`` for a model that the
@@ -38,7 +48,10 @@ def locate(
             )
     try:
         found = (find or resolve)(tuple(entity.uri for entity in entities))
-        settings = [model.settings(overrides | e.engine_settings) for model, e in zip(found, entities, strict=True)]
+        for model in found:
+            if unused := model.unused(overrides):
+                logger.info("%s", not_applied(model.uri, unused))
+        settings = [model.settings(overrides, e.engine_settings) for model, e in zip(found, entities, strict=True)]
         bundles = with_drafts([model.bundle for model in found], settings, find or resolve)
     except PackagingError as error:
         raise InvalidField(

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 import torch
@@ -13,9 +14,13 @@ from click.testing import CliRunner, Result
 
 from mlflow_llm.flavors.llm import model_config
 from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.cli.serve import endpoint_specs
+from mlflow_llm.serving.control import mlflow_resolver
 from mlflow_llm.serving.control.mlflow_resolver import ResolvedModel
+from mlflow_llm.serving.control.model_sources import locate
 from mlflow_llm.serving.control.settings import ServerSettings, default_state_dir, ledger_dir
 from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.endpoints.config import EntityConfig
 from mlflow_llm.serving.engine.loader import resolve_device
 from mlflow_llm.serving.errors import InvalidField, PackagingError
 from mlflow_llm.serving.settings import EngineSettings
@@ -107,6 +112,24 @@ def test_bad_saved_settings_of_a_served_model_are_refused(instant_bundle) -> Non
     with pytest.raises(PackagingError, match="engine settings: threads: 0 is not allowed"):
         ResolvedModel(bundle=instant_bundle, config={"threads": 0}).settings({})
     assert not ResolvedModel(bundle=instant_bundle, config={"in_process": True}).settings({}).in_process
+
+
+def test_a_servers_settings_of_generation_are_for_its_decoders(instant_bundle, monkeypatch, capsys) -> None:
+    """``-C kv_cache_dtype`` for decoders and encoders: encoders run without it, which is said; their own is kept, to be
+    refused, and a server of encoders alone is refused."""
+    encoder = msgspec.structs.replace(instant_bundle, tasks=("embeddings",))
+    found = {"d": ResolvedModel(bundle=instant_bundle, uri="d"), "e": ResolvedModel(bundle=encoder, uri="e")}
+    monkeypatch.setattr(mlflow_resolver, "resolve", lambda uris, texts=(): tuple(found[u] for u in (*uris, *texts)))
+    given = {"kv_cache_dtype": "int8", "draft_model": None, "threads": 1}
+    specs = endpoint_specs({"d": "d", "e": "e"}, given)
+    assert [(one.engine.kv_cache_dtype, one.engine.threads) for one in specs] == [("int8", 1), ("auto", 1)]
+    assert capsys.readouterr().err == "e runs without the server's kv_cache_dtype=int8: it makes no text\n"
+    with pytest.raises(click.UsageError, match=r"^-C kv_cache_dtype=int8: none of the models makes text"):
+        endpoint_specs({"e": "e"}, given)
+    assert found["e"].settings(given, {"kv_cache_dtype": "bfloat16"}).kv_cache_dtype == "bfloat16"
+    entities = tuple(EntityConfig(name=uri, entity_name=uri, entity_version="") for uri in found)
+    sources = locate(entities, given, find=lambda uris: tuple(found[uri] for uri in uris))
+    assert [one.engine.kv_cache_dtype for one in sources] == ["int8", "auto"]
 
 
 @pytest.mark.parametrize("command", [("serve", "--port", "0", "-m", "x"), ("engine", "-m", "x", "--key-file")])
