@@ -24,6 +24,7 @@ from ..errors import PackagingError, shown
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_CONFIG_BYTES = 16 << 20
 MAX_MODULES = 500_000  # the largest open models have 100,000
+BYTE_TYPES = ("I8", "U8", "F8", "F4")
 # Numbers that a configuration's own code makes lists of.
 COUNTS = re.compile(r"(^|_)(n|num)_(.*_)?(layers?|blocks?|stages?|experts?)$|^(depth|layers)$")
 
@@ -50,15 +51,31 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
 
     Raises ``PackagingError`` naming the file.
     """
+    return {key: shape for key, (_, shape) in _entries(file).items()}
+
+
+def _entries(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The type and the shape by key. Raises as ``read_header``."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
-        return {key: _shape(value["shape"]) for key, value in header.items() if key != "__metadata__"}
+        return {k: (str(v["dtype"]), _shape(v["shape"])) for k, v in header.items() if k != "__metadata__"}
     except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError) as error:
         raise PackagingError(f"{file.name} cannot be read as safetensors: {error}") from None
+
+
+def refuse_unscaled(folder: str | Path) -> None:
+    """Weights in types of a byte, of a model whose config.json says of no quantisation: read as floats they would be
+    wrong by their scales. Raises ``PackagingError`` naming one."""
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        for key, (dtype, _) in _entries(file).items():
+            if key.endswith("weight") and dtype.startswith(BYTE_TYPES):
+                raise PackagingError(
+                    f"{key} is stored as {dtype}, but config.json has no quantization_config that says of which scale"
+                )
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
 from . import attention, fused_modules, latent_attention, linear, openmp, stored_weights
-from .config_bounds import in_proportion
+from .config_bounds import in_proportion, refuse_unscaled
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
 from .native import library
@@ -182,6 +182,8 @@ def from_pretrained(auto: Any, folder: str, settings: EngineSettings, dtype: Any
     if stored_weights.quantization_of(folder) is not None:
         return stored_weights.load(auto, folder, dtype, resolve_device(settings))
     try:
+        if not settings.trust_remote_code:  # code of its own may know what to do with them
+            refuse_unscaled(folder)
         with in_proportion(folder):
             model, found = auto.from_pretrained(
                 folder,

@@ -220,6 +220,10 @@ def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...]) -> Non
     expected = module._parameters.get(own)
     if expected is None:
         return
+    if expected.dim() < 2 or (own == "weight" and not isinstance(module, nn.Linear | Conv1D)):
+        raise PackagingError(
+            f"{name} is stored with a scale; expected weights of a linear, not of {type(module).__name__}"
+        )
     shape = tuple(expected.shape[::-1] if isinstance(module, Conv1D) else expected.shape)
     wanted: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.int8, shape), (torch.float32, (*shape[:-1], 1))]
     if name.endswith(PARTS[0]):

@@ -170,6 +170,15 @@ def widen_scale(tensors: dict[str, Any]) -> None:
     tensors[name] = tensors[name].expand(-1, 3).contiguous()
 
 
+def scale_norm(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight_scale"] = torch.ones(64, 1)
+
+
+def quantise_embedding(tensors: dict[str, Any]) -> None:
+    name = "model.embed_tokens.weight"
+    tensors |= {name: tensors[name].to(torch.int8), f"{name}_scale": torch.ones(len(tensors[name]), 1)}
+
+
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
@@ -178,6 +187,8 @@ def widen_scale(tensors: dict[str, Any]) -> None:
         (lose_scale, "model.layers.1.mlp.up_proj.weight is torch.int8 in the weights; expected torch.float32"),
         (cut, r"torch.int8 of shape \(48, 48\) is not allowed; config.json gives torch.int8 of \(48, 64\)"),
         (widen_scale, r"shape \(48, 3\) is not allowed"),
+        (scale_norm, "model.norm.weight is stored with a scale; expected weights of a linear, not of Qwen3RMSNorm"),
+        (quantise_embedding, "model.embed_tokens.weight is stored with a scale; expected .*, not of Embedding"),
     ],
 )
 def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, tmp_path: Path) -> None:
@@ -188,6 +199,20 @@ def test_damaged_weights_are_refused(damage: Callable[[Any], None], match: str, 
     save_file(tensors, tmp_path / "stored/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PackagingError, match=match):
         EngineCore(stored, EngineSettings(quantization="int8"))
+
+
+@pytest.mark.parametrize("asked", ["none", "int8"])
+def test_stored_weights_that_config_is_silent_of(asked: Any, tmp_path: Path) -> None:
+    """Without its quantization_config a model is not read as if its whole numbers were weights."""
+    stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
+    file = tmp_path / "stored/config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(
+        PackagingError, match=r"proj.weight is stored as I8, but config.json has no quantization_config"
+    ):
+        EngineCore(stored, EngineSettings(quantization=asked))
 
 
 def test_foreign_quantisation_is_refused(tmp_path: Path) -> None:
