@@ -35,6 +35,7 @@ NAMES = {
     "quark": "Quark",
     "auto-round": "AutoRound",
     "bitnet": "BitNet",
+    "mlflow-llm": "log_model(quantize='int4')",
 }
 UNQUANTISED = "log the checkpoint that it was made of, or the model object after transformers' dequantize()"
 

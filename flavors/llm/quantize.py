@@ -24,7 +24,7 @@ def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_r
         if quantize != "int4":
             raise PackagingError("calibration: it is of no use; expected None without quantize='int4'")
         texts = calibration if isinstance(calibration, list) else []
-        if not texts or not all(isinstance(text, str) and text for text in texts):
+        if not texts or not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
             raise PackagingError(f"calibration: {shown(calibration)} is not allowed; expected a list of texts, or None")
     if quantize is None:
         return
@@ -40,6 +40,11 @@ def check_quantize(quantize: Any, *, calibration: Any, base: str | None, trust_r
             f"quantize: {quantize!r} is not allowed with trust_remote_code: code of the model's own may do with its"
             " weights what it likes; set quantization='int8' to quantise them at each start"
         )
+
+
+def _is_unicode(text: str) -> bool:
+    """Half a surrogate pair is none, and no tokenizer takes it."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def quantize_weights(

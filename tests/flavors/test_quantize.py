@@ -66,6 +66,7 @@ def test_a_model_object(tmp_path, tokenizer):
         ({"calibration": ["x"]}, "calibration: it is of no use"),
         ({"quantize": "int4", "calibration": "x"}, "calibration: 'x' is not allowed; expected a list of texts"),
         ({"quantize": "int4", "calibration": []}, "calibration: .* is not allowed"),
+        ({"quantize": "int4", "calibration": ["a", "\ud800"]}, r"calibration: \['a', '\\ud800'\] is not allowed"),
         ({"quantize": 8}, "quantize: 8 is not allowed"),
         ({"quantize": "int8", "quantization": "none"}, "quantization: 'none' is not allowed; expected 'int8'"),
         ({"quantize": "int8", "model_config": {"quantization": "none"}}, "quantization: 'none' is not allowed"),
