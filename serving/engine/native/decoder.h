@@ -95,6 +95,7 @@ class Decoder {
     std::vector<Row> rows;
     std::vector<Item> items;
     std::vector<RowGroup> groups, kept_groups;  // of rows, and of places among those whose logits are wanted
+    bool adapted;  // rows of some adapter are in the step
     std::vector<int> split;  // by row: first of its partials, or -1
     std::vector<Partial> partials;
     std::vector<TiledPartial> tiled_partials;
@@ -119,6 +120,8 @@ class Decoder {
         });
     }
     void embed(const Step& step, int t);
+    template <class Work>
+    void with_activation(const Work& work) const;
     void activate(const float* wide, int I, float* out) const;
     void mlp(Team& team, const Layer& layer, int index, const Step& step);
     void run_experts(Team& team, const Layer& layer, const Step& step);

@@ -28,6 +28,7 @@ inline void Decoder::plan(const Step& step) {
     }
     const auto adapter_of = [&](int t) { return step.runs[rows[t].run].adapter; };
     group_rows(step.T, Pools::threads_wanted(), adapter_of, groups);
+    adapted = std::any_of(groups.begin(), groups.end(), [](const RowGroup& group) { return group.adapter >= 0; });
     group_rows(step.num_kept, Pools::threads_wanted(), [&](int i) { return adapter_of(step.kept[i]); }, kept_groups);
     if (shape.kv == Kind::BF16) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
     else partials.resize(std::max(partials.size(), size_t(parts)));
@@ -156,7 +157,10 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
 inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& step) {
     const int H = shape.hidden, I = layer.down->K, T = step.T, W = shape.gated ? 2 * I : I;
     const bool beside = layer.experts.router;
-    multiply(team, *layer.gate_up, rows_for.of(*layer.gate_up, normed.data()), T, wide.data(), Finish::WRITE);
+    const Rows rows = rows_for.of(*layer.gate_up, normed.data());
+    const bool together = shape.gated && !adapted && can_multiply_gated(*layer.gate_up);
+    if (together) with_activation([&](const auto& act) { multiply_gated(team, *layer.gate_up, rows, T, gated.data(), act); });
+    else multiply(team, *layer.gate_up, rows, T, wide.data(), Finish::WRITE);
     each_row(
         team,
         [&](const RowGroup& group) {
@@ -166,7 +170,7 @@ inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& 
         },
         [&](int t) {
             if (!beside) keep(step, t, index, DOWN);
-            activate(&wide[size_t(t) * W], I, &gated[size_t(t) * I]);
+            if (!together) activate(&wide[size_t(t) * W], I, &gated[size_t(t) * I]);
             rows_for.fill(*layer.down, gated.data(), t);
         });
     std::vector<float>& made = beside ? shared : sums();
@@ -236,17 +240,22 @@ inline void Decoder::join_mlp(int index, int t) {
     join_branch(layer.after_mlp, t);
 }
 
+// Calls work(act) with the function of a vector that the shape names.
+template <class Work>
+inline void Decoder::with_activation(const Work& work) const {
+    if (shape.activation == Activation::SILU) work([](__m512 x) { return silu(x); });
+    else if (shape.activation == Activation::GELU_TANH) work([](__m512 x) { return gelu_tanh(x); });
+    else work([](__m512 x) { return gelu(x); });
+}
+
 inline void Decoder::activate(const float* wide, int I, float* out) const {
-    const auto each = [&](const auto& act) {
+    with_activation([&](const auto& act) {
         if (shape.gated)
             for (int i = 0; i < I; i += LANES)
                 _mm512_storeu_ps(out + i, _mm512_mul_ps(act(_mm512_loadu_ps(wide + i)), _mm512_loadu_ps(wide + I + i)));
         else
             for (int i = 0; i < I; i += LANES) _mm512_storeu_ps(out + i, act(_mm512_loadu_ps(wide + i)));
-    };
-    if (shape.activation == Activation::SILU) each([](__m512 x) { return silu(x); });
-    else if (shape.activation == Activation::GELU_TANH) each([](__m512 x) { return gelu_tanh(x); });
-    else each([](__m512 x) { return gelu(x); });
+    });
 }
 
 inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x,

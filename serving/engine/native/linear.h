@@ -401,20 +401,26 @@ inline __m512 rounded(__m512 value) {
     return value;
 }
 
-// What a whole panel's sums of bytes are as floats, the same as put() has them; what it needs of the weights is at hand.
+// What a whole panel's sums are as floats, the same as put() has them; what it needs of the weights is at hand.
+template <Kind KIND>
 class PanelValues {
   public:
     PanelValues(const Linear& w, int panel) : has_bias(w.bias) {
         for (int i = 0; i < 2; i++) {
             const int n = panel * PANEL + i * LANES;
-            offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
+            if (KIND == Kind::INT8) offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
             if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
         }
     }
     // Of one half of a row.
     __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
-        const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
-        const __m512 value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), x_scale), scale[half]));
+        __m512 value;
+        if constexpr (KIND == Kind::INT8) {
+            const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
+            value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), x_scale), scale[half]));
+        } else {
+            value = _mm512_load_ps(sums + half * LANES);
+        }
         return has_bias ? rounded(_mm512_add_ps(value, bias[half])) : value;
     }
 
@@ -428,26 +434,18 @@ class PanelValues {
 template <Kind KIND>
 inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count, const float* x_scale, float* y, Finish finish) {
     const int n = panel * PANEL;
-    const bool add = finish == Finish::ADD;
-    if (KIND == Kind::INT8 && n + PANEL <= w.N) {
-        const PanelValues value(w, panel);
-        float* to = y + n;
-        for (int m = 0; m < count; m++, to += w.N) {
-            const __m512 by = _mm512_set1_ps(x_scale[m]);
-            __m512 left = value(sums[m], 0, by), right = value(sums[m], 1, by);
-            if (add) left = _mm512_add_ps(left, _mm512_loadu_ps(to)), right = _mm512_add_ps(right, _mm512_loadu_ps(to + LANES));
-            _mm512_storeu_ps(to, left), _mm512_storeu_ps(to + LANES, right);
+    const PanelValues<KIND> value(w, panel);
+    const __mmask16 left = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
+    const __mmask16 right = w.N - n >= PANEL ? 0xffff : w.N - n > LANES ? (1u << (w.N - n - LANES)) - 1 : 0;
+    float* to = y + n;
+    for (int m = 0; m < count; m++, to += w.N) {
+        const __m512 by = _mm512_set1_ps(x_scale ? x_scale[m] : 1.0f);
+        __m512 a = value(sums[m], 0, by), b = value(sums[m], 1, by);
+        if (finish == Finish::ADD) {
+            a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(left, to));
+            b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(right, to + LANES));
         }
-    } else {
-        const auto sum_of = [](const int32_t* sums) {
-            if constexpr (KIND == Kind::INT8) return _mm512_load_si512(sums);
-            else return _mm512_load_ps(sums);
-        };
-        for (int m = 0; m < count; m++) {
-            float* row = y + size_t(m) * w.N;
-            put<KIND>(w, sum_of(sums[m]), n, x_scale + m, row, add);
-            if (n + LANES < w.N) put<KIND>(w, sum_of(sums[m] + LANES), n + LANES, x_scale + m, row, add);
-        }
+        _mm512_mask_storeu_ps(to, left, a), _mm512_mask_storeu_ps(to + LANES, right, b);
     }
     if (finish == Finish::GELU) gelu_tile(y, count, panel, w.N);
 }
@@ -519,6 +517,39 @@ inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish fini
     else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
+}
+
+// Whether multiply_gated() takes it: two linears one below the other, of whole panels, by tiles.
+inline bool can_multiply_gated(const Linear& w) {
+    const bool narrow = w.kind == Kind::INT8 || w.kind == Kind::BF16;
+    return narrow && w.N % (2 * PANEL) == 0 && tiles_for(w) != TileUse::NONE;
+}
+
+// y [T, N / 2] = act(gate) * up, of what the upper and the lower half of W make of x: the same as of multiply(), without
+// the way of its floats through memory, which takes longer than the products.
+template <Kind KIND, class Tiles, class Act>
+inline void multiply_gated(const Linear& w, Rows x, int T, float* y, int first, int last, const Act& act) {
+    const int width = w.N / 2, half = w.panels / 2;
+    multiply_tiles<KIND, 2, Tiles>(w, x, T, first, last, [&](const TileSums* sums, int panel, int a, int count) {
+        const PanelValues<KIND> gate(w, panel), up(w, panel + half);
+        float* to = y + size_t(a) * width + panel * PANEL;
+        for (int m = 0; m < count; m++, to += width) {
+            const __m512 by = _mm512_set1_ps(x.scale ? x.scale[a + m] : 1.0f);
+            for (int i = 0; i < 2; i++)
+                _mm512_storeu_ps(to + i * LANES, _mm512_mul_ps(act(gate(sums[0][m], i, by)), up(sums[1][m], i, by)));
+        }
+    });
+}
+
+template <class Act>
+inline void multiply_gated(Team& team, const Linear& w, Rows x, int T, float* y, const Act& act) {
+    const bool emulated = tiles_for(w) == TileUse::EMULATED;
+    team.ranges(w.panels / 2, PANELS / 2, [&](int first, int last) {
+        if (w.kind == Kind::INT8 && !emulated) multiply_gated<Kind::INT8, HardwareTiles>(w, x, T, y, first, last, act);
+        else if (w.kind == Kind::INT8) multiply_gated<Kind::INT8, EmulatedTiles>(w, x, T, y, first, last, act);
+        else if (!emulated) multiply_gated<Kind::BF16, HardwareTiles>(w, x, T, y, first, last, act);
+        else multiply_gated<Kind::BF16, EmulatedTiles>(w, x, T, y, first, last, act);
+    });
 }
 
 // y [T, N] from x W^T + b, shared out by panels.

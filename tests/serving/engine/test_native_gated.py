@@ -1,0 +1,71 @@
+"""Gate and up by tiles go through the activation at once, unless a row of the step has an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from peft import LoraConfig, get_peft_model
+from tiny_models import COMMON, make_model, save_bundle
+
+from mlflow_llm.serving.engine.assembly import EngineParts, assemble
+from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.settings import EngineSettings
+
+pytestmark = [
+    # peft 0.21 reads a property that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.skipif(library.library() is None, reason="the native kernels are not here"),
+]
+PANELS: dict[str, Any] = COMMON | {"hidden_size": 64, "intermediate_size": 96}  # halves of whole panels
+MODELS = {
+    "silu": lambda: tf.LlamaConfig(**PANELS, mlp_bias=True),
+    "gelu_tanh": lambda: tf.Gemma2Config(**PANELS, head_dim=16, query_pre_attn_scalar=16),
+    "gelu": lambda: tf.LlamaConfig(**PANELS, hidden_act="gelu"),
+}
+
+
+@pytest.fixture(autouse=True)
+def emulated() -> Iterator[None]:
+    before = library.tiles()
+    if library.use_tiles(library.EMULATED_TILES) != library.EMULATED_TILES:
+        pytest.skip("kernels that take signed bytes have no tiles")
+    yield
+    library.use_tiles(before)
+
+
+def logits(parts: EngineParts, tokens: Any, beside: str | None) -> torch.Tensor:
+    """Of every token of a prompt, with one more row in the step."""
+    ids = np.append(tokens, 5)
+    for owner, of in enumerate((tokens, ids[-1:])):
+        parts.cache.acquire(owner, PrefixKey("", str(beside)), of.astype(np.int32))
+    rows = [Row(0, 0, len(tokens)), Row(1, 0, 1)]
+    with torch.inference_mode():
+        found = parts.runner.step_forward.forward(ids, rows, [None, beside], range(len(tokens))).clone()
+    for owner in range(2):
+        parts.cache.release(owner, keep=False)
+    return found
+
+
+@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"dtype": "bfloat16"}], ids=["int8", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_is_bitwise_the_same_beside_an_adapter_and_without(
+    name: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """What goes through the activation at once is what goes by itself, for each of them, with biases and without."""
+    bundle = save_bundle(make_model(MODELS[name]()), tmp_path / "model")
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    get_peft_model(make_model(MODELS[name]()), config).save_pretrained(tmp_path / "adapter")
+    parts = assemble(bundle, EngineSettings(kv_cache_memory=1 << 24, **settings))
+    assert parts.info.kernels == "native"
+    parts.lora.add("adapter", parts.lora.read("adapter", str(tmp_path / "adapter")))
+    tokens = np.random.default_rng(1).integers(0, 131, 70)
+    alone = logits(parts, tokens, None)
+    assert torch.isfinite(alone).all()
+    assert torch.equal(logits(parts, tokens, "adapter"), alone)
