@@ -122,6 +122,11 @@ class ReplicaSet(Engine):
             self._arrived.clear()
         return len(opened) == len(addresses)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``rescue`` and ``release_idle`` have nothing to do."""
+        return not self._leaving and all(not len(one.streams) or one.is_ready for one in self._active.values())
+
     def rescue(self) -> None:
         """What runs on a replica that makes no progress goes on where there is one that does; where there is none it
         waits, and asks for a replica: an engine that is not there cannot report that it has work."""

@@ -187,6 +187,7 @@ def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> N
     streams = [replicas.submit(request()) for _ in range(2)]
     replicas.set_addresses(("x",))
     assert replicas.addresses == {"x", "y"}
+    assert not replicas.is_settled
     assert not replicas.release_idle()
     assert len({id(stream) for stream in [*streams, replicas.submit(request())]}) == 3
     for stream in streams:
@@ -194,6 +195,7 @@ def test_a_former_replica_is_held_until_its_requests_have_ended(replicated) -> N
     del stream
     streams.clear()
     assert replicas.release_idle()
+    assert replicas.is_settled
     assert replicas.addresses == {"x"}
     replicas.close()
 
@@ -244,6 +246,7 @@ def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine
     replicas.set_addresses(("x", "y"))
     replicas.rescue()
     assert not wanted
+    assert replicas.is_settled  # nothing runs
     stream = replicas.submit(request())
     replicas.rescue()
     replicas.rescue()
@@ -255,6 +258,7 @@ def test_streams_of_a_replica_that_is_away_request_another(engine: InstantEngine
     replicas._requested_at -= 2.0
     replicas.rescue()
     assert len(wanted) == 2
+    assert replicas.is_settled == (not len(replicas._active["x"].streams))
     stream.close()
 
 
