@@ -12,7 +12,7 @@ from typing import Any, Literal
 from gevent.event import Event as Signal
 
 from .. import logs
-from ..engine.interface import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health
+from ..engine.interface import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health, TappableStream
 from ..errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..events import Event, Failed
 from ..request import ValidRequest
@@ -259,6 +259,7 @@ class _WaitingStream:
     def __init__(self, replicas: ReplicaSet, request: ValidRequest) -> None:
         self._replicas, self._request = replicas, request
         self._stream: EventStream | None = None
+        self._take: Callable[[Event], bool] | None = None
         self._over = False
 
     def __iter__(self) -> Iterator[Event]:
@@ -273,7 +274,18 @@ class _WaitingStream:
                 self._over = True
                 return failed
             self._stream = self._replicas.submit(self._request)
+            if self._take is not None:
+                self.tap(self._take)
         return next(self._stream)
+
+    def tap(self, take: Callable[[Event], bool]) -> bool:
+        """See ``TappableStream``: of the stream that it waits for, once that is there."""
+        self._take = take
+        return self._stream is None or (isinstance(self._stream, TappableStream) and self._stream.tap(take))
+
+    def have_reader(self, run: Callable[[], object]) -> None:
+        stream: Any = self._stream  # it offers nothing before it is there
+        stream.have_reader(run)
 
     def finish(self, index: int) -> None:
         if self._stream is not None:

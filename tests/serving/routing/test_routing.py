@@ -14,9 +14,9 @@ import pytest
 
 from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.endpoints.config import Route
-from mlflow_llm.serving.engine.interface import AdapterInfo, EngineRecord, Health
+from mlflow_llm.serving.engine.interface import AdapterInfo, EngineRecord, Health, TappableStream
 from mlflow_llm.serving.errors import DeadlineExceeded, InvalidField, NotFound, Unavailable
-from mlflow_llm.serving.events import Failed, Finished
+from mlflow_llm.serving.events import Event, Failed, Finished, Tokens
 from mlflow_llm.serving.metering.authorization import Caller
 from mlflow_llm.serving.request import LoraTask, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
@@ -27,6 +27,8 @@ from mlflow_llm.serving.settings import EngineSettings
 from mlflow_llm.serving.tasks.endpoint import EndpointView
 from mlflow_llm.serving.tasks.text import TextModel
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
+from mlflow_llm.serving.transport.client.event_stream import EventBuffer, RemoteStream
+from mlflow_llm.serving.transport.client.gevent_client import LocalQueue
 
 NUMBERS = itertools.count()
 ROUTES = (Route(served_model_name="a", traffic_percentage=25), Route(served_model_name="b", traffic_percentage=75))
@@ -291,3 +293,44 @@ def test_a_request_that_cannot_be_in_time_is_told_when_to_come_back(engine: Inst
     assert late is not None
     assert late.kind == DeadlineExceeded.kind
     assert 50.0 < late.retry_after <= 100.0
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_stream_of_a_request_that_waited_is_tapped_as_any(engine: InstantEngine, is_early: bool) -> None:
+    """What comes while its reader waits is taken by who tapped it, before there was a replica or since."""
+    buffer = EventBuffer(LocalQueue(), 1)
+    handle = SimpleNamespace(post=lambda command: None, abort=lambda: None)
+    one = SimpleNamespace(
+        health=lambda: Health(status="ready"),
+        submit=lambda request: RemoteStream(handle, buffer, 1),  # type: ignore[arg-type]
+        close=lambda: None,
+    )
+    replicas = ReplicaSet(engine.info, (), open=lambda address: one, request_replica=lambda: None)
+    stream, taken, read = replicas.submit(request()), [], []
+
+    def take(event: Event) -> bool:
+        taken.append(event)
+        return True
+
+    assert isinstance(stream, TappableStream)
+    if is_early:
+        assert stream.tap(take)
+    replicas.set_addresses(("x",))
+    reader = gevent.spawn(lambda: [read.append(event) for event in stream])
+    gevent.idle()
+    if not is_early:
+        buffer.put(Tokens(0, (1,)))
+        gevent.idle()
+        assert stream.tap(take)
+        buffer.put(Tokens(0, (2,)))  # for this one its reader was waiting already
+        gevent.idle()
+    before = len(read)
+    buffer.put(Tokens(0, (3,)))
+    gevent.idle()
+    assert taken == [Tokens(0, (3,))]
+    assert len(read) == before
+    stream.have_reader(lambda: read.append("called"))
+    gevent.idle()
+    assert read[before:] == ["called"]
+    reader.kill()
+    stream.close()
