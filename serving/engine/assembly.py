@@ -29,6 +29,7 @@ from .pooling import transformer_dir
 from .runner import ModelForward, Runner, StepForward
 from .scheduler import Scheduler
 from .slot_cache import SlotKVCache, token_bytes
+from .slot_table import MOST_PARTS
 from .speculation import Speculation
 from .step_size import step_size
 from .stored_weights import settled
@@ -174,7 +175,8 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
     """A cache within ``memory`` bytes."""
     each = token_bytes(loaded.layers, **loaded.kept)
     num_tokens = memory // each
-    num_slots = 2 * settings.max_num_seqs
+    by_reference = loaded.decoder is not None
+    num_slots = (1 + MOST_PARTS if by_reference else 2) * settings.max_num_seqs
     max_model_len = loaded.max_model_len
     block_size = kv_block_size(settings, loaded.device)
     if block_size is not None:
@@ -183,7 +185,7 @@ def make_cache(loaded: LoadedModel, settings: EngineSettings, memory: int, *, pr
         raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {each}")
     make = partial(
         SlotKVCache, loaded.layers, num_tokens=num_tokens, device=loaded.device,
-        prefix_caching=prefix_caching, **loaded.kept,
+        prefix_caching=prefix_caching, by_reference=by_reference, **loaded.kept,
     )  # fmt: skip
     try:
         return make(num_slots=num_slots, max_model_len=max_model_len)

@@ -16,6 +16,7 @@ from .loader import LoadedModel, load_model
 from .native_decoder import NativeDecoder
 from .runner import ModelForward, StepForward
 from .slot_cache import SlotKVCache, token_bytes
+from .slot_table import MOST_PARTS
 from .speculation import ROWS
 from .stored_weights import adopted
 
@@ -45,16 +46,18 @@ def load_draft_model(
         raise PackagingError(f"draft_model: {draft.uri} has not this model's vocabulary: it has {sizes}")
     num_tokens = min(ROWS * loaded.max_model_len, memory // MEMORY // token_bytes(loaded.layers, **loaded.kept))
     longest = min(loaded.max_model_len, large.max_model_len)
+    by_reference = loaded.decoder is not None
     if num_tokens < 1:
         raise PackagingError(f"draft_model: {draft.uri}: kv_cache_memory, {memory} bytes, leaves no room for it")
     try:
         cache = SlotKVCache(
             loaded.layers,
-            num_slots=2 * ROWS,
+            num_slots=(1 + MOST_PARTS if by_reference else 2) * ROWS,
             num_tokens=num_tokens,
             max_model_len=longest,
             device=loaded.device,
             prefix_caching=settings.prefix_caching,
+            by_reference=by_reference,
             **loaded.kept,
         )
     except OSError as error:  # a system that counts address space as memory

@@ -103,11 +103,20 @@ class KVCache(ABC):
 
     @abstractmethod
     def acquire(
-        self, owner: int, key: PrefixKey, tokens: TokenIds, *, at_most: int | None = None, source: int | None = None
+        self,
+        owner: int,
+        key: PrefixKey,
+        tokens: TokenIds,
+        *,
+        at_most: int | None = None,
+        source: int | None = None,
+        fixed: int | None = None,
     ) -> int | None:
         """Make room for ``tokens`` and reuse the longest prefix known under ``key``, or with ``source`` what they have
         in common with that running sequence: the number of tokens already computed, no more than ``at_most`` and
-        ``len(tokens) - 1``; None when there is no room now. A prefix that a running sequence holds is copied."""
+        ``len(tokens) - 1``; None when there is no room now. A prefix that a running sequence holds is copied, or
+        read in place. ``fixed``: how many of its tokens stay what they are, where ``copy`` may write others behind;
+        None for all."""
 
     @abstractmethod
     def copy(self, source: int, target: int, start: int, stop: int) -> None:

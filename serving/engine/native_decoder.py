@@ -320,16 +320,14 @@ class NativeDecoder:
         if self._adapters is not None:
             numbers, tables = self._adapters.numbered(adapters)
         self._rotate_up_to(max(row.start + row.num_tokens for row in rows))
-        slots = [self._cache.slot_of(row.owner) for row in rows]
-        runs = np.array(
-            [(s, r.start, r.num_tokens, n) for s, r, n in zip(slots, rows, numbers, strict=True)], dtype=np.int32
-        )
+        runs, parts = self._runs(rows, numbers)
         wanted = np.array(kept, dtype=np.int32)
         logits = torch.empty(len(kept), self._weights.head.out_features)
         step = library.Step(
             runs=runs.ctypes.data,
             num_runs=len(runs),
             num_tokens=len(ids),
+            parts=None if parts is None else parts.ctypes.data,
             ids=ids.ctypes.data,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
@@ -345,6 +343,17 @@ class NativeDecoder:
             step.vectors = pointers.ctypes.data
         self._library.mlt_decoder_step(self._handle, step)
         return logits
+
+    def _runs(self, rows: Sequence[Row], adapters: Sequence[int]) -> tuple[Any, Any]:
+        """``runs`` and ``parts`` of ``library.Step``; the latter None where no sequence shares any."""
+        runs: list[tuple[int, ...]] = []
+        parts: list[tuple[int, int]] = []
+        for row, adapter in zip(rows, adapters, strict=True):
+            slot, first = self._cache.slot_of(row.owner), len(parts)
+            if slot.parts:
+                parts += [(part.slot.index, part.stop) for part in slot.parts]
+            runs.append((slot.index, row.start, row.num_tokens, adapter, first, len(parts) - first))
+        return np.array(runs, dtype=np.int32), np.array(parts, dtype=np.int32) if parts else None
 
     def _rotate_up_to(self, longest: int) -> None:
         """Cosines and sines [kinds, positions, rotated / 2] by the model's own module, for the positions that came up

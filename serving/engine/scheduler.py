@@ -417,6 +417,7 @@ class Scheduler:
             sequence.tokens,
             at_most=sequence.max_reuse,
             source=source.id if source else None,
+            fixed=None if sequence.group.beams is None else sequence.num_prompt,
         )
 
     def _fill(self, runs: list[Run], budget: int) -> list[Run]:

@@ -8,6 +8,9 @@
 A native step may keep tokens in blocks that are laid out in its way (``block``): then blocks are copied whole. They may
 end with a scale of each token's key, or value, that is as wide as ``scale`` elements.
 
+A sequence that begins as another one copies its KV, or with ``by_reference`` reads whole blocks of it in place
+(``slot_table``), so that only what is left of a block is copied: for a step that asks where each part lies.
+
 Contiguity is what lets one attention call read the KV of many sequences in place (a strided view over a range of
 slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
 """
@@ -15,7 +18,7 @@ slots); on CPU the untouched part of a slot costs no memory, see ``slab``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +27,11 @@ import torch
 from .kv_cache import KVCache, LayerShape, PrefixKey, Row, TokenIds
 from .slab import PAGE, Slab
 from .slot_attention import LayerViews, SlotPlan
-from .slot_table import EMPTY, Match, Slot, SlotTable
+from .slot_table import Match, Part, Slot, SlotTable
 
 MAX_MOVES = 2  # slots moved in one step: bounds what making decodes contiguous may cost
 PAD = 64  # tokens; keeps rows of a slot aligned to cache lines
+NOTHING: Mapping[Slot, int] = {}
 KEPT_IN_BF16: Mapping[str, Any] = {"dtype": torch.bfloat16, "block": 32}  # as native/tile_attention.h has it
 KEPT_IN_INT8: Mapping[str, Any] = {"dtype": torch.int8, "block": 64, "scale": 4}  # and native/int8_attention.h
 
@@ -47,6 +51,7 @@ class SlotKVCache(KVCache):
         prefix_caching: bool = True,
         block: int = 1,
         scale: int = 0,
+        by_reference: bool = False,
     ) -> None:
         layers = [_with_scales(shape, scale) for shape in layers]
         self.num_tokens_total = num_tokens
@@ -54,6 +59,7 @@ class SlotKVCache(KVCache):
         self.dtype = dtype
         self.device = device
         self.prefix_caching = prefix_caching
+        self.by_reference = by_reference
         self.table = SlotTable(num_slots, num_tokens)
         self._slot_tokens = -(-max_model_len // PAD) * PAD
         self._slot_elements = slot_elements(layers, self._slot_tokens, dtype)
@@ -85,9 +91,9 @@ class SlotKVCache(KVCache):
         """Where the first slot begins in memory."""
         return int(self._slab.tensor.data_ptr())
 
-    def slot_of(self, owner: int) -> int:
-        """The index of the slot that a running sequence has."""
-        return self.table.by_owner[owner].index
+    def slot_of(self, owner: int) -> Slot:
+        """The slot that a running sequence has."""
+        return self.table.by_owner[owner]
 
     @property
     def num_tokens_used(self) -> int:
@@ -100,31 +106,41 @@ class SlotKVCache(KVCache):
         return found.length, found.wait_for
 
     def acquire(
-        self, owner: int, key: PrefixKey, tokens: TokenIds, *, at_most: int | None = None, source: int | None = None
+        self,
+        owner: int,
+        key: PrefixKey,
+        tokens: TokenIds,
+        *,
+        at_most: int | None = None,
+        source: int | None = None,
+        fixed: int | None = None,
     ) -> int | None:
         if source is not None:
             found = self.table.match_running(source, tokens)
         else:
             found = self.table.best_match(key, tokens, at_most) if self.prefix_caching else Match(0, None, None)
-        slot = found.source if found.length else None
-        if slot is not None and slot.is_idle and self._should_take_over(slot, found.length, len(tokens)):
-            if not self._make_room(len(tokens) - slot.charged, protected=slot):
-                return None
-            self._trim(slot, len(tokens))
-            self.table.activate(slot, owner, key, tokens, found.length)
-            return found.length
-        fresh = self._fresh_slot(len(tokens), protected=slot)
+        slot, length = found.source, found.length
+        if slot is not None and length:
+            if self._can_go_on(slot, length, fixed) and self._should_take_over(slot, length, len(tokens)):
+                if not self._make_room(len(tokens) - slot.room, {slot: slot.room, **dict(slot.parts)}):
+                    return None
+                self._trim(slot, len(tokens))
+                self.table.activate(slot, owner, key, tokens, length, fixed)
+                return length
+            fresh = self._slot_like(slot, length, len(tokens), fixed)
+            if fresh is not None:
+                self.table.activate(fresh, owner, key, tokens, length, fixed)
+                return length
+        fresh = self._fresh_slot(len(tokens), {})
         if fresh is None:
             return None
-        if slot is not None:
-            for layer in self._layers:
-                layer.copy(slot.index, fresh.index, 0, found.length)
-        self.table.activate(fresh, owner, key, tokens, found.length if slot else 0)
-        return fresh.length
+        self.table.activate(fresh, owner, key, tokens, 0, fixed)
+        return 0
 
-    def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        for layer in self._layers:
-            layer.copy(self.slot_of(source), self.slot_of(target), start, stop)
+    def _can_go_on(self, slot: Slot, length: int, fixed: int | None) -> bool:
+        """Whether a sequence can continue in the idle slot itself: nobody reads what it would write over."""
+        written_from = length if fixed is None else min(length, fixed)
+        return slot.is_idle and slot.shared <= written_from and slot.lent_until <= written_from
 
     def _should_take_over(self, source: Slot, length: int, needed: int) -> bool:
         """Continue in the idle slot itself when little else is lost by that, or when a copy has no room."""
@@ -132,37 +148,75 @@ class SlotKVCache(KVCache):
             return True
         return self.table.used + needed > self.num_tokens_total
 
-    def _fresh_slot(self, num_tokens: int, protected: Slot | None) -> Slot | None:
-        if not self._make_room(num_tokens, protected):
+    def _slot_like(self, source: Slot, length: int, num_tokens: int, fixed: int | None) -> Slot | None:
+        """A slot for ``num_tokens`` that begins with the first ``length`` of ``source``; None where there is no room
+        beside that."""
+        parts: tuple[Part, ...] = ()
+        if self.by_reference:
+            written_once = min(length, source.fixed, length if fixed is None else fixed)
+            parts = self.table.parts_of(source, written_once)
+        shared = parts[-1].stop if parts else 0
+        reads = {slot: stop for slot, _, stop in source.ranges(0, length)}
+        copied = list(source.ranges(shared, length))  # the source itself may make room where these lie in others
+        for one, stop in reads.items():
+            one.lent.append(stop)
+        slot = self._fresh_slot(num_tokens - shared, reads)
+        if slot is not None:
+            self.table.share(slot, parts)
+            self._copy(copied, slot)
+        for one, stop in reads.items():
+            one.lent.remove(stop)
+            self._clear_unread(one)
+        return slot
+
+    def copy(self, source: int, target: int, start: int, stop: int) -> None:
+        to = self.slot_of(target)
+        assert to.shared <= start, "what is shared is never written"
+        self._copy(self.slot_of(source).ranges(start, stop), to)
+
+    def _copy(self, ranges: Iterable[tuple[Slot, int, int]], target: Slot) -> None:
+        for slot, start, stop in ranges:
+            for layer in self._layers:
+                layer.copy(slot.index, target.index, start, stop)
+
+    def _fresh_slot(self, num_tokens: int, reads: Mapping[Slot, int]) -> Slot | None:
+        if not self._make_room(num_tokens, reads):
             return None
         slot = self.table.lowest_free()
         if slot is None:
-            idle = self.table.evictable(protected)
+            idle = self.table.evictable(self.table.needed(reads))
             if not idle:
                 return None
             slot = idle[0]
             self._clear(slot)
         return slot
 
-    def _make_room(self, extra: int, protected: Slot | None = None) -> bool:
-        """Evict idle slots until ``extra`` more tokens fit; evicts nothing when that would not be enough."""
+    def _make_room(self, extra: int, reads: Mapping[Slot, int] = NOTHING) -> bool:
+        """Evict idle slots until ``extra`` more tokens fit, and where that is not enough what nobody reads of others;
+        evicts nothing when that would not be enough. ``reads``: what is needed of which slots besides."""
         missing = self.table.used + extra - self.num_tokens_total
         if missing <= 0:
             return True
-        idle = self.table.evictable(protected)
-        if sum(s.charged for s in idle) < missing:
+        needed = self.table.needed(reads)
+        idle = self.table.evictable(needed)
+        least = {slot: max(stop, slot.shared) for slot, stop in needed.items()}
+        if sum(s.charged for s in idle) + sum(slot.room - stop for slot, stop in least.items()) < missing:
             return False
+        enough = self.num_tokens_total - extra
         for slot in idle:
-            if missing <= 0:
-                break
-            missing -= slot.charged
-            self._clear(slot)
+            if self.table.used <= enough:
+                return True
+            if not slot.is_free:  # it went with its last reader
+                self._clear(slot)
+        for slot, stop in least.items():
+            if self.table.used > enough:
+                self._cut(slot, stop)
         return True
 
     def grow(self, owner: int, num_tokens: int) -> bool:
         slot = self.table.by_owner[owner]
-        if num_tokens > slot.charged:
-            if not self._make_room(num_tokens - slot.charged):
+        if num_tokens > slot.room:
+            if not self._make_room(num_tokens - slot.room):
                 return False
             self.table.charge(slot, num_tokens)
         return True
@@ -173,40 +227,60 @@ class SlotKVCache(KVCache):
 
     def release(self, owner: int, *, keep: bool) -> None:
         slot = self.table.retire(owner)
-        if keep and self.prefix_caching and slot.length:
-            self._trim(slot, slot.length)
-            self.table.charge(slot, slot.length)
+        num_tokens = max(slot.length if keep and self.prefix_caching else 0, slot.lent_until)
+        if num_tokens > slot.shared:
+            self._cut(slot, num_tokens)
         else:
             self._clear(slot)
 
     def wipe(self, owner: int) -> None:
+        """See ``KVCache.wipe``. What others read in its slot is theirs to wipe; nobody finds any of it any more."""
         slot = self.table.by_owner[owner]
-        start = slot.index * self._slot_elements
-        self._slab.tensor[start : start + self._slot_elements].zero_()
-        slot.tokens, slot.length = EMPTY, 0
+        start, kept = slot.index * self._slot_elements, slot.lent_until
+        for layer in self._layers:
+            for first, last in layer.tails(kept, self._slot_tokens):
+                self._slab.tensor[start + first : start + last].zero_()
+        self.table.hide(slot)
 
     def forget(self, adapter: str) -> None:
-        for slot in self.table.slots:
-            if slot.is_idle and slot.key is not None and slot.key.adapter == adapter:
+        idle = [s for s in self.table.slots if s.is_idle and s.key is not None and s.key.adapter == adapter]
+        for slot in sorted(idle, key=lambda slot: -slot.shared):  # who reads in another's slot before that
+            if slot.lent:
+                self.table.hide(slot)
+                self._cut(slot, slot.lent_until)
+            else:
                 self._clear(slot)
 
     def _clear(self, slot: Slot) -> None:
         start = slot.index * self._slot_elements
         self._slab.release(start, start + self._slot_elements)
+        read = {part.slot for part in slot.parts}
         self.table.clear(slot)
+        for other in read:
+            self._clear_unread(other)
+
+    def _clear_unread(self, slot: Slot) -> None:
+        """Clear a slot that was kept for its readers alone, once there are none."""
+        if slot.is_idle and not slot.lent and not slot.length:
+            self._clear(slot)
+
+    def _cut(self, slot: Slot, num_tokens: int) -> None:
+        """Give up what an idle slot has after the first ``num_tokens`` tokens."""
+        self._trim(slot, num_tokens)
+        self.table.cut(slot, num_tokens)
 
     def _trim(self, slot: Slot, num_tokens: int) -> None:
         """Give back the memory after the first ``num_tokens`` tokens."""
-        if slot.charged <= num_tokens:
+        if slot.room <= num_tokens:
             return
         start = slot.index * self._slot_elements
         for layer in self._layers:
-            for first, last in layer.tails(num_tokens, slot.charged):
+            for first, last in layer.tails(num_tokens, slot.room):
                 self._slab.release(start + first, start + last)
 
     def decode_order(self, owners: Sequence[int]) -> list[int]:
         by_owner = self.table.by_owner
-        if len(owners) > 1:
+        if len(owners) > 1 and not self.by_reference:
             self._gather([by_owner[o] for o in owners])
         return sorted(owners, key=lambda o: by_owner[o].index)
 
@@ -230,7 +304,8 @@ class SlotKVCache(KVCache):
         self.table.swap(a, b)
 
     def plan(self, rows: Sequence[Row]) -> SlotPlan:
-        slots = [self.table.by_owner[row.owner].index for row in rows]
+        assert not self.by_reference, "it reads a sequence's own slot alone"
+        slots = [self.slot_of(row.owner).index for row in rows]
         return SlotPlan(self._layers, self._slot_tokens, rows, slots, self.device)
 
     def check_integrity(self) -> None:

@@ -2,11 +2,23 @@
 
 A slot is free (holds nothing), active (a running sequence owns it) or idle (its sequence is over, its KV can be
 reused). Only these moves are legal: free → active → idle → active, and active or idle → free.
+
+Where attention can read so, a sequence that begins as another did shares whole blocks with it: they stay in the slot
+that they were written in, at the same places, and its own slot begins behind them::
+
+    slot 0   [ system prompt ████ | its own ██ ]        lent [128, 128]
+    slot 1   [ parts: slot 0, 128 | its own ███ ]       counts what lies behind token 128
+    slot 2   [ parts: slot 0, 128 | its own █ ]
+
+A slot that others read in may end, and go on behind what they read; until the last of them is gone it is not free.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +26,23 @@ from .kv_cache import PrefixKey, TokenIds
 
 EMPTY: TokenIds = np.empty(0, dtype=np.int32)
 WORTH_REUSING = 8  # below this many tokens a copy costs more than computing them again
+SHARED_BLOCK = 64  # tokens; as native/attention.h has it
+MOST_PARTS = 2  # slots that a sequence reads in beside its own: each may be one less for others
 WORTH_WAITING = 32  # tokens that another running sequence must be about to provide before a prompt waits for it
 
 
-@dataclass(slots=True)
+class Part(NamedTuple):
+    """Tokens before ``stop``, and behind the part before, lie in ``slot``."""
+
+    slot: Slot
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
 class Slot:
     """``tokens`` are those the slot holds or, while active, will hold; the KV of the first ``length`` is valid.
-    ``charged`` tokens of memory are counted for it."""
+    ``charged`` tokens of memory are counted for it: those behind its ``parts``. ``lent``: before which token each of its
+    readers reads. Tokens from ``fixed`` on may be written again, by a search that drops a beam."""
 
     index: int
     key: PrefixKey | None = None
@@ -29,6 +51,31 @@ class Slot:
     length: int = 0
     charged: int = 0
     last_used: int = 0
+    parts: tuple[Part, ...] = ()
+    lent: list[int] = field(default_factory=list)
+    fixed: int = sys.maxsize
+
+    @property
+    def shared(self) -> int:
+        """Tokens at its beginning that lie in other slots."""
+        return self.parts[-1].stop if self.parts else 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is memory for, with those that it shares."""
+        return self.shared + self.charged
+
+    @property
+    def lent_until(self) -> int:
+        """The token behind the last one that others read in it."""
+        return max(self.lent, default=0)
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """Where its tokens ``[start, stop)`` lie: slots, and the tokens that are in each."""
+        for slot, end in (*self.parts, Part(self, stop)):
+            if start < min(end, stop):
+                yield slot, start, min(end, stop)
+                start = min(end, stop)
 
     @property
     def is_idle(self) -> bool:
@@ -100,26 +147,57 @@ class SlotTable:
         slot = self.by_owner[owner]
         return Match(min(common_prefix(slot.tokens, tokens), slot.length, len(tokens) - 1), slot, None)
 
-    def evictable(self, protected: Slot | None = None) -> list[Slot]:
-        """Idle slots, least recently used first."""
-        return sorted((s for s in self.slots if s.is_idle and s is not protected), key=lambda s: s.last_used)
+    def parts_of(self, source: Slot, length: int) -> tuple[Part, ...]:
+        """What can be read in place of the first ``length`` tokens of ``source``: whole blocks, in few slots."""
+        whole = length // SHARED_BLOCK * SHARED_BLOCK
+        ranges = list(source.ranges(0, whole))
+        return tuple(Part(slot, stop) for slot, _, stop in ranges[:MOST_PARTS])
+
+    def needed(self, reads: Mapping[Slot, int]) -> dict[Slot, int]:
+        """Idle slots that running sequences read in, or ``reads`` says: how many of their tokens."""
+        found = dict(reads)
+        for active in self.by_owner.values():
+            for slot, stop in active.parts:
+                found[slot] = max(found.get(slot, 0), stop)
+        return {slot: stop for slot, stop in found.items() if slot.owner is None}
+
+    def evictable(self, needed: Mapping[Slot, int]) -> list[Slot]:
+        """Idle slots that are not ``needed``, least recently used first, and what is read in another's before that."""
+        idle = [slot for slot in self.slots if slot.is_idle and slot not in needed]
+        used = {slot: slot.last_used for slot in idle}
+        for slot in idle:
+            for part in slot.parts:
+                if part.slot in used:
+                    used[part.slot] = max(used[part.slot], slot.last_used)
+        return sorted(idle, key=lambda slot: (used[slot], -slot.shared))
 
     def lowest_free(self) -> Slot | None:
         """The free slot of the lowest index; None where there is none."""
         return next((s for s in self.slots if s.is_free), None)
 
     def charge(self, slot: Slot, num_tokens: int) -> None:
-        """Count ``num_tokens`` tokens of memory for ``slot``, instead of what was counted."""
-        self.used += num_tokens - slot.charged
-        slot.charged = num_tokens
+        """Count memory for ``num_tokens`` tokens of ``slot``, instead of what was counted: what it shares is counted
+        where it lies."""
+        own = max(num_tokens - slot.shared, 0)
+        self.used += own - slot.charged
+        slot.charged = own
 
-    def activate(self, slot: Slot, owner: int, key: PrefixKey, tokens: TokenIds, length: int) -> None:
+    def share(self, slot: Slot, parts: tuple[Part, ...]) -> None:
+        """Have a free slot begin with ``parts``."""
+        slot.parts = parts
+        for part in parts:
+            part.slot.lent.append(part.stop)
+
+    def activate(
+        self, slot: Slot, owner: int, key: PrefixKey, tokens: TokenIds, length: int, fixed: int | None = None
+    ) -> None:
         """free or idle → active: the first ``length`` of ``tokens`` are valid. Raises ``RuntimeError`` for a slot or
         owner in use."""
         if slot.owner is not None or owner in self.by_owner:
             raise RuntimeError(f"slot {slot.index} cannot be given to sequence {owner}")
         self._file(slot, key)
         slot.owner, slot.tokens, slot.length = owner, tokens, length
+        slot.fixed = sys.maxsize if fixed is None else fixed
         self.charge(slot, max(len(tokens), 1))
         self.by_owner[owner] = slot
 
@@ -127,14 +205,29 @@ class SlotTable:
         """active → idle: what is not valid is forgotten."""
         slot = self.by_owner.pop(owner)
         self._clock += 1
-        slot.owner, slot.last_used = None, self._clock
+        slot.owner, slot.last_used, slot.fixed = None, self._clock, sys.maxsize
         slot.tokens = slot.tokens[: slot.length].copy()
         return slot
 
+    def cut(self, slot: Slot, num_tokens: int) -> None:
+        """Have an idle slot hold no more than ``num_tokens``."""
+        slot.length = min(slot.length, num_tokens)
+        slot.tokens = slot.tokens[: slot.length]
+        self.charge(slot, num_tokens)
+
+    def hide(self, slot: Slot) -> None:
+        """What a slot holds is found by nobody from here on; who reads in it goes on."""
+        slot.tokens, slot.length = EMPTY, 0
+        if slot.owner is None:
+            self._file(slot, None)
+
     def clear(self, slot: Slot) -> None:
-        """idle → free."""
-        if slot.owner is not None:
+        """idle → free. Raises ``RuntimeError`` for a slot in use."""
+        if slot.owner is not None or slot.lent:
             raise RuntimeError(f"slot {slot.index} is in use")
+        for part in slot.parts:
+            part.slot.lent.remove(part.stop)
+        slot.parts = ()
         self.charge(slot, 0)
         self._file(slot, None)
         slot.tokens, slot.length = EMPTY, 0
@@ -167,8 +260,14 @@ class SlotTable:
         filed = {id(slot): key for key, slots in self._by_key.items() for slot in slots}
         if filed != {id(slot): slot.key for slot in self.slots if slot.key is not None}:
             problems.append("the index of keys differs from the slots")
+        lent: dict[Slot, list[int]] = {slot: [] for slot in self.slots}
+        for slot in self.slots:
+            for part in slot.parts:
+                lent[part.slot].append(part.stop)
         for i, slot in enumerate(self.slots):
-            if slot.index != i or slot.length > slot.charged or (slot.is_free and (slot.length or slot.key)):
+            lends = slot.lent_until <= slot.room and sorted(lent[slot]) == sorted(slot.lent)
+            held = slot.length or slot.key or slot.parts or slot.lent
+            if slot.index != i or slot.length > slot.room or not lends or (slot.is_free and held):
                 problems.append(f"slot {i}: {slot}")
         if problems:
             raise RuntimeError("KV cache: " + "; ".join(problems))

@@ -19,6 +19,37 @@ constexpr int MAX_HEAD = 256;
 constexpr int TOGETHER = 3;   // queries whose scores are taken at a time: 24 sums, 2 vectors of keys and a broadcast
 constexpr int TRANSPOSED = 5; // queries from which transposing a block's keys pays
 
+constexpr int SHARED_BLOCK = 64;  // tokens: what is read in another's slot is whole blocks of these
+
+static_assert(SHARED_BLOCK % BLOCK == 0 && SEGMENT % SHARED_BLOCK == 0);
+
+// Tokens before `stop`, and behind those of the part before, that a sequence reads in the slot of another.
+struct SharedPart { int32_t slot, stop; };
+
+// Where keys and values of one KV head of a sequence are: in its slot, and what it shares at the same place in others'.
+template <class T>
+struct KeptHead {
+    T* first;  // its keys of token 0 in the first of all slots
+    size_t token, values_after, slot_elements;  // numbers: of a token, from keys to values, from slot to slot
+    int slot;
+    const SharedPart* parts;
+    int num_parts;
+
+    T* own_keys() const { return first + slot * slot_elements; }
+    T* own_values() const { return own_keys() + values_after; }
+    // From `at` on to the end of its shared block.
+    T* keys(int at) const {
+        int in = slot;
+        for (int i = 0; i < num_parts; i++)
+            if (at < parts[i].stop) {
+                in = parts[i].slot;
+                break;
+            }
+        return first + in * slot_elements + at * token;
+    }
+    T* values(int at) const { return keys(at) + values_after; }
+};
+
 // A softmax under way: the largest score, the sum of the weights, the weighted sum of the values.
 struct Partial {
     float most, sum;
@@ -210,7 +241,7 @@ struct Queries {
 
 // The softmax of each query over what it sees of segment `segment`, into `states`; nothing else is read.
 template <int V>
-inline void attend_segment(const Queries& queries, const float* k, const float* v, int segment, Partial* states) {
+inline void attend_segment(const Queries& queries, const KeptHead<const float>& kept, int segment, Partial* states) {
     constexpr int D = V * LANES;
     alignas(64) float kt[D * BLOCK];
     const bool transposed = queries.count >= TRANSPOSED;
@@ -222,7 +253,7 @@ inline void attend_segment(const Queries& queries, const float* k, const float* 
     first = std::max(first, segment * SEGMENT) / BLOCK * BLOCK;
     last = std::min(last, (segment + 1) * SEGMENT);
     for (int block = first; block < last; block += BLOCK) {
-        const float *keys = k + size_t(block) * D, *values = v + size_t(block) * D;
+        const float *keys = kept.keys(block), *values = kept.values(block);
         if (transposed)
             for (int t = 0; t < BLOCK; t += LANES)
                 for (int d = 0; d < D; d += LANES) transpose(keys + t * D + d, D, kt + d * BLOCK + t, BLOCK);
@@ -242,16 +273,16 @@ inline void attend_segment(const Queries& queries, const float* k, const float* 
     }
 }
 
-inline void attend_segment(int dim, const Queries& q, const float* k, const float* v, int segment, Partial* states) {
+inline void attend_segment(int dim, const Queries& q, const KeptHead<const float>& kept, int segment, Partial* states) {
     switch (dim / LANES) {
-        case 1: return attend_segment<1>(q, k, v, segment, states);
-        case 2: return attend_segment<2>(q, k, v, segment, states);
-        case 3: return attend_segment<3>(q, k, v, segment, states);
-        case 4: return attend_segment<4>(q, k, v, segment, states);
-        case 5: return attend_segment<5>(q, k, v, segment, states);
-        case 6: return attend_segment<6>(q, k, v, segment, states);
-        case 8: return attend_segment<8>(q, k, v, segment, states);
-        case 16: return attend_segment<16>(q, k, v, segment, states);
+        case 1: return attend_segment<1>(q, kept, segment, states);
+        case 2: return attend_segment<2>(q, kept, segment, states);
+        case 3: return attend_segment<3>(q, kept, segment, states);
+        case 4: return attend_segment<4>(q, kept, segment, states);
+        case 5: return attend_segment<5>(q, kept, segment, states);
+        case 6: return attend_segment<6>(q, kept, segment, states);
+        case 8: return attend_segment<8>(q, kept, segment, states);
+        case 16: return attend_segment<16>(q, kept, segment, states);
     }
 }
 

@@ -58,14 +58,15 @@ struct Shape {
     float logit_scale, logit_cap;     // 0: none
 };
 
-// Consecutive tokens of one sequence in the flat row of a step.
+// Consecutive tokens of one sequence in the flat row of a step. What it shares are parts [first_part, first_part + num_parts).
 struct Run {
-    int32_t slot, start, count, adapter;  // adapter -1: the base
+    int32_t slot, start, count, adapter, first_part, num_parts;  // adapter -1: the base
 };
 
 struct Step {
     const Run* runs;
     int32_t num_runs, T;
+    const SharedPart* parts;           // of all runs
     const int64_t* ids;          // [T]
     const float *cos, *sin;      // [tables, positions, rotated / 2]
     int64_t table;               // numbers from one table to the next
@@ -151,13 +152,14 @@ class Decoder {
         return std::max(1, (shape.kv == Kind::BF16 ? TILED_COLUMNS : BYTE_QUERIES) / group());
     }
     int parts_together() const { return shape.kv == Kind::BF16 ? 1 : group(); }
-    // Where a KV head's keys and values of a layer begin in a run's slot.
+    // A KV head's keys and values of a layer.
     template <class T>
-    std::pair<T*, T*> kept(const Layer& layer, const Step& step, const Run& run, int kv_head) const {
+    KeptHead<T> kept(const Layer& layer, const Step& step, const Run& run, int kv_head) const {
         const size_t token = shape.kv == Kind::INT8 ? kept_bytes(shape.head_dim) : shape.head_dim;
         const size_t head = shape.slot_tokens * token;
-        T* slot = (T*)step.slab + run.slot * shape.slot_elements + layer.kv_offset;
-        return {slot + kv_head * head, slot + (shape.kv_heads + kv_head) * head};
+        T* first = (T*)step.slab + layer.kv_offset + kv_head * head;
+        return {first, token, shape.kv_heads * head, size_t(shape.slot_elements), run.slot, step.parts + run.first_part,
+                run.num_parts};
     }
     int seen_from(const Layer& layer, int position) const {
         return layer.window ? std::max(0, position + 1 - layer.window) : 0;

@@ -294,15 +294,15 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
         if (norm_each) rms_norm(k + h * D, layer.k_norm, D, shape.eps, k + h * D);
         rotate(k + h * D, cos, sin, half);
         if (shape.kv == Kind::BF16) {
-            const auto [keys, values] = kept<uint16_t>(layer, step, run, h);
-            keep_bf16(k + h * D, v + h * D, D, position, keys, values);
+            const auto to = kept<uint16_t>(layer, step, run, h);
+            keep_bf16(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else if (shape.kv == Kind::INT8) {
-            const auto [keys, values] = kept<uint8_t>(layer, step, run, h);
-            keep_int8(k + h * D, v + h * D, D, position, keys, values);
+            const auto to = kept<uint8_t>(layer, step, run, h);
+            keep_int8(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else {
-            const auto [keys, values] = kept<float>(layer, step, run, h);
-            std::memcpy(keys + size_t(position) * D, k + h * D, D * sizeof(float));
-            std::memcpy(values + size_t(position) * D, v + h * D, D * sizeof(float));
+            const auto to = kept<float>(layer, step, run, h);
+            std::memcpy(to.own_keys() + size_t(position) * D, k + h * D, D * sizeof(float));
+            std::memcpy(to.own_values() + size_t(position) * D, v + h * D, D * sizeof(float));
         }
     }
 }
@@ -326,17 +326,15 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         ByteQueries& queries = own;
         queries.count = n, queries.cap = shape.score_cap;
         for (int i = 0; i < n; i++) queries.set(i, q[i], D, lo[i], hi[i]);
-        const auto [k, v] = kept<const uint8_t>(layer, step, run, item.kv_head);
-        const uint8_t *keys = k, *values = v;
+        const auto head = kept<const uint8_t>(layer, step, run, item.kv_head);
         return attend_segments(item, n, longest, [&](int segment, Partial* states) {
-            attend_int8(D, queries, keys, values, segment, states);
+            attend_int8(D, queries, head, segment, states);
         });
     }
     const Queries queries{n, q, lo, hi, shape.score_cap};
-    const auto [k, v] = kept<const float>(layer, step, run, item.kv_head);
-    const float *keys = k, *values = v;
+    const auto head = kept<const float>(layer, step, run, item.kv_head);
     attend_segments(item, n, longest, [&](int segment, Partial* states) {
-        attend_segment(D, queries, keys, values, segment, states);
+        attend_segment(D, queries, head, segment, states);
     });
 }
 
@@ -374,10 +372,10 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
         longest = std::max(longest, position + 1);
     }
     queries.pack(n, D, shape.score_cap);
-    const auto [k, v] = kept<const uint16_t>(layer, step, step.runs[rows[item.row].run], item.kv_head);
-    if (item.segment >= 0) return attend_tiled(D, queries, k, v, item.segment, &tiled_partials[item.partial]);
+    const auto head = kept<const uint16_t>(layer, step, step.runs[rows[item.row].run], item.kv_head);
+    if (item.segment >= 0) return attend_tiled(D, queries, head, item.segment, &tiled_partials[item.partial]);
     for (int s = 0; s * SEGMENT < longest; s++) {
-        attend_tiled(D, queries, k, v, s, s ? part : total);
+        attend_tiled(D, queries, head, s, s ? part : total);
         if (s)
             for (int c = 0; c < queries.tiles(); c++) merge(total[c], part[c], D);
     }

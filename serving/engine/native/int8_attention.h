@@ -25,7 +25,7 @@ constexpr int BYTE_QUERIES = 32;  // that share what is read of keys and values
 constexpr int TILED_FROM = 9;     // queries from which tiles pay
 enum Part { HIGH, LOW, BOTH };
 
-static_assert(SEGMENT % KEPT_BLOCK == 0 && KEPT_BLOCK == TILE_BYTES && BYTE_QUERIES % TILE_ROWS == 0);
+static_assert(SEGMENT % KEPT_BLOCK == 0 && SHARED_BLOCK % KEPT_BLOCK == 0 && KEPT_BLOCK == TILE_BYTES && BYTE_QUERIES % TILE_ROWS == 0);
 
 // From one token's to the next in a KV head's keys, or values.
 constexpr size_t kept_bytes(int dim) { return dim + sizeof(float); }
@@ -341,8 +341,8 @@ inline uint64_t strange_of(const float* scales) {
 // The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
 // count for nothing.
 template <class Products>
-void attend_int8(Products& products, int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values,
-                 int segment, Partial* states) {
+void attend_int8(Products& products, int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
+                 Partial* states) {
     ByteBlock block;
     int first = INT32_MAX, last = 0;
     for (int i = 0; i < queries.count; i++) {
@@ -352,7 +352,7 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
     first = std::max(first, segment * SEGMENT) / KEPT_BLOCK * KEPT_BLOCK;
     last = std::min(last, (segment + 1) * SEGMENT);
     for (int at = first; at < last; at += KEPT_BLOCK) {
-        const KeptBlock key(keys, dim, at), value(values, dim, at);
+        const KeptBlock key(kept.keys(at), dim, 0), value(kept.values(at), dim, 0);
         block.strange = strange_of(key.scales) | strange_of(value.scales);
         products.score(queries, dim, key.bytes, block);
         for (int i = 0; i < queries.count; i++)
@@ -362,11 +362,11 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
     }
 }
 
-inline void attend_int8(int dim, const ByteQueries& queries, const uint8_t* keys, const uint8_t* values, int segment,
+inline void attend_int8(int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
                         Partial* states) {
     const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
     const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
-    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, keys, values, segment, states); };
+    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, states); };
     if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
     else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
     else if (CHOOSES_BYTE_PRODUCTS && byte_products()) by(VectorBytes<CHOOSES_BYTE_PRODUCTS>());

@@ -19,7 +19,7 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 2  # counted on with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 3  # counted on with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
@@ -119,12 +119,13 @@ class Draw(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """``runs`` is [num_runs, 4] of int32: slot, first position, tokens, adapter (-1: the base)."""
+    """``runs`` is [num_runs, 6] of int32: slot, first position, tokens, adapter (-1: the base), first part, parts;
+    ``parts`` is [of all runs, 2]: slot that is read in, and the position before which."""
 
     _fields_ = (
-        ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("ids", c_void_p), ("cos", c_void_p),
-        ("sin", c_void_p), ("table", c_int64), ("slab", c_void_p), ("adapters", c_void_p), ("kept", c_void_p),
-        ("num_kept", c_int32), ("logits", c_void_p), ("vectors", c_void_p),
+        ("runs", c_void_p), ("num_runs", c_int32), ("num_tokens", c_int32), ("parts", c_void_p), ("ids", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("table", c_int64), ("slab", c_void_p), ("adapters", c_void_p),
+        ("kept", c_void_p), ("num_kept", c_int32), ("logits", c_void_p), ("vectors", c_void_p),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ constexpr int TILED_COLUMNS = 32; // queries that share what is read of keys and
 constexpr int COLUMN_TILES = TILED_COLUMNS / LANES;
 constexpr float LOG2E = 1.44269504f;
 
-static_assert(SEGMENT % TILED_BLOCK == 0 && TILED_BLOCK % VALUE_BLOCK == 0 && VALUE_BLOCK == TILE_BYTES / 2);
+static_assert(SEGMENT % TILED_BLOCK == 0 && SHARED_BLOCK % TILED_BLOCK == 0 && TILED_BLOCK % VALUE_BLOCK == 0 && VALUE_BLOCK == TILE_BYTES / 2);
 
 inline bool can_attend_tiled(int dim) { return can_attend(dim) && dim % 32 == 0; }
 
@@ -154,8 +154,8 @@ inline __m512 weigh(float (*scores)[LANES], int first, bool edge, const int* lo,
 // The softmaxes of `queries` over what they see of segment `segment`, into one state a tile of them. What no query sees
 // is read, and counts for nothing.
 template <class Tiles>
-void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint16_t* keys, const uint16_t* values,
-                  int segment, TiledPartial* states) {
+void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const KeptHead<const uint16_t>& kept, int segment,
+                  TiledPartial* states) {
     alignas(64) float scores[COLUMN_TILES][TILED_BLOCK][LANES];
     alignas(64) uint16_t weights[COLUMN_TILES][TILED_BLOCK / 2][2 * LANES];
     alignas(64) float out[COLUMN_TILES][LANES][LANES];
@@ -169,6 +169,7 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint
     for (int c = 0; c < wide; c++) clear(states[c], dim);
     const int end = std::min(last, (segment + 1) * SEGMENT);
     for (int block = std::max(first, segment * SEGMENT) / TILED_BLOCK * TILED_BLOCK; block < end; block += TILED_BLOCK) {
+        const uint16_t *keys = kept.keys(block), *block_values = kept.values(block);
         const int here = std::min(last - block, TILED_BLOCK);  // tokens of the block that some query sees
         for (int t = 0; t < TILED_BLOCK; t += TILE_ROWS) {
             if (t >= here) {  // never written, perhaps not even there
@@ -178,7 +179,7 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint
             tiles.template zero<0>();
             if (wide > 1) tiles.template zero<1>();
             for (int d = 0; d < dim; d += 32) {
-                tiles.template load<4>(keys + size_t(block + t) * dim + d, dim * 2);
+                tiles.template load<4>(keys + size_t(t) * dim + d, dim * 2);
                 tiles.template load<5>(queries.pairs[0][d / 2], TILE_BYTES);
                 tiles.template multiply_bf16<0, 4, 5>();
                 if (wide > 1) {
@@ -196,7 +197,6 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint
         for (int c = 0; c < wide; c++)
             fades[c] = weigh(scores[c], block, edge, queries.lo + c * LANES, queries.hi + c * LANES, states[c],
                              weights[c]);
-        const uint16_t* block_values = values + size_t(block) * dim;
         if (here < TILED_BLOCK) {  // a weight of zero times what is no number would be none
             for (int part = 0; part < TILED_BLOCK / VALUE_BLOCK; part++) {
                 const int count = std::min(std::max(here - part * VALUE_BLOCK, 0), VALUE_BLOCK);
@@ -231,14 +231,14 @@ void attend_tiled(Tiles& tiles, int dim, const TiledQueries& queries, const uint
     }
 }
 
-inline void attend_tiled(int dim, const TiledQueries& queries, const uint16_t* keys, const uint16_t* values, int segment,
+inline void attend_tiled(int dim, const TiledQueries& queries, const KeptHead<const uint16_t>& kept, int segment,
                          TiledPartial* states) {
     if (tile_use() == TileUse::EMULATED) {
         static thread_local EmulatedTiles tiles;
-        return attend_tiled(tiles, dim, queries, keys, values, segment, states);
+        return attend_tiled(tiles, dim, queries, kept, segment, states);
     }
     HardwareTiles tiles;
-    attend_tiled(tiles, dim, queries, keys, values, segment, states);
+    attend_tiled(tiles, dim, queries, kept, segment, states);
 }
 
 }  // namespace mlt

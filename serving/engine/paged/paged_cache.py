@@ -109,7 +109,14 @@ class PagedKVCache(KVCache):
         return found, wait_for
 
     def acquire(
-        self, owner: int, key: PrefixKey, tokens: TokenIds, *, at_most: int | None = None, source: int | None = None
+        self,
+        owner: int,
+        key: PrefixKey,
+        tokens: TokenIds,
+        *,
+        at_most: int | None = None,
+        source: int | None = None,
+        fixed: int | None = None,
     ) -> int | None:
         if owner in self._tables:
             raise RuntimeError(f"sequence {owner} has blocks already")
