@@ -41,8 +41,8 @@ class Part(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Slot:
     """``tokens`` are those the slot holds or, while active, will hold; the KV of the first ``length`` is valid.
-    ``charged`` tokens of memory are counted for it: those behind its ``parts``. ``lent``: before which token each of its
-    readers reads. Tokens from ``fixed`` on may be written again, by a search that drops a beam."""
+    ``charged`` tokens of memory are counted for it: those behind its ``parts``. ``lent``: before which token each
+    of its readers reads. Tokens from ``fixed`` on may be written again, by a search that drops a beam."""
 
     index: int
     key: PrefixKey | None = None

@@ -1,0 +1,93 @@
+"""Many sequences over one long prompt: what each costs to start, in time and memory, and a step of all of them, where
+the prompt's keys and values are read in place and where each has a copy.
+
+    python benchmarks/shared_prefix.py --model .cache/models/smollm2 --sequences 32 --prompt 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
+from mlflow_llm.serving.engine.loader import load_model
+from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.engine.native_decoder import NativeDecoder
+from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.settings import EngineSettings
+
+CHUNK = 512  # tokens of the prompt in a step
+OWN = 64  # tokens that each sequence has behind the prompt
+KEY = PrefixKey("", "")
+
+
+def measure(loaded: Any, kept: Any, args: argparse.Namespace, *, by_reference: bool) -> str:
+    """A row of the table."""
+    count, length = args.sequences, args.prompt
+    size = length + OWN
+    cache = SlotKVCache(
+        loaded.layers, num_slots=count, num_tokens=count * size, max_model_len=size, by_reference=by_reference, **kept
+    )
+    decoder = NativeDecoder(loaded.decoder, cache)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(10, loaded.vocab_size, (count, size)).astype(np.int32)
+    tokens[:, :length] = tokens[0, :length]
+    cache.acquire(0, KEY, tokens[0])
+    began = time.perf_counter()
+    for start in range(0, length, CHUNK):
+        ids = tokens[0, start : min(start + CHUNK, length)].astype(np.int64)
+        decoder.forward(ids, [Row(0, start, len(ids))], [None], [len(ids) - 1])
+    miss = time.perf_counter() - began
+    cache.computed(0, tokens[0], length)
+    memory, hits = psutil.Process().memory_info().rss, []
+    for owner in range(1, count):
+        began = time.perf_counter()
+        assert cache.acquire(owner, KEY, tokens[owner]) == length
+        hits.append(time.perf_counter() - began)
+    memory = psutil.Process().memory_info().rss - memory
+    steps = []
+    for place in range(length, size):
+        rows = [Row(owner, place, 1) for owner in range(count)]
+        began = time.perf_counter()
+        decoder.forward(tokens[:, place].astype(np.int64), rows, [None] * count, range(count))
+        steps.append(time.perf_counter() - began)
+    cache.close()
+    each = memory / len(hits) / 2**20
+    hit = 1000 * statistics.median(hits)
+    return f"{1000 * miss:.0f} | {hit:.1f} | {each:.1f} | {1000 * statistics.median(steps):.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=4000, help="tokens that all sequences begin with")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
+    args = parser.parse_args()
+    bundle = Bundle(content_hash="benchmark", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
+    settings = EngineSettings(quantization=args.quantization, max_model_len=args.prompt + OWN)
+    loaded = load_model(bundle, settings)
+    if loaded.decoder is None:
+        raise SystemExit(f"the model is not run natively: {loaded.kernels_reason}")
+    forms: dict[str, Any] = {"float32": {"dtype": torch.float32}, "int8": KEPT_IN_INT8}
+    if library.why_no_bf16_kv(loaded.decoder.head_dim) is None:
+        forms["bfloat16"] = KEPT_IN_BF16
+    print(f"{library.instruction_set()}, {args.sequences} sequences over {args.prompt} tokens\n")
+    print("| KV | prefix | the prompt computed, ms | found again, ms | memory of each more, MiB | step of all, ms |")
+    print("|---|---|---|---|---|---|")
+    for name, kept in forms.items():
+        for by_reference in (False, True):
+            row = measure(loaded, kept, args, by_reference=by_reference)
+            print(f"| {name} | {'read in place' if by_reference else 'copied'} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
