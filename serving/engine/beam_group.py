@@ -21,7 +21,7 @@ from ..constraint import GIVEN
 from ..errors import InvalidField, ServingError
 from ..events import FinishReason
 from ..request import Beams
-from .beam_search import BeamSearch, Fork, Hypothesis
+from .beam_search import BeamSearch, Ending, Fork, Hypothesis
 from .beam_texts import BeamTexts
 from .grammar_tokenizer import GrammarTokenizer
 from .group_beam_search import GroupBeamSearch
@@ -29,7 +29,8 @@ from .inflight import SearchedText
 from .kv_cache import KVCache
 from .logits_processors import may_forbid, nothing_left
 from .matching import DEAD_END, Matching
-from .sampler import adjust, logprobs, restrict
+from .native.continuations import can_continue
+from .sampler import adjust, is_adjusted, logprobs, restrict
 from .sequence import SequenceGroup, SequenceState
 
 
@@ -90,26 +91,39 @@ class BeamGroup:
         Raises ``FloatingPointError`` where logits are not finite, ``ServingError`` where no text can go on, or a
         grammar's limit is reached.
         """
-        rows = torch.stack([self._rows[beam.id] for beam in self._beams]).float()
+        logits = [self._rows[beam.id] for beam in self._beams]
         self._rows.clear()
-        scores = torch.log_softmax(rows, dim=-1)
-        if not bool(torch.isfinite(scores.amax(-1)).all()):
-            raise FloatingPointError("logits are not finite")
-        sampling = self.group.sampling
-        plain = scores.clone() if sampling.logprobs is not None else None
         length, texts = self.search.length, self._texts
-        if sampling.grammar is not None and not length:
-            assert self._beams[0].matching is not None
-            self._begin = self._beams[0].matching.fork()
-        noted = sampling.generation_logits or plain is not None
-        note = partial(self._notes, plain, rows) if noted else None
         ending = None if texts is None else partial(texts.ending, self.search)
-        forks = self.search.step(scores, note, ending, self._process)
+        if isinstance(self.search, BeamSearch) and self._is_plain() and can_continue(logits):
+            forks = self.search.step_native(logits, ending)
+        else:
+            forks = self._step(torch.stack(logits).float(), ending)
         if self.search.done and not self.search.best(1) and not self._is_empty:
             raise self._stuck()
         if texts is not None:
             texts.fork(forks, length)
         return self._fork(forks, cache, add) if forks else []
+
+    def _is_plain(self) -> bool:
+        """Whether nothing but the model's log probabilities decides, and none of them is reported."""
+        p = self.group.sampling
+        asked = p.grammar is not None or p.logprobs is not None or p.generation_logits
+        return not asked and not any(map(is_adjusted, self._beams))
+
+    def _step(self, rows: Any, ending: Ending | None) -> Sequence[Fork]:
+        """A step of the search, by logits [beams, V] of float32."""
+        scores = torch.log_softmax(rows, dim=-1)
+        if not bool(torch.isfinite(scores.amax(-1)).all()):
+            raise FloatingPointError("logits are not finite")
+        sampling = self.group.sampling
+        plain = scores.clone() if sampling.logprobs is not None else None
+        if sampling.grammar is not None and not self.search.length:
+            assert self._beams[0].matching is not None
+            self._begin = self._beams[0].matching.fork()
+        noted = sampling.generation_logits or plain is not None
+        note = partial(self._notes, plain, rows) if noted else None
+        return self.search.step(scores, note, ending, self._process)
 
     def _process(self, places: range, scores: Any) -> None:
         """Penalties, what is forbidden and each beam's grammar on the log probabilities [beams, V] of the beams at

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from ..request import EarlyStopping
+from .native.continuations import Continuations, best_continuations
 
 NONE = np.float32(-1e9)  # of a place that has no beam or hypothesis
 DEAD = NONE / 2  # sums of log probabilities are greater
@@ -167,10 +168,18 @@ class BeamSearch(RunningBeams):
             process(range(len(log_probs)), log_probs)
         scores = torch.from_numpy(self._scores[: len(log_probs)]).to(log_probs.device)
         sums = (log_probs + scores[:, None]).reshape(-1)
-        size = log_probs.shape[-1]
         found = torch.topk(sums, min(self._keep, len(sums)))
-        values, places = found.values.cpu().numpy(), found.indices.cpu().numpy()
-        parents, token_ids = places // size, places % size
+        continuations = Continuations(found.values.cpu().numpy(), found.indices.cpu().numpy(), log_probs.shape[-1])
+        return self._choose(continuations, note, ending)
+
+    def step_native(self, logits: Sequence[Any], ending: Ending | None = None) -> Sequence[Fork]:
+        """``step`` by our own kernels, of rows of logits [V] that ``can_continue``. Raises ``FloatingPointError`` where
+        they are not finite."""
+        return self._choose(best_continuations(logits, self._scores, self._keep), None, ending)
+
+    def _choose(self, found: Continuations, note: Note | None, ending: Ending | None) -> Sequence[Fork]:
+        """Of the best continuations, best first, those that go on."""
+        values, parents, token_ids = found.sums, found.places // found.size, found.places % found.size
         ended = np.isin(token_ids, self._ends) | (self.length + 1 >= self._max_tokens)
         extended = np.concatenate((self._running[parents], token_ids[:, None].astype(np.int32)), axis=1)
         candidates = [Fork(int(p), int(t)) for p, t in zip(parents, token_ids, strict=True)]

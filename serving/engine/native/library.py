@@ -369,6 +369,9 @@ def _declare(found: ctypes.CDLL) -> None:
     declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))
     declare_checked("mlt_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)
     declare_checked("mlt_sample_rows", POINTER(c_void_p), POINTER(c_void_p), c_int32, c_int32, c_void_p, c_void_p)
+    declare_checked(
+        "mlt_continuations", POINTER(c_void_p), c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p
+    )
     declare("mlt_exponentials", None, c_uint64, c_uint64, c_int32, c_void_p)
     declare("mlt_encoder_new", c_void_p, POINTER(EncoderShape), POINTER(EncoderEmbeddings), POINTER(EncoderLayer))
     declare("mlt_encoder_free", None, c_void_p)

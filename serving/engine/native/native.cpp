@@ -73,6 +73,7 @@ API int mlt_supported() {
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma,avx2")
 #endif
 
+#include "continuations.h"
 #include "decoder_step.h"
 #include "encoder.h"
 #include "sampler.h"
@@ -267,6 +268,26 @@ API int mlt_sample_rows(const float* const* logits, const uint32_t* const* masks
             static thread_local Sampler sampler;
             tokens[row] = sampler.token(logits[row], size, draws[row], masks[row]);
         });
+    });
+}
+
+// The `keep` best continuations of beams, of which there are so many, into `sums` and `places`; each row of logits [size]
+// has its beam's score. `found`: how many there are, -1 where a row is not finite.
+API int mlt_continuations(const float* const* logits, const float* scores, int beams, int size, int keep, float* sums,
+                          int64_t* places, int32_t* found) {
+    return checked([&] {
+        std::vector<Continuations> each(beams, Continuations(keep));
+        std::vector<char> finite(beams);
+        parallel_for(beams, [&](int beam) {
+            finite[beam] = continue_beam(logits[beam], size, scores[beam], int64_t(beam) * size, each[beam]);
+        });
+        *found = -1;
+        if (std::find(finite.begin(), finite.end(), 0) != finite.end()) return;
+        Continuations all(keep);
+        for (const Continuations& one : each)
+            for (const Continuation& c : one.best) all.enter(c.sum, c.place);
+        *found = int32_t(all.best.size());
+        for (int i = 0; i < *found; i++) sums[i] = all.best[i].sum, places[i] = all.best[i].place;
     });
 }
 
