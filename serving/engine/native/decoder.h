@@ -100,13 +100,13 @@ class Decoder {
     std::vector<int> split;  // by row: first of its partials, or -1
     std::vector<Partial> partials;
     std::vector<TiledPartial> tiled_partials;
-    std::vector<float> hidden, normed, qkv, attended, wide, gated;
-    std::vector<float> branch;  // what o and down make, where `apart`
+    AlignedFloats hidden, normed, qkv, attended, wide, gated;
+    AlignedFloats branch;  // what o and down make, where `apart`
     Routing routing;
-    std::vector<float> expert_in, expert_wide, expert_gated, expert_made;  // of rows side by side
-    std::vector<float> shared, share;  // what the MLP for all made, beside experts; what it counts for [T, LANES]
+    AlignedFloats expert_in, expert_wide, expert_gated, expert_made;  // of rows side by side
+    AlignedFloats shared, share;  // what the MLP for all made, beside experts; what it counts for [T, LANES]
     Prepared routed_for, expert_for;   // rows as experts' linears take them: each once, and side by side
-    std::vector<float> before;  // hidden states that o and down are added to, of rows whose adapter has a gain there
+    AlignedFloats before;  // hidden states that o and down are added to, of rows whose adapter has a gain there
     Prepared rows_for;
 
     void plan(const Step& step);
@@ -138,11 +138,11 @@ class Decoder {
     const Factors* factors(const Step& step, int adapter, int layer, int member) const {
         return adapter < 0 ? nullptr : &step.adapters[adapter][layer * MEMBERS + member];
     }
-    void adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x, int K,
+    void adapt(const Step& step, const RowGroup& group, int layer, int member, const AlignedFloats& x, int K,
                float* y, int width, int N, bool added = false) const;
     void keep(const Step& step, int t, int layer, int member);
     // Where o and down write, and how.
-    std::vector<float>& sums() { return shape.apart ? branch : hidden; }
+    AlignedFloats& sums() { return shape.apart ? branch : hidden; }
     Finish adding() const { return shape.apart ? Finish::WRITE : Finish::ADD; }
     void join_branch(const Norm& after, int t);
     int group() const { return shape.heads / shape.kv_heads; }

@@ -32,7 +32,7 @@ inline void Decoder::plan(const Step& step) {
     group_rows(step.num_kept, Pools::threads_wanted(), [&](int i) { return adapter_of(step.kept[i]); }, kept_groups);
     if (shape.kv == Kind::BF16) tiled_partials.resize(std::max(tiled_partials.size(), size_t(parts)));
     else partials.resize(std::max(partials.size(), size_t(parts)));
-    const auto room = [&](std::vector<float>& buffer, int width) {
+    const auto room = [&](AlignedFloats& buffer, int width) {
         if (buffer.size() < size_t(step.T) * width) buffer.resize(size_t(step.T) * width);
     };
     const int attention = shape.heads * shape.head_dim;
@@ -173,7 +173,7 @@ inline void Decoder::mlp(Team& team, const Layer& layer, int index, const Step& 
             if (!together) activate(&wide[size_t(t) * W], I, &gated[size_t(t) * I]);
             rows_for.fill(*layer.down, gated.data(), t);
         });
-    std::vector<float>& made = beside ? shared : sums();
+    AlignedFloats& made = beside ? shared : sums();
     multiply(team, *layer.down, rows_for.of(*layer.down, gated.data()), T, made.data(), beside ? Finish::WRITE : adding());
 }
 
@@ -258,7 +258,7 @@ inline void Decoder::activate(const float* wide, int I, float* out) const {
     });
 }
 
-inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const std::vector<float>& x,
+inline void Decoder::adapt(const Step& step, const RowGroup& group, int layer, int member, const AlignedFloats& x,
                            int K, float* y, int width, int N, bool added) const {
     const Factors* f = factors(step, group.adapter, layer, member);
     if (f) adapt_rows(*f, group, {x.data(), K}, K, {y, width}, N, {added ? before.data() : nullptr, N});

@@ -78,13 +78,13 @@ class Encoder {
     struct Text { int row, length; };
     struct Group { int first, last, row, rows; };  // texts [first, last)
     struct Room {
-        std::vector<float> wide, attended;  // q,k,v or what is between up and down; by heads
-        std::vector<float> normed, gated;   // where norms stand before, where there is a gate
+        AlignedFloats wide, attended;  // q,k,v or what is between up and down; by heads
+        AlignedFloats normed, gated;   // where norms stand before, where there is a gate
         Prepared rows_for;
 
         void grow(const EncoderShape& shape, size_t T) {
             const size_t width = size_t(shape.heads) * shape.head_dim, inner = shape.intermediate;
-            const auto grow = [](std::vector<float>& buffer, size_t size) {
+            const auto grow = [](AlignedFloats& buffer, size_t size) {
                 if (buffer.size() < size) buffer.resize(size);
             };
             grow(wide, T * std::max(width * 3, shape.gated ? 2 * inner : inner)), grow(attended, T * width);

@@ -29,7 +29,7 @@ class Routing {
   public:
     struct Group { int expert, first, count; };  // rows [first, first + count) of those side by side
 
-    std::vector<float> scores;   // [T, experts]
+    AlignedFloats scores;  // [T, experts]
     std::vector<float> weights;  // [T, chosen]
     std::vector<int> place;      // [T, chosen]: the row among those side by side
     std::vector<int> row_of;     // and back

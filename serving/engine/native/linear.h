@@ -54,6 +54,21 @@ inline void* allocate(size_t bytes) {
     return memory;
 }
 
+// Of vectors that begin with a cache line: what lies across two takes twice as long to be read or written.
+template <class T>
+struct Aligned {
+    using value_type = T;
+    Aligned() = default;
+    template <class U>
+    Aligned(const Aligned<U>&) {}
+    T* allocate(size_t count) { return (T*)mlt::allocate(count * sizeof(T)); }
+    void deallocate(T* memory, size_t) { std::free(memory); }
+    friend bool operator==(const Aligned&, const Aligned&) { return true; }
+    friend bool operator!=(const Aligned&, const Aligned&) { return false; }
+};
+
+using AlignedFloats = std::vector<float, Aligned<float>>;
+
 enum class Finish { WRITE, ADD, GELU };  // y = .., y += .., y = gelu(..)
 
 struct Linear {
@@ -234,7 +249,7 @@ class Prepared {
     }
 
   private:
-    std::vector<uint8_t> bytes;
+    std::vector<uint8_t, Aligned<uint8_t>> bytes;
     std::vector<float> scales;
 };
 
@@ -471,8 +486,8 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, int first, int last, 
                 const uint8_t* rows = (const uint8_t*)x.values + size_t(a) * row_bytes;
                 for (int part = 0; part < PARTS; part++) {
                     const char* next = nullptr;
-                    if (a == from && part + 1 < PARTS) next = weights_of(panel, part + 1);
-                    else if (a == from && panel + 1 < last) next = weights_of(panel + 1, 0);
+                    if (a == 0 && part + 1 < PARTS) next = weights_of(panel, part + 1);
+                    else if (a == 0 && panel + 1 < last) next = weights_of(panel + 1, 0);
                     TileSums& into = sums[turn][part];
                     if (count > TILE_ROWS) tile_sums<KIND, 2>(tiles, weights_of(panel, part), rows, row_bytes, next, into);
                     else tile_sums<KIND, 1>(tiles, weights_of(panel, part), rows, row_bytes, next, into);
