@@ -149,14 +149,11 @@ def write_packed(key: str, arrays: Mapping[str, Array], facts: dict[str, Any], l
 def _write(file: Any, pieces: Iterable[bytes | memoryview], digest: Any) -> Any:
     """Each piece, and zeros up to the next section."""
     for piece in pieces:
-        for at in range(0, len(piece), CHUNK):
-            chunk = piece[at : at + CHUNK]
-            digest.update(chunk)
-            while chunk:
-                chunk = chunk[file.write(chunk) :]
         padding = bytes(_aligned(len(piece)) - len(piece))
-        digest.update(padding)
-        file.write(padding)
+        for chunk in (*(piece[at : at + CHUNK] for at in range(0, len(piece), CHUNK)), padding):
+            digest.update(chunk)
+            while chunk:  # a disk that is nearly full takes a part
+                chunk = chunk[file.write(chunk) :]
     return digest
 
 
