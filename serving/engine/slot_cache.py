@@ -227,11 +227,14 @@ class SlotKVCache(KVCache):
 
     def release(self, owner: int, *, keep: bool) -> None:
         slot = self.table.retire(owner)
-        num_tokens = max(slot.length if keep and self.prefix_caching else 0, slot.lent_until)
-        if num_tokens > slot.shared:
-            self._cut(slot, num_tokens)
-        else:
+        keep = keep and self.prefix_caching
+        num_tokens = max(slot.length if keep else 0, slot.lent_until)
+        if num_tokens <= slot.shared:
             self._clear(slot)
+            return
+        self._cut(slot, num_tokens)
+        if not keep:
+            self.table.hide(slot)
 
     def wipe(self, owner: int) -> None:
         """See ``KVCache.wipe``. What others read in its slot is theirs to wipe; nobody finds any of it any more."""
