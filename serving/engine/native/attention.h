@@ -37,16 +37,13 @@ struct KeptHead {
 
     T* own_keys() const { return first + slot * slot_elements; }
     T* own_values() const { return own_keys() + values_after; }
-    // From `at` on to the end of its shared block.
-    T* keys(int at) const {
-        int in = slot;
+    int slot_of(int at) const {
         for (int i = 0; i < num_parts; i++)
-            if (at < parts[i].stop) {
-                in = parts[i].slot;
-                break;
-            }
-        return first + in * slot_elements + at * token;
+            if (at < parts[i].stop) return parts[i].slot;
+        return slot;
     }
+    // From `at` on to the end of its shared block.
+    T* keys(int at) const { return first + slot_of(at) * slot_elements + at * token; }
     T* values(int at) const { return keys(at) + values_after; }
 };
 

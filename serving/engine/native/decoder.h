@@ -11,6 +11,7 @@
 // together (lora.h).
 #pragma once
 
+#include <tuple>
 #include <vector>
 
 #include "attention.h"
@@ -90,11 +91,18 @@ class Decoder {
 
   private:
     struct Row { int run, position; };
-    // A thread's piece of attention: rows [row, row + count) of a run for one KV head, one segment or (-1) all.
-    struct Item { int row, count, kv_head, segment, partial; };
+    // A thread's piece of attention: rows [row, row + count) of a run for one KV head, one segment or (-1) all; or places
+    // of `together`, rows of several runs that read the segment in one slot.
+    struct Item {
+        int row, count, kv_head, segment, partial;
+        bool together;
+    };
+    struct SegmentRead { int slot, segment, row; };
 
     std::vector<Row> rows;
     std::vector<Item> items;
+    std::vector<SegmentRead> reads;  // of single rows, sorted by what they read
+    std::vector<int> together;
     std::vector<RowGroup> groups, kept_groups;  // of rows, and of places among those whose logits are wanted
     bool adapted;  // rows of some adapter are in the step
     std::vector<int> split;  // by row: first of its partials, or -1
@@ -110,6 +118,7 @@ class Decoder {
     Prepared rows_for;
 
     void plan(const Step& step);
+    void plan_together(const Step& step);
     void layer(Team& team, const Layer& layer, int index, const Step& step);
     // Calls work(t) for each row, after adapt(group) for the rows of an adapter together.
     template <class Adapt, class Work>
@@ -132,6 +141,12 @@ class Decoder {
     void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, const Item& item);
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
+    int row_of(const Item& item, int i) const { return item.together ? together[item.row + i] : item.row + i; }
+    // Of a row's softmaxes over a segment: the first of those that split[] has begun.
+    int partial_of(int t, int kv_head, int segment) const {
+        const int segments = rows[t].position / SEGMENT + 1;
+        return split[t] + (kv_head * segments + segment) * parts_together();
+    }
     template <class Segment>
     void attend_segments(const Item& item, int queries, int longest, const Segment& segment);
     void join(int t);

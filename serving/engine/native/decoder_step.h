@@ -9,23 +9,26 @@ inline void Decoder::plan(const Step& step) {
     rows.clear(), items.clear();
     split.assign(step.T, -1);
     int at = 0, parts = 0;
+    bool in_others = false;  // some read in others' slots
+    for (int r = 0; r < step.num_runs; r++) in_others |= step.runs[r].num_parts > 0;
     for (int r = 0; r < step.num_runs; r++) {
         const Run& run = step.runs[r];
         for (int i = 0; i < run.count; i++) rows.push_back({r, run.start + i});
         const int segments = (run.start + run.count + SEGMENT - 1) / SEGMENT;
         for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
             if (run.count == 1 && segments > 1) {  // a long context is shared out; join() merges in order
-                for (int s = 0; s < segments; s++)
-                    items.push_back({at, 1, kv_head, s, parts + (kv_head * segments + s) * parts_together()});
                 split[at] = parts;
+                for (int s = 0; s < segments && !in_others; s++)
+                    items.push_back({at, 1, kv_head, s, partial_of(at, kv_head, s), false});
             } else {
                 for (int a = 0; a < run.count; a += rows_together())
-                    items.push_back({at + a, std::min(rows_together(), run.count - a), kv_head, -1, -1});
+                    items.push_back({at + a, std::min(rows_together(), run.count - a), kv_head, -1, -1, false});
             }
         }
         if (split[at] >= 0) parts += shape.kv_heads * segments * parts_together();
         at += run.count;
     }
+    if (in_others) plan_together(step);
     const auto adapter_of = [&](int t) { return step.runs[rows[t].run].adapter; };
     group_rows(step.T, Pools::threads_wanted(), adapter_of, groups);
     adapted = std::any_of(groups.begin(), groups.end(), [](const RowGroup& group) { return group.adapter >= 0; });
@@ -55,6 +58,38 @@ inline void Decoder::plan(const Step& step) {
     if (inner) room(shared, shape.hidden), room(share, LANES);
     routed_for.room(step.T, shape.hidden);
     expert_for.room(step.T * chosen + 2 * TILE_ROWS, std::max(shape.hidden, expert_inner));  // tiles from any row on
+}
+
+// The segments of single rows, where some read in others' slots: what several read in one is read for them together,
+// by as many as leave each thread more than one item.
+inline void Decoder::plan_together(const Step& step) {
+    constexpr int BY_ITSELF = INT32_MAX;  // last: the longest items come first
+    reads.clear(), together.clear();
+    for (int t = 0; t < step.T; t++) {
+        if (split[t] < 0) continue;
+        const auto head = kept<const char>(layers[0], step, step.runs[rows[t].run], 0);
+        for (int s = 0; s <= rows[t].position / SEGMENT; s++) {
+            const int slot = head.slot_of(s * SEGMENT), last = (s + 1) * SEGMENT - 1;
+            const bool whole = last <= rows[t].position && head.slot_of(last) == slot;
+            reads.push_back({whole ? slot : BY_ITSELF, s, t});
+        }
+    }
+    std::sort(reads.begin(), reads.end(), [](const SegmentRead& a, const SegmentRead& b) {
+        return std::tie(a.slot, a.segment, a.row) < std::tie(b.slot, b.segment, b.row);
+    });
+    const size_t share = reads.size() * shape.kv_heads / (2 * Pools::threads_wanted());
+    const size_t most = std::clamp(share, size_t(1), size_t(rows_together()));
+    for (size_t a = 0, b; a < reads.size(); a = b) {
+        const int slot = reads[a].slot, segment = reads[a].segment, row = reads[a].row, first = int(together.size());
+        for (b = a; b < reads.size() && reads[b].slot == slot && reads[b].segment == segment; b++) {
+            if (b - a == (slot == BY_ITSELF ? 1 : most)) break;
+            together.push_back(reads[b].row);
+        }
+        for (int kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            if (b - a == 1) items.push_back({row, 1, kv_head, segment, partial_of(row, kv_head, segment), false});
+            else items.push_back({first, int(b - a), kv_head, segment, -1, true});
+        }
+    }
 }
 
 inline void Decoder::step(const Step& step) {
@@ -313,14 +348,14 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
     const float* q[QUERY_ROWS * MAX_GROUP];
     int lo[QUERY_ROWS * MAX_GROUP], hi[QUERY_ROWS * MAX_GROUP], n = 0, longest = 0;
     for (int i = 0; i < item.count; i++) {
-        const int t = item.row + i, position = rows[t].position;
+        const int t = row_of(item, i), position = rows[t].position;
         for (int g = 0; g < group(); g++, n++) {
             q[n] = &qkv[size_t(t) * wide_row + (item.kv_head * group() + g) * D];
             lo[n] = seen_from(layer, position), hi[n] = position + 1;
         }
         longest = std::max(longest, position + 1);
     }
-    const Run& run = step.runs[rows[item.row].run];
+    const Run& run = step.runs[rows[row_of(item, 0)].run];
     if (shape.kv == Kind::INT8) {
         static thread_local ByteQueries own;
         ByteQueries& queries = own;
@@ -342,8 +377,17 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
 template <class Segment>
 inline void Decoder::attend_segments(const Item& item, int queries, int longest, const Segment& segment) {
     const int D = shape.head_dim;
-    if (item.segment >= 0) return segment(item.segment, &partials[item.partial]);
+    if (item.segment >= 0 && !item.together) return segment(item.segment, &partials[item.partial]);
     thread_local std::vector<Partial> total(QUERY_ROWS * MAX_GROUP), part(QUERY_ROWS * MAX_GROUP);
+    if (item.together) {
+        segment(item.segment, total.data());
+        for (int i = 0; i < queries; i++) {
+            Partial& to = partials[partial_of(row_of(item, i / group()), item.kv_head, item.segment) + i % group()];
+            to.most = total[i].most, to.sum = total[i].sum;
+            std::copy_n(total[i].values, D, to.values);
+        }
+        return;
+    }
     for (int s = 0; s * SEGMENT < longest; s++) {
         segment(s, s ? part.data() : total.data());
         if (s)
@@ -363,7 +407,7 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
     float* out[TILED_COLUMNS];
     int n = 0, longest = 0;
     for (int i = 0; i < item.count; i++) {
-        const int t = item.row + i, position = rows[t].position;
+        const int t = row_of(item, i), position = rows[t].position;
         for (int g = 0; g < group(); g++, n++) {
             const int head = item.kv_head * group() + g;
             queries.set(n, &qkv[size_t(t) * wide_row + head * D], D, seen_from(layer, position), position + 1);
@@ -372,7 +416,17 @@ inline void Decoder::attend_bf16(const Layer& layer, const Step& step, const Ite
         longest = std::max(longest, position + 1);
     }
     queries.pack(n, D, shape.score_cap);
-    const auto head = kept<const uint16_t>(layer, step, step.runs[rows[item.row].run], item.kv_head);
+    const auto head = kept<const uint16_t>(layer, step, step.runs[rows[row_of(item, 0)].run], item.kv_head);
+    if (item.together) {
+        attend_tiled(D, queries, head, item.segment, part);
+        for (int i = 0; i < n; i++) {
+            const int column = i % group();
+            TiledPartial& to = tiled_partials[partial_of(row_of(item, i / group()), item.kv_head, item.segment)];
+            if (!column) clear(to, D);
+            take_column(part[i / LANES], i % LANES, D, to, column);
+        }
+        return;
+    }
     if (item.segment >= 0) return attend_tiled(D, queries, head, item.segment, &tiled_partials[item.partial]);
     for (int s = 0; s * SEGMENT < longest; s++) {
         attend_tiled(D, queries, head, s, s ? part : total);

@@ -67,6 +67,12 @@ inline void merge(TiledPartial& into, const TiledPartial& next, int dim) {
     _mm512_store_ps(into.most, most);
 }
 
+// One query's of `from` becomes column `to` of `into`.
+inline void take_column(const TiledPartial& from, int column, int dim, TiledPartial& into, int to) {
+    into.most[to] = from.most[column], into.sum[to] = from.sum[column];
+    for (int d = 0; d < dim; d++) into.values[d][to] = from.values[d][column];
+}
+
 // The results of the first `count` queries, to out[query] [dim].
 inline void finish(const TiledPartial& p, int dim, int count, float* const* out) {
     alignas(64) float scaled[LANES][LANES], rows[LANES][LANES];

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from engine_runs import Outcome, run, take
-from kept_runs import MODELS, has_bf16_tiles, logits_of
+from kept_runs import MODELS, WIDE, has_bf16_tiles, logits_of
 from tiny_models import make_model, prompt_of, request_of, save_bundle
 
 from mlflow_llm.serving.engine.core import EngineCore
@@ -41,6 +42,7 @@ FORMS: list[tuple[dict[str, Any], int]] = [
     (dict(KEPT_IN_INT8), NO_TILES),
     (dict(KEPT_IN_INT8), AMX),
 ]
+CAPPED = tf.Gemma2Config(**WIDE, head_dim=32, attn_logit_softcapping=3.0, sliding_window=600, query_pre_attn_scalar=16)
 KEYS = [PrefixKey(adapter, salt) for adapter in ("", "x#1") for salt in ("s", "t")]
 BASE = KEYS[0]
 
@@ -57,9 +59,14 @@ def as_before() -> Iterator[None]:
 class Sequences:
     """Sequences over one cache, of which each keeps its logits by position."""
 
-    def __init__(self, loaded: Any, kept: dict[str, Any]) -> None:
+    def __init__(self, loaded: Any, kept: dict[str, Any], num_slots: int = 6) -> None:
         self.cache = SlotKVCache(
-            loaded.layers, num_slots=6, num_tokens=8192, max_model_len=2048, by_reference=True, **kept
+            loaded.layers,
+            num_slots=num_slots,
+            num_tokens=1400 * num_slots,
+            max_model_len=2048,
+            by_reference=True,
+            **kept,
         )
         self.decoder = NativeDecoder(loaded.decoder, self.cache)
         self.tokens: dict[int, Any] = {}
@@ -126,6 +133,43 @@ def test_what_is_read_in_place_has_the_bits_of_what_is_computed(
     for owner, start in ((0, 690), (1, 650), (2, 760)):
         logits = torch.cat(found[owner])
         assert torch.equal(logits, alone[owner][start : start + len(logits)])
+
+
+@native
+@pytest.mark.parametrize(("kept", "use"), FORMS)
+@pytest.mark.parametrize("name", ["qwen3", "many heads", "capped", "int8"])
+def test_sequences_that_read_a_segment_together_have_the_bits_of_each_alone(
+    name: str, kept: dict[str, Any], use: int, tmp_path: Path
+) -> None:
+    """Decodes of eleven sequences over two segments of a prompt, one of which begins a third, beside a prompt's piece
+    that reads there too and a sequence that shares nothing: the logits of a step of each alone, with any number of
+    threads."""
+    config = CAPPED if name == "capped" else MODELS.get(name, MODELS["qwen3"])()
+    settings = EngineSettings(quantization="int8" if name == "int8" else "none")
+    loaded = load_model(save_bundle(make_model(config), tmp_path), settings)
+    use_tiles(use)
+    use_threads(2)
+    draw = np.random.default_rng(4)
+    prompt = draw.integers(0, 131, 1100)
+    sequences = Sequences(loaded, kept, num_slots=13)
+    sequences.start(0, prompt)
+    sequences.step(o0=1090)
+    for owner in range(1, 12):
+        length = 700 if owner == 3 else 1080
+        assert sequences.start(owner, np.append(prompt[:length], draw.integers(0, 131, 60 + owner))) >= length
+        sequences.step(**{f"o{owner}": 1 + owner})
+    sequences.start(12, draw.integers(0, 131, 1400))
+    sequences.step(o12=1030)
+    counts = {f"o{owner}": 7 if owner == 5 else 1 for owner in range(13)}
+    for threads in (2, 1, 3):
+        use_threads(threads)
+        before = dict(sequences.computed)
+        for owner, logits in sequences.step(**counts).items():
+            start = before[owner]
+            ids = sequences.tokens[owner][start : start + len(logits)]
+            row = Row(owner, start, len(ids))
+            alone = sequences.decoder.forward(ids, [row], [None], range(len(ids)))
+            assert torch.equal(logits, alone), (threads, owner)
 
 
 def make_cache(num_tokens: int = 1000, num_slots: int = 8, **more: Any) -> SlotKVCache:
