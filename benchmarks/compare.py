@@ -36,7 +36,12 @@ from report import RESULTS, machine, publish
 
 OURS = "ours int8"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+LOADED_SECONDS = 25.0
 Make = Callable[[workloads.Writer], workloads.Workload]
+
+
+def loaded_name(share: float) -> str:
+    return f"chats at {share:.0%} of what each can do"
 
 
 class Comparison:
@@ -122,7 +127,17 @@ class Comparison:
                 with self.excluding(name):
                     self._measure(name, workload)
 
-    def _measure(self, name: str, workload: workloads.Workload) -> None:
+    def under_load(self, number: int, share: float) -> None:
+        """Chats that come at ``share`` of what each contender can do of them, which is measured first."""
+        for name in list(self._processes):
+            with self.excluding(name):
+                all_at_once = workloads.chats_at_once(self._writer(f"{number}-able"), 64, 32)
+                able = self._measure(name, all_at_once)
+                rate = share * (len(all_at_once.requests) - able.cut) / able.seconds
+                writer, count = self._writer(f"{number}-loaded"), max(16, round(rate * LOADED_SECONDS))
+                self._measure(name, workloads.chats(writer, count, rate, loaded_name(share)))
+
+    def _measure(self, name: str, workload: workloads.Workload) -> Figures:
         process = self._processes[name]
         before = process.processor_seconds()
         answer = self._run(name, workload)
@@ -134,6 +149,7 @@ class Comparison:
             self._note(name, "started anew after a workload that took too long")
             process.close()
             self._processes[name] = self._start(name, CONTENDERS[name])
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         rows = []
@@ -169,6 +185,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="of closed loops and long prompts")
     parser.add_argument("--traffic-rounds", type=int, default=1, help="of requests that come by themselves")
     parser.add_argument("--rate", type=float, default=2.0, help="such requests a second")
+    parser.add_argument(
+        "--load", type=float, help="chats at this share of what each contender can do of them (0.8), which is measured"
+    )
     parser.add_argument("--minutes", type=float, help="begin no further round that would not end in time")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that one workload may take")
     parser.add_argument("--start-limit", type=float, default=600.0, help="seconds that loading may take")
@@ -231,12 +250,16 @@ def main() -> None:
             if done < args.traffic_rounds:
                 comparison.round(done, traffic)
             done += 1
+        if args.load:
+            comparison.under_load(done, args.load)
     writer = workloads.Writer(comparison._tokenizer, "names")
     names = [
         {"name": make(writer).name, "kind": kind}
         for kind, made in (("steady", steady), ("traffic", traffic))
         for make in made
     ]
+    if args.load:
+        names += [{"name": name, "kind": "loaded"} for name in ("chats at once", loaded_name(args.load))]
     rows = comparison.rows()
     notes = {
         "load": "tiny loads, whose figures mean nothing"

@@ -23,6 +23,7 @@ class Figures:
     gap_max: float | None
     requests: int
     cut: int
+    seconds: float
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -58,6 +59,7 @@ def figures(answer: dict[str, Any], processor_seconds: float, streams: bool = Tr
         gap_max=percentile(gaps, 100) if streams else None,
         requests=len(answer["answers"]),
         cut=answer["cut"],
+        seconds=answer["seconds"],
     )
 
 

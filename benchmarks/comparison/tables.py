@@ -9,6 +9,16 @@ from report import table
 BEGIN, END = "<!-- comparison: python benchmarks/compare.py --table -->", "<!-- end of comparison -->"
 
 
+TRAFFIC = {
+    "tokens/s": "tokens_per_second",
+    "TTFT p50, ms": "ttft_p50",
+    "TTFT p99": "ttft_p99",
+    "TPOT p50": "tpot_p50",
+    "gap p99": "gap_p99",
+    "largest gap": "gap_max",
+}
+
+
 def number(value: float | None) -> str:
     if value is None:
         return "–"
@@ -32,14 +42,15 @@ def texts(found: dict[str, Any] | None) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The machine and the two tables of one run."""
+    """The machine and the tables of one run."""
     steady = [one for one in result["workloads"] if one["kind"] == "steady"]
     loops = [one["name"] for one in steady if one["name"].endswith("callers")]
     prompts = [one["name"] for one in steady if one["name"].startswith("prompt")]
     traffic = [one["name"] for one in result["workloads"] if one["kind"] == "traffic"]
     sizes = " / ".join(name.split()[0] for name in loops)
     lengths = " / ".join(f"{int(name.split()[-1]):,}" for name in prompts)
-    rows, others, notes = [], [], []
+    loaded = [one["name"] for one in result["workloads"] if one["kind"] == "loaded"]
+    rows, others, under, notes = [], [], [], []
     for one in result["rows"]:
         found, name = one["workloads"], one["contender"]
         if one.get("error"):
@@ -62,17 +73,11 @@ def markdown(result: dict[str, Any]) -> str:
             }
         )
         if any(each in found for each in traffic):
-            others.append(
-                {
-                    "": name,
-                    "tokens/s": several(of(traffic, "tokens_per_second")),
-                    "TTFT p50, ms": several(of(traffic, "ttft_p50")),
-                    "TTFT p99": several(of(traffic, "ttft_p99")),
-                    "TPOT p50": several(of(traffic, "tpot_p50")),
-                    "gap p99": several(of(traffic, "gap_p99")),
-                    "largest gap": several(of(traffic, "gap_max")),
-                }
-            )
+            others.append({"": name, **{title: several(of(traffic, what)) for title, what in TRAFFIC.items()}})
+        if loaded and loaded[-1] in found:
+            able = found[loaded[0]]
+            row = {"": name, "chats/s, 32 at once": times((able["requests"] - able["cut"]) / able["seconds"])}
+            under.append(row | {title: number(found[loaded[-1]].get(what)) for title, what in TRAFFIC.items()})
     machine = result["machine"]
     flags = ", ".join(machine["flags"]) or "none of AVX2, AVX-512, VNNI, AMX"
     load = " and ".join(f"{value:.1f}" for value in result["load_average"])
@@ -83,6 +88,8 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
         parts += ["Requests that come when they come: " + " / ".join(traffic) + ".", table(others)]
+    if under:
+        parts += [f"Requests that come when they come, {loaded[-1]}:", table(under)]
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts)

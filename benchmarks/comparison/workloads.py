@@ -90,13 +90,18 @@ def long_prompt(writer: Writer, length: int, count: int) -> Workload:
     return Workload(name=f"prompt of {length}", requests=requests, callers=1)
 
 
-def chats(writer: Writer, count: int, rate: float) -> Workload:
-    """Lengths as in collections of shared chats: most are short, a few are very long."""
-    requests = tuple(
-        writer.request(writer.lognormal(80, 1.1, 4, 1024), writer.lognormal(90, 0.8, 4, 384), at)
-        for at in writer.arrivals(count, rate)
-    )
-    return Workload(name="chats", requests=requests)
+def chat(writer: Writer, at: float = 0.0) -> Request:
+    """Of a length as in collections of shared chats: most are short, a few are very long."""
+    return writer.request(writer.lognormal(80, 1.1, 4, 1024), writer.lognormal(90, 0.8, 4, 384), at)
+
+
+def chats(writer: Writer, count: int, rate: float, name: str = "chats") -> Workload:
+    return Workload(name=name, requests=tuple(chat(writer, at) for at in writer.arrivals(count, rate)))
+
+
+def chats_at_once(writer: Writer, count: int, callers: int) -> Workload:
+    """What a contender can do of them: some are always waiting for it."""
+    return Workload(name="chats at once", requests=tuple(chat(writer) for _ in range(count)), callers=callers)
 
 
 def shared_prompt(writer: Writer, count: int, rate: float, length: int) -> Workload:

@@ -48,9 +48,7 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
 
 def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
     """One token id for each row of ``logits``, -1 where they are not finite."""
-    best, token_ids = logits.max(-1)
-    finite = torch.isfinite(best)
-    tokens: list[int] = torch.where(finite, token_ids, -1).tolist()
+    tokens = _largest(logits)
     special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not is_plain_greedy(s)]
     if special and native.can_draw(logits):
         as_they_are = [i for i in special if not is_adjusted(sequences[i]) and _is_drawn_natively(sequences[i])]
@@ -63,6 +61,15 @@ def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
         chosen = _sample_rows(rows.float().clone(), [sequences[i] for i in special])
         for i, token in zip(special, chosen, strict=True):
             tokens[i] = token
+    return tokens
+
+
+def _largest(logits: Any) -> list[int]:
+    """The token of each row's largest logit, -1 where that is not finite."""
+    if native.can_draw(logits):
+        return native.largest(logits)
+    best, token_ids = logits.max(-1)
+    tokens: list[int] = torch.where(torch.isfinite(best), token_ids, -1).tolist()
     return tokens
 
 

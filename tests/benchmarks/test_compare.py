@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import compare
 import psutil
 import pytest
 import transformers as tf
@@ -72,17 +75,17 @@ def test_lengths_are_those_asked_for() -> None:
 
 
 class Ticking(drive.Engine):
-    """An engine of one token a step and a second; ``most`` is how many ran at once."""
+    """An engine of one token a step, of a second; ``most`` is how many ran at once."""
 
-    def __init__(self) -> None:
-        self.now, self.most, self._left = 0.0, 0, dict[str, int]()
+    def __init__(self, takes: float = 1.0) -> None:
+        self.now, self.most, self._takes, self._left = 0.0, 0, takes, dict[str, int]()
 
     def add(self, request: dict[str, Any]) -> None:
         self._left[request["id"]] = request["max_tokens"]
         self.most = max(self.most, len(self._left))
 
     def step(self, wait: float) -> list[drive.Piece]:
-        self.now += 1.0
+        self.now += self._takes
         pieces = [drive.Piece(name, [7], "", left == 1) for name, left in self._left.items()]
         self._left = {name: left - 1 for name, left in self._left.items() if left > 1}
         return pieces
@@ -123,6 +126,35 @@ def test_what_takes_too_long_is_cut() -> None:
     assert len(answer["answers"]) == 2
 
 
+def loaded_by(takes: float, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The chats that an engine with steps of ``takes`` seconds is given at 0.8 of what it can do."""
+    ran = []
+
+    class Idle:
+        def processor_seconds(self) -> float:
+            return 0.0
+
+    def run(name: str, workload: workloads.Workload) -> dict[str, Any]:
+        requests = [asdict(request) for request in workload.requests]
+        ran.append(requests)
+        return Ticking(takes).run(requests, workload.callers, 1e9)
+
+    args = argparse.Namespace(contenders=["ours int8"], seed=1)
+    comparison = compare.Comparison(args, None, None, Words())  # type: ignore[arg-type]
+    comparison._processes["ours int8"] = Idle()  # type: ignore[assignment]
+    monkeypatch.setattr(comparison, "_run", run)
+    comparison.under_load(0, 0.8)
+    return ran[1]
+
+
+def test_load_is_a_share_of_what_an_engine_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is four times as slow gets the same chats four times as far apart."""
+    fast, slow = loaded_by(1.0, monkeypatch), loaded_by(4.0, monkeypatch)
+    assert [one["prompt"] for one in slow] == [one["prompt"] for one in fast]
+    assert [one["at"] for one in slow] == pytest.approx([4 * one["at"] for one in fast])
+    assert fast[-1]["at"] > 0
+
+
 def test_figures_of_known_times() -> None:
     """Tokens a second to the last token, TTFT from when it was due, TPOT the mean, gaps between events."""
     events = [(0.5, 1), (0.6, 1), (0.9, 2)]
@@ -141,7 +173,10 @@ def test_figures_of_known_times() -> None:
 
 def rated(*rates: float | None) -> list[figures.Figures]:
     empty = dict.fromkeys(figures.Figures.__dataclass_fields__)
-    return [figures.Figures(**{**empty, "requests": 1, "cut": 0, "tokens_per_second": rate}) for rate in rates]
+    return [
+        figures.Figures(**{**empty, "requests": 1, "cut": 0, "seconds": 1.0, "tokens_per_second": rate})
+        for rate in rates
+    ]
 
 
 def test_ratios_are_within_a_round() -> None:
@@ -228,6 +263,16 @@ def test_tables_say_what_was_measured_and_who_is_missing() -> None:
     assert tables.texts({"same": 1, "of": 9, "loss": 7.5, "loss_of_reference": 0.5, "nonsense": True}) == (
         "**nonsense** (1 of 9; 7.5, 0.5)"
     )
+
+
+def test_tables_of_a_load_say_what_each_can_do() -> None:
+    """Chats a second beside the figures at a share of them; those that were cut are not counted."""
+    names = [{"name": "chats at once", "kind": "loaded"}, {"name": "chats at 80%", "kind": "loaded"}]
+    able = {"requests": 64, "cut": 4, "seconds": 10.0}
+    row = {"contender": "ours int8", "workloads": {"chats at once": able, "chats at 80%": {"ttft_p50": 56.7}}}
+    shown = tables.markdown(result(workloads=names, rows=[row]))
+    assert "chats at 80%:" in shown
+    assert "| ours int8 | 6.00 " in shown
 
 
 def test_tables_without_anyone() -> None:

@@ -19,7 +19,7 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 3  # counted on with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 4  # counted on with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
@@ -367,6 +367,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_decoder_new", c_void_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, POINTER(Norm), c_void_p)
     declare("mlt_decoder_free", None, c_void_p)
     declare_checked("mlt_decoder_step", c_void_p, POINTER(Step))
+    declare_checked("mlt_largest", c_void_p, c_int32, c_int32, c_void_p)
     declare_checked("mlt_sample", c_void_p, c_int32, c_int32, c_void_p, c_void_p)
     declare_checked("mlt_sample_rows", POINTER(c_void_p), POINTER(c_void_p), c_int32, c_int32, c_void_p, c_void_p)
     declare_checked(

@@ -106,7 +106,7 @@ extern "C" {
 // What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
 // the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
 API int mlt_interface(int64_t* numbers, int most) {
-    const int64_t found[] = {3,
+    const int64_t found[] = {4,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),
@@ -248,6 +248,13 @@ API void mlt_decoder_free(Decoder* decoder) { delete decoder; }
 
 API int mlt_decoder_step(Decoder* decoder, const Step* step) {
     return checked([&] { decoder->step(*step); });
+}
+
+// The largest of each row [rows, size] of logits, -1 where it is not finite.
+API int mlt_largest(const float* logits, int rows, int size, int32_t* tokens) {
+    return checked([&] {
+        parallel_for(rows, [&](int row) { tokens[row] = Sampler::largest(logits + size_t(row) * size, size); });
+    });
 }
 
 // A token for each row [rows, size] of logits.

@@ -73,6 +73,29 @@ class Sampler {
         return draw.top_k > 0 || draw.top_p < 1.0f ? truncated(size, draw, random) : whole(size, draw, random);
     }
 
+    // The largest of logits as they are, the first one of equals; -1 where that is no finite number or one is a NaN.
+    static int32_t largest(const float* logits, int size) {
+        const __m512 none = _mm512_set1_ps(-INFINITY);
+        __m512 most[4] = {none, none, none, none};
+        __mmask16 numbers = 0xffff;
+        const auto look = [&](__m512 x, int turn) {
+            numbers &= _mm512_cmp_ps_mask(x, x, _CMP_EQ_OQ);
+            most[turn] = _mm512_max_ps(most[turn], x);
+        };
+        int i = 0;
+        for (; i + 4 * LANES <= size; i += 4 * LANES) {
+            look(_mm512_loadu_ps(logits + i), 0), look(_mm512_loadu_ps(logits + i + LANES), 1);
+            look(_mm512_loadu_ps(logits + i + 2 * LANES), 2), look(_mm512_loadu_ps(logits + i + 3 * LANES), 3);
+        }
+        for (; i < size; i += LANES) look(_mm512_mask_loadu_ps(none, allowed(i, size, nullptr), logits + i), 0);
+        const float found = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3])));
+        if (numbers != 0xffff || !std::isfinite(found)) return -1;
+        for (i = 0;; i += LANES) {
+            const __m512 x = _mm512_mask_loadu_ps(none, allowed(i, size, nullptr), logits + i);
+            if (const __mmask16 same = _mm512_cmp_ps_mask(x, _mm512_set1_ps(found), _CMP_EQ_OQ)) return i + __builtin_ctz(same);
+        }
+    }
+
   private:
     struct Candidate { float value; int32_t token; };
     struct Near { double distance, weight; int32_t token; };  // to the mean surprise

@@ -19,6 +19,17 @@ def can_draw(logits: torch.Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and library.library() is not None
 
 
+def largest(logits: torch.Tensor) -> list[int]:
+    """The token of the largest of each row of ``logits`` [B, V] float32, of equals the first; -1 where it is not finite or
+    one of them is a NaN."""
+    logits = logits.contiguous()
+    rows, size = logits.shape
+    tokens = np.empty(rows, dtype=np.int32)
+    _library().mlt_largest(logits.data_ptr(), rows, size, tokens.ctypes.data)
+    found: list[int] = tokens.tolist()
+    return found
+
+
 def draw_rows(
     logits: torch.Tensor,
     rows: Sequence[int],

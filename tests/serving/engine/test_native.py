@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from mlflow_llm.serving.engine.native.library import (
     use_tiles,
 )
 from mlflow_llm.serving.engine.native.sampler import draw as native_draw
+from mlflow_llm.serving.engine.native.sampler import largest
 from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.quantization import Int8Weight
@@ -456,6 +458,21 @@ def test_exponential_times_equal_numpys_philox() -> None:
         assert found is not None
         found.mlt_exponentials(seed, position, 1001, times.data_ptr())
         assert torch.allclose(times, exponentials([seed], [position], 1001)[0], rtol=1e-6, atol=0)
+
+
+@on_each_instruction_set
+@pytest.mark.parametrize("size", [1, 15, 16, 63, 64, 65, 200, 4099])
+def test_the_largest_is_torchs(size: int) -> None:
+    """Wherever it lies, of equals the first; -1 where it or another one is no finite number."""
+    logits = torch.randn(40, size, generator=torch.Generator().manual_seed(size))
+    logits[:20] = torch.round(logits[:20])  # many are equal
+    assert largest(logits) == [row.tolist().index(max(row.tolist())) for row in logits]
+    assert largest(logits[:, : size // 2 + 1]) == logits[:, : size // 2 + 1].argmax(-1).tolist()
+    for bad in (math.nan, math.inf, -math.inf):
+        logits[1] = -math.inf
+        logits[1, size - 1] = bad
+        assert largest(logits)[:3:2] == logits[:3:2].argmax(-1).tolist()
+        assert largest(logits)[1] == -1
 
 
 @on_each_instruction_set
