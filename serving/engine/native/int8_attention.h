@@ -23,6 +23,7 @@ constexpr int KEPT_VECTORS = KEPT_BLOCK / LANES;
 constexpr int FINEST = 127 * 128;
 constexpr int BYTE_QUERIES = 32;  // that share what is read of keys and values
 constexpr int TILED_FROM = 9;     // queries from which tiles pay
+constexpr size_t CACHE_LINE = 64;
 enum Part { HIGH, LOW, BOTH };
 
 static_assert(SEGMENT % KEPT_BLOCK == 0 && SHARED_BLOCK % KEPT_BLOCK == 0 && KEPT_BLOCK == TILE_BYTES && BYTE_QUERIES % TILE_ROWS == 0);
@@ -328,6 +329,11 @@ __attribute__((noinline)) inline void weigh(const ByteQueries& queries, const fl
     }
 }
 
+// The next block is not where the processor would look for it: keys and values take turns.
+inline void fetch_ahead(const uint8_t* from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += CACHE_LINE) _mm_prefetch((const char*)from + at, _MM_HINT_T0);
+}
+
 // Tokens of a block whose scales are no numbers.
 inline uint64_t strange_of(const float* scales) {
     uint64_t strange = 0;
@@ -353,10 +359,13 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
     last = std::min(last, (segment + 1) * SEGMENT);
     for (int at = first; at < last; at += KEPT_BLOCK) {
         const KeptBlock key(kept.keys(at), dim, 0), value(kept.values(at), dim, 0);
+        const bool goes_on = at + KEPT_BLOCK < last;
+        if (goes_on) fetch_ahead(kept.keys(at + KEPT_BLOCK), KEPT_BLOCK * kept_bytes(dim));
         block.strange = strange_of(key.scales) | strange_of(value.scales);
         products.score(queries, dim, key.bytes, block);
         for (int i = 0; i < queries.count; i++)
             block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
+        if (goes_on) fetch_ahead(kept.values(at + KEPT_BLOCK), KEPT_BLOCK * kept_bytes(dim));
         weigh(queries, key.scales, value.scales, block, states);
         products.mix(queries.count, dim, value.bytes, block, states);
     }

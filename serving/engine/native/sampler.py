@@ -20,8 +20,8 @@ def can_draw(logits: torch.Tensor) -> bool:
 
 
 def largest(logits: torch.Tensor) -> list[int]:
-    """The token of the largest of each row of ``logits`` [B, V] float32, of equals the first; -1 where it is not finite or
-    one of them is a NaN."""
+    """The token of each row's largest of ``logits`` [B, V] float32, of equals the first; -1 where that is not finite or
+    one is a NaN."""
     logits = logits.contiguous()
     rows, size = logits.shape
     tokens = np.empty(rows, dtype=np.int32)
