@@ -132,6 +132,9 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: p
     if not request.session.testsfailed:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(
+                exist_ok=True
+            )  # so that its name is not given again: MLflow goes on with what it has of a store by its path
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -81,7 +81,8 @@ def test_streams(model):
 
 
 def test_requests_hold_no_threads(model):
-    """While forty streams are open only the executor of the loop, which prepares them, has added threads."""
+    """While forty streams are open only the executor of the loop, which prepares them, has added threads. (One more
+    may come with neighbours that want the processors, whatever this process does.)"""
 
     async def ask():
         streams = [await model.aio.complete("Hi", stream=True, max_tokens=64, ignore_eos=True) for _ in range(40)]
@@ -94,7 +95,7 @@ def test_requests_hold_no_threads(model):
 
     model.complete("Hi", max_tokens=1)
     before = {thread.name.rsplit("_", 1)[0] for thread in threading.enumerate()}
-    assert asyncio.run(ask()) <= {"asyncio"}
+    assert asyncio.run(ask()) <= {"asyncio", "openmp-crowd"}
 
 
 def test_errors_are_mlflows(model):

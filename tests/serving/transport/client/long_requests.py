@@ -1,9 +1,9 @@
-"""Requests that go on for as long as a test needs, and whether an engine has paused one."""
+"""Requests that go on for as long as a test needs, and streams of them that are paused."""
 
 from __future__ import annotations
 
 import msgspec
-from transport_place import completion
+from transport_place import completion, eventually
 
 from mlflow_llm.serving.transport.client.event_stream import HIGH
 
@@ -16,7 +16,24 @@ def long(name="", length=LENGTH, **given):
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, stop_token_ids=()))
 
 
-def paused(engine, stream) -> bool:
-    """Nothing of the request is in the engine, whose last word of it has arrived."""
-    (running,) = [running for running in engine._state.running() if running.number == stream.handle.number] or [None]
-    return running is not None and running.phase == "paused"
+def submit_paused(engine, *requests):
+    """Their streams, once nothing of any of them is in the engine, whose last word of each has arrived.
+
+    An engine that ran while this process did not may have come to a request's end before the word to pause: that one is
+    submitted again."""
+    streams = {request.request_id: engine.submit(request) for request in requests}
+
+    def are_paused():
+        running = {one.number: one for one in engine._state.running()}
+        for request in requests:
+            stream = streams[request.request_id]
+            if stream.handle.number and stream.handle.number not in running:
+                stream.close()
+                streams[request.request_id] = engine.submit(request)
+        found = [running.get(stream.handle.number) for stream in streams.values()]
+        return all(one is not None and one.phase == "paused" for one in found)
+
+    if not eventually(are_paused):
+        states = [(one.phase, one.wanted, [len(ids) for ids in one.delivered]) for one in engine._state.running()]
+        raise AssertionError(f"not paused: {states}")
+    return list(streams.values())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from long_requests import long, paused
-from transport_place import SETTINGS, by_sequence, completion, eventually
+from long_requests import long, submit_paused
+from transport_place import SETTINGS, by_sequence, completion
 
 from mlflow_llm.serving.engine.interface import EngineInfo, Health
 from mlflow_llm.serving.events import Failed
@@ -54,8 +54,7 @@ def bundle(make_bundle):
 def test_a_paused_request_goes_on_in_a_full_queue(place, bundle):
     """A slow reader reads on after others have taken every place: its stream is whole, a new one is not."""
     with place.connect(bundle, FULL) as engine:
-        slow = engine.submit(long("slow", 1500))
-        assert eventually(lambda: paused(engine, slow))
+        (slow,) = submit_paused(engine, long("slow", 1500))
         others = [engine.submit(long(f"other-{i}", 10**6)) for i in range(3)]
         for other in others:
             next(other)

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from long_requests import LENGTH, long, paused
+from long_requests import LENGTH, long, submit_paused
 from processes import gone
 from transport_place import HASTY, by_sequence, completion, eventually
 
@@ -28,8 +28,7 @@ def test_unread_requests_leave_the_engine(place, bundle):
     requests = [long(f"r{i}", prompt=(i, 1)) for i in range(8)]
     local = InstantEngine(bundle)
     with place.connect(bundle) as engine:
-        streams = [engine.submit(request) for request in requests]
-        assert eventually(lambda: all(paused(engine, stream) for stream in streams))
+        streams = submit_paused(engine, *requests)
         waiting = [stream._buffer._events.qsize() for stream in streams]
         assert HIGH <= min(waiting) <= max(waiting) < LENGTH
         time.sleep(1.0)
@@ -63,8 +62,7 @@ def test_an_engine_that_dies_with_paused_requests(place, bundle, fault):
     """A request that was paused when its engine died or hung goes on in the next one, once it is read."""
     request = long(n=2)
     with place.connect(bundle, HASTY) as engine:
-        stream = engine.submit(request)
-        assert eventually(lambda: paused(engine, stream))
+        (stream,) = submit_paused(engine, request)
         pid = engine.info.pid
         os.kill(pid, fault)
         if fault == signal.SIGKILL:
@@ -77,8 +75,7 @@ def test_an_engine_that_dies_with_paused_requests(place, bundle, fault):
 def test_ending_a_sequence_of_a_paused_request(place, bundle):
     """A sequence ended by its caller while the request is paused ends where it was; the other goes on."""
     with place.connect(bundle) as engine:
-        stream = engine.submit(long(n=2))
-        assert eventually(lambda: paused(engine, stream))
+        (stream,) = submit_paused(engine, long(n=2))
         stream.finish(0)
         tokens, ends = by_sequence(stream)
         assert {i: e.reason for i, e in ends.items()} == {0: "abort", 1: "length"}
@@ -89,8 +86,7 @@ def test_ending_a_sequence_of_a_paused_request(place, bundle):
 def test_leaving_a_paused_request(place, bundle):
     """A paused request whose reader leaves is gone without a trace."""
     with place.connect(bundle) as engine:
-        stream = engine.submit(long())
-        assert eventually(lambda: paused(engine, stream))
+        (stream,) = submit_paused(engine, long())
         stream.close()
         assert eventually(lambda: not engine._state.busy)
         assert isinstance(list(engine.submit(completion("next")))[-1], Finished)
