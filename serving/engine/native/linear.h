@@ -37,6 +37,7 @@ constexpr int WHOLE = TILE;  // rows that take both halves of a panel at once
 constexpr int TILE = 6;   // by half a panel: 12 accumulators of 16 registers (AVX2), 24 of 32 (NEON)
 constexpr int WHOLE = 3;  // by a whole one
 #endif
+constexpr int FETCH_AHEAD = 1024;  // bytes: what takes every second line of weights is not foreseen by the processor
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
@@ -268,9 +269,10 @@ inline Sum<KIND> zero() {
     else return _mm512_setzero_ps();
 }
 
-// FAST: by the instruction for products of bytes, where a processor of this library may lack it.
+// FAST: by the instruction for products of bytes, where a processor of this library may lack it. In a unit of this size gcc
+// would call it for every product, its sums in memory.
 template <Kind KIND, bool FAST = false>
-inline void multiply_add(Sum<KIND>& sum, __m512i x, __m512i w) {
+__attribute__((always_inline)) inline void multiply_add(Sum<KIND>& sum, __m512i x, __m512i w) {
 #ifdef MLT_AVX512
     // The instruction adds in place; gcc 12 copies the register before and after where it is an intrinsic.
     if constexpr (KIND == Kind::INT8) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
@@ -334,6 +336,7 @@ inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int
     const char* weights = (const char*)w.packed + panel * w.panel_bytes() + half * 64;
     for (const int32_t* at = x; at < x_end; at++, weights += 128) {
         const __m512i each = _mm512_load_si512(weights);
+        if (!half) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 64);
         (multiply_add<KIND, FAST>(sums[M], _mm512_set1_epi32(at[M * stride]), each), ...);
     }
     (put<KIND>(w, sums[M], n, x_scale + M, y + M * w.N, add), ...);

@@ -31,6 +31,7 @@ using __mmask32 = uint32_t;
 
 #define MLT_INLINE inline __attribute__((always_inline))
 
+// Calls rather than a loop: gcc looks for what may lie in registers before it unrolls one, and would keep a sum in memory.
 template <class Vector, class Make>
 MLT_INLINE Vector each_part(const Make& make) {
     if constexpr (PARTS == 2) return {{make(0), make(1)}};
@@ -306,16 +307,16 @@ MLT_INLINE __m256i _mm512_cvtneps_pbh(__m512 a) {
 // Four bytes of x (see BYTE_OFFSET) by four of w, in each lane, added to the sum. FAST: by the instruction for it.
 template <bool FAST>
 MLT_INLINE void add_byte_products(__m512i& sum, __m512i x, __m512i w) {
-    for (int i = 0; i < PARTS; i++) sum.part[i] = byte_products<FAST>(sum.part[i], x.part[i], w.part[i]);
+    sum = each_part<__m512i>([&](int i) { return byte_products<FAST>(sum.part[i], x.part[i], w.part[i]); });
 }
 
 // Two bfloat16 of x by two of w: first the lower, then the upper.
 MLT_INLINE void add_bf16_products(__m512& sum, __m512i x, __m512i w) {
-    for (int i = 0; i < PARTS; i++) {
+    sum = each_part<__m512>([&](int i) {
         const Floats lower = fused(Floats(x.part[i] << 16), Floats(w.part[i] << 16), sum.part[i]);
         const int32_t upper = int32_t(0xffff0000);
-        sum.part[i] = fused(Floats(x.part[i] & upper), Floats(w.part[i] & upper), lower);
-    }
+        return fused(Floats(x.part[i] & upper), Floats(w.part[i] & upper), lower);
+    });
 }
 
 }  // namespace mlt
