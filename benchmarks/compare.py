@@ -32,6 +32,7 @@ from comparison.environments import Environments, Models
 from comparison.figures import Figures, figures, medians, ratio
 from comparison.protocol import Failed, Process
 from comparison.texts import Reference
+from comparison.without_amx import refuse_amx
 from report import RESULTS, machine, publish
 
 OURS = "ours int8"
@@ -192,6 +193,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=90.0, help="seconds that one workload may take")
     parser.add_argument("--start-limit", type=float, default=600.0, help="seconds that loading may take")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without-amx", action="store_true", help="as on a processor without it: refused to all")
     parser.add_argument("--name", default="compare", help="of the result")
     parser.add_argument("--quick", action="store_true", help="does it work: tiny loads, whose figures mean nothing")
     parser.add_argument("--prepare", action="store_true", help="make environments and models, and measure nothing")
@@ -231,6 +233,8 @@ def main() -> None:
     if args.prepare:
         prepare(args, environments, models)
         return
+    if args.without_amx:
+        refuse_amx()
     from transformers import AutoTokenizer
 
     began, load = time.monotonic(), os.getloadavg()[0]
@@ -266,6 +270,7 @@ def main() -> None:
         if args.quick
         else f"about 100 tokens in, {args.new} out, greedy",
         "rounds": min(done, args.rounds),
+        "without_amx": args.without_amx,
         "load_average": (load, os.getloadavg()[0]),
         "workloads": names,
         "seconds": round(time.monotonic() - began),

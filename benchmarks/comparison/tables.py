@@ -79,12 +79,16 @@ def markdown(result: dict[str, Any]) -> str:
             row = {"": name, "chats/s, 32 at once": times((able["requests"] - able["cut"]) / able["seconds"])}
             under.append(row | {title: number(found[loaded[-1]].get(what)) for title, what in TRAFFIC.items()})
     machine = result["machine"]
-    flags = ", ".join(machine["flags"]) or "none of AVX2, AVX-512, VNNI, AMX"
+    refused = bool(result.get("without_amx"))
+    had = [flag for flag in machine["flags"] if not (refused and flag.startswith("amx"))]
+    flags = ", ".join(had) or "none of AVX2, AVX-512, VNNI, AMX"
     load = " and ".join(f"{value:.1f}" for value in result["load_average"])
     said = [
         f"{machine['cpu']} ({flags}), {machine['cores']} cores; load {load} at begin and end; {result['load']}; "
         f"medians of rounds: {result['rounds']}."
     ]
+    if refused:
+        said.append("AMX, which it has, was refused to all (`--without-amx`).")
     parts = [" ".join(said), table(rows)] if rows else said
     if others:
         parts += ["Requests that come when they come: " + " / ".join(traffic) + ".", table(others)]

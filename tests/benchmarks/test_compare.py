@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -273,6 +275,34 @@ def test_tables_of_a_load_say_what_each_can_do() -> None:
     shown = tables.markdown(result(workloads=names, rows=[row]))
     assert "chats at 80%:" in shown
     assert "| ours int8 | 6.00 " in shown
+
+
+WITHOUT_AMX = """
+import sys
+from comparison.without_amx import refuse_amx
+
+refuse_amx()
+import subprocess
+
+tells = "from mlflow_llm.serving.engine.native import library; print(library.instruction_set())"
+print(subprocess.run([sys.executable, "-c", tells], capture_output=True, text=True, check=True).stdout)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only processors of x86-64 have AMX")
+def test_amx_can_be_refused_to_all() -> None:
+    """What a contender starts is refused it too; ours takes what is left."""
+    environment = {**os.environ, "PYTHONPATH": BENCHMARKS}
+    command = [sys.executable, "-c", WITHOUT_AMX]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == library.instruction_set().removesuffix("+amx")
+
+
+def test_a_table_without_amx_says_so() -> None:
+    shown = tables.markdown({**result(), "without_amx": True})
+    assert "amx_int8" not in shown
+    assert "AMX, which it has, was refused to all" in shown
+    assert "amx_int8" in tables.markdown(result())
 
 
 def test_tables_without_anyone() -> None:
