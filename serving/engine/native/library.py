@@ -143,14 +143,23 @@ class InstructionSet:
 
 INSTRUCTION_SETS: Mapping[str, InstructionSet]  # by name, the best first
 if platform.machine() in ("aarch64", "arm64"):
-    INSTRUCTION_SETS = {"neon": InstructionSet(file="_native.so")}
+    INSTRUCTION_SETS = {
+        "neon-i8mm": InstructionSet(file="_native.so"),
+        "neon": InstructionSet(file="_native.so", byte_products=False),
+    }
 else:
     INSTRUCTION_SETS = {
         "avx512": InstructionSet(file="_native.so"),
         "avx-vnni": InstructionSet(file="_native_avx2.so"),
         "avx2": InstructionSet(file="_native_avx2.so", byte_products=False),
     }
-NEEDED = {"avx512": "AVX-512 VNNI", "avx-vnni": "AVX-VNNI", "avx2": "AVX2", "neon": "NEON with dot products"}
+NEEDED = {
+    "avx512": "AVX-512 VNNI",
+    "avx-vnni": "AVX-VNNI",
+    "avx2": "AVX2",
+    "neon-i8mm": "i8mm",
+    "neon": "NEON with dot products",
+}
 
 
 class NotNative(Exception):

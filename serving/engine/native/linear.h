@@ -37,6 +37,11 @@ constexpr int WHOLE = TILE;  // rows that take both halves of a panel at once
 constexpr int TILE = 6;   // by half a panel: 12 accumulators of 16 registers (AVX2), 24 of 32 (NEON)
 constexpr int WHOLE = 3;  // by a whole one
 #endif
+#ifdef __aarch64__
+constexpr bool PAIRS_OF_ROWS = true;  // multiplied together, where the processor can (row_pairs.h)
+#else
+constexpr bool PAIRS_OF_ROWS = false;
+#endif
 constexpr int FETCH_AHEAD = 1024;  // bytes: what takes every second line of weights is not foreseen by the processor
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
@@ -342,13 +347,20 @@ inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int
     (put<KIND>(w, sums[M], n, x_scale + M, y + M * w.N, add), ...);
 }
 
+template <int ROWS, size_t... PAIR>
+inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
+                      const float* x_scale, float* y, bool add);
+
 template <Kind KIND, bool FAST, int M = TILE>
 inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
                     bool add) {
     if constexpr (M > 1)
         if (rows < M) return tile_of<KIND, FAST, M - 1>(rows, w, panel, x, stride, s, y, add);
     constexpr std::make_index_sequence<M> each;
-    if constexpr (M <= WHOLE) {
+    if constexpr (PAIRS_OF_ROWS && FAST && KIND == Kind::INT8 && M > 1) {
+        constexpr std::make_index_sequence<(M + 1) / 2> pairs;
+        for (int half = 0; half < 2; half++) pair_tile<M>(pairs, w, panel, half, x, stride, s, y, add);
+    } else if constexpr (M <= WHOLE) {
         tile<KIND, FAST>(each, w, panel, x, stride, s, y, add);
     } else {
         half_tile<KIND, FAST>(each, w, panel, 0, x, stride, s, y, add);
@@ -578,3 +590,6 @@ inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finis
 }  // namespace mlt
 
 #include "int4.h"
+#ifdef __aarch64__
+#include "row_pairs.h"
+#endif

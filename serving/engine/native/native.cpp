@@ -13,7 +13,7 @@
 #endif
 #endif
 #ifdef __aarch64__
-#include <sys/auxv.h>
+#include "i8mm.h"
 #endif
 #ifdef MLT_AVX2
 #include "avx_vnni.h"
@@ -21,13 +21,14 @@
 
 extern "C" {
 
-// Bit 0: the kernels run here. Bit 1: bfloat16 products too. Bit 2: bytes are multiplied by an instruction for it.
+// Bit 0: the kernels run here. Bit 1: bfloat16 products too. Bit 2: bytes are multiplied by the instruction for it
+// that not all processors of this library have.
 API int mlt_supported() {
 #ifndef MLT_KERNELS
     return 0;
 #elif defined(__aarch64__)
     constexpr unsigned long DOT_PRODUCT = 1ul << 20;  // HWCAP_ASIMDDP
-    return getauxval(AT_HWCAP) & DOT_PRODUCT ? 7 : 0;
+    return getauxval(AT_HWCAP) & DOT_PRODUCT ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
 #elif defined(MLT_AVX2)
     __builtin_cpu_init();
     const bool base = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

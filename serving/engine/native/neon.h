@@ -1,10 +1,12 @@
-// Registers of ARM's NEON with dot products, as narrow_vectors.h needs them.
+// Registers of ARM's NEON with dot products, as narrow_vectors.h needs them; and products of i8mm, for row_pairs.h.
 #pragma once
 
 #include <arm_neon.h>
 
 #include <cstdint>
 #include <cstring>
+
+#include "i8mm.h"
 
 namespace mlt {
 
@@ -54,14 +56,29 @@ inline void low_bytes(const Ints (&a)[4], int8_t* to) {
     vst1q_s8(to, vcombine_s8(vmovn_s16(half(0)), vmovn_s16(half(2))));
 }
 
-constexpr bool CHOOSES_BYTE_PRODUCTS = false;
+constexpr bool CHOOSES_BYTE_PRODUCTS = true;
 constexpr int BYTE_OFFSET = 0;  // bytes of activations are signed, as sdot takes them
 
+// One row's go by sdot wherever they are; only rows two by two have an instruction that not all processors have.
 template <bool FAST>
 inline Ints byte_products(Ints sum, Ints x, Ints w) {
     return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(x), int8x16_t(w)));
 }
 
-inline bool has_byte_products() { return true; }
+// sum [2][2] += x [2 rows][8] by w [2 columns][8].
+inline __attribute__((always_inline)) void add_pair_products(Ints& sum, Ints x, Ints w) {
+#if __GNUC__ >= 10
+    asm(".arch_extension i8mm\n\tsmmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+#endif
+}
+
+// Eight bytes of one row, eight of another.
+inline Ints joined_halves(const int32_t* a, const int32_t* b) { return Ints(vcombine_s32(vld1_s32(a), vld1_s32(b))); }
+inline Ints low_lanes_zipped(Ints a, Ints b) { return Ints(vzip1q_s32(int32x4_t(a), int32x4_t(b))); }
+inline Ints high_lanes_zipped(Ints a, Ints b) { return Ints(vzip2q_s32(int32x4_t(a), int32x4_t(b))); }
+inline Ints halves_of(Ints a, Ints b, bool upper) {
+    const int64x2_t x = int64x2_t(a), y = int64x2_t(b);
+    return Ints(upper ? vzip2q_s64(x, y) : vzip1q_s64(x, y));
+}
 
 }  // namespace mlt

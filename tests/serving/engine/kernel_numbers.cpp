@@ -1,6 +1,6 @@
 // Numbers of the native kernels, of inputs that are the same on every processor, as float32 to standard output. Exits with
 // 1 where a row, a text or a token is not bitwise the same alone as beside others. Calls the library's C interface alone;
-// its headers are here for the structures (compiled for the library's instruction set).
+// its headers are here for the structures (compiled for the library's instruction set). To standard error: what it supports.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -176,6 +176,7 @@ void draws() {
 
 int main() {
     if (!mlt_supported()) return 2;
+    std::fprintf(stderr, "supported %d\n", mlt_supported());
     mlt_use_threads(1, 0);
     for (const Kind kind : {Kind::F32, Kind::INT8, Kind::BF16}) linears(kind);
     Floats32 curve(160);

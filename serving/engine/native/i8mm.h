@@ -1,0 +1,18 @@
+// i8mm: products of bytes, two rows by two columns, on newer processors of ARM. In plain code, as avx_vnni.h.
+#pragma once
+
+#include <sys/auxv.h>
+
+namespace mlt {
+
+inline bool has_byte_products() {
+#if __GNUC__ >= 10  // whose assembler knows the instruction
+    constexpr unsigned long I8MM = 1ul << 13;  // HWCAP2_I8MM
+    static const bool has = getauxval(AT_HWCAP2) & I8MM;
+    return has;
+#else
+    return false;
+#endif
+}
+
+}  // namespace mlt
