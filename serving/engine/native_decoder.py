@@ -429,5 +429,6 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
 
 
 def _factor_dtype(weights: DecoderWeights) -> torch.dtype:
-    """What adapters are kept in: bfloat16 beside linears that are rounded already, which halves what a step reads."""
-    return torch.float32 if weights.layers[0].qkv.kind == library.F32 else torch.bfloat16
+    """What adapters are kept in: rounded as the linears beside them are. A step takes as long as it reads."""
+    kind = weights.layers[0].qkv.kind
+    return {library.F32: torch.float32, library.BF16: torch.bfloat16}.get(kind, torch.int8)

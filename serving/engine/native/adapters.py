@@ -4,6 +4,7 @@ piece of memory in the order of use.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from . import library
 from .library import LANES
 
+HUGE_PAGE = 2 << 20  # bytes
 RANK_TILE = 4  # of lora.h: ranks of A that lie together
 RANK_BLOCK = 64  # ranks of B that do
+KINDS = {torch.float32: library.F32, torch.bfloat16: library.BF16, torch.int8: library.INT8}
 MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "",
@@ -33,7 +36,7 @@ class Pool(Protocol):
 
 class AdapterTables:
     """``prefix`` is the module name of the list of layers. ``members``: of each, as ``MEMBERS``, "" for what it has not
-    by itself. ``dtype``: float32 or bfloat16, what factors are kept in."""
+    by itself. ``dtype``: float32, bfloat16 or int8, with a scale a rank, what factors are kept in."""
 
     def __init__(
         self, pool: Pool, prefix: str, members: Sequence[Sequence[str]], dtype: torch.dtype = torch.float32
@@ -63,18 +66,40 @@ class AdapterTables:
         kept = [packed]
         at = 0
         for entry, one in adapted:
-            entry.rank, entry.scale, entry.narrow = one.rank, one.scaling, self._dtype == torch.bfloat16
-            for side, pieces in (("a", one.a.split(RANK_TILE)), ("b", _columns(one.b).split(RANK_BLOCK))):
+            scales = torch.full((one.rank,), one.scaling)
+            entry.rank, entry.kind = one.rank, KINDS[self._dtype]
+            for side, rows, together in (("a", one.a, RANK_TILE), ("b", _columns(one.b), RANK_BLOCK)):
                 setattr(entry, side, packed.data_ptr() + at * packed.element_size())
-                for piece in pieces:  # [ranks, width] as [width / LANES, ranks, LANES]
-                    into = packed[at : at + piece.numel()].view(-1, len(piece), LANES)
-                    into.copy_(piece.reshape(len(piece), -1, LANES).transpose(0, 1))
+                if self._dtype == torch.int8:
+                    rows, by = _rounded(rows.float())
+                    scales *= by
+                for piece in rows.split(together):
+                    _lay(piece, packed[at : at + piece.numel()])
                     at += piece.numel()
+            kept.append(scales)
+            entry.scales = scales.data_ptr()
             if one.gain is not None:
                 gain, shift = _columns(one.gain[:, None])[0], _columns(one.shift[:, None])[0]
                 kept += [gain, shift]
                 entry.gain, entry.shift = gain.data_ptr(), shift.data_ptr()
         return table, kept
+
+
+def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[ranks, width] as int8, and what each rank's are multiplied by."""
+    scales = rows.abs().amax(1) / 127
+    return (rows / torch.where(scales > 0, scales, 1.0)[:, None]).round().to(torch.int8), scales
+
+
+def _lay(piece: torch.Tensor, into: torch.Tensor) -> None:
+    """[ranks, width] as [width / LANES, ranks, LANES]; in bfloat16 pairs of ranks in turn, as lora.h reads them."""
+    ranks = len(piece)
+    blocks, into = piece.reshape(ranks, -1, LANES).transpose(0, 1), into.view(-1, ranks, LANES)
+    paired = ranks // 2 * 2 if into.dtype == torch.bfloat16 else 0
+    into[:, paired:].copy_(blocks[:, paired:])
+    if paired:
+        pairs = into.flatten(1)[:, : paired * LANES].unflatten(1, (-1, LANES, 2))
+        pairs.copy_(blocks[:, :paired].unflatten(1, (-1, 2)).transpose(2, 3))
 
 
 def _columns(rows: torch.Tensor) -> torch.Tensor:
@@ -85,8 +110,12 @@ def _columns(rows: torch.Tensor) -> torch.Tensor:
 
 def _huge(size: int, dtype: torch.dtype) -> torch.Tensor:
     """In huge pages where there are: streaming factors misses the TLB otherwise."""
-    if not size:
-        return torch.empty(0, dtype=dtype)
-    memory = mmap.mmap(-1, size * dtype.itemsize)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=size)
+    bytes_ = size * dtype.itemsize
+    if bytes_ < HUGE_PAGE:
+        return torch.empty(size, dtype=dtype)
+    whole = -(-bytes_ // HUGE_PAGE) * HUGE_PAGE
+    memory = mmap.mmap(-1, whole + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has none
+    offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE_PAGE
+    with contextlib.suppress(OSError):  # kernels without huge pages refuse the advice
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, whole)
+    return torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)

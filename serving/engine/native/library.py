@@ -19,7 +19,7 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 4  # counted on with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 5  # counted on with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
@@ -34,11 +34,11 @@ WORK = CFUNCTYPE(c_int32, c_int32)  # what mlt_each calls with an index; not 0: 
 
 
 class Factors(ctypes.Structure):
-    """``Factors`` of lora.h: ``a`` and ``b`` as they lie there; ``gain`` and ``shift`` [N], or null."""
+    """``Factors`` of lora.h: ``a`` and ``b`` as they lie there, ``scales`` [rank]; ``gain``, ``shift`` [N] or null."""
 
     _fields_ = (
-        ("a", c_void_p), ("b", c_void_p), ("rank", c_int32), ("scale", c_float), ("gain", c_void_p),
-        ("shift", c_void_p), ("narrow", c_int32),
+        ("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("gain", c_void_p), ("shift", c_void_p),
+        ("rank", c_int32), ("kind", c_int32),
     )  # fmt: skip
 
 

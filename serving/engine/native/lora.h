@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "linear.h"
 #include "simd.h"
 
 namespace mlt {
@@ -15,17 +16,21 @@ constexpr int RANK_BLOCK = 64;       // ranks whose h is kept between A and B
 constexpr int ROWS_AT_ONCE = 4; // with RANK_TILE: as many sums under way as there are registers for
 constexpr int GROUP_ROWS = 8;   // rows of one adapter that a thread takes
 constexpr int AHEAD = 4096;     // bytes of factors asked for before they are read
+#ifdef MLT_AVX512
+constexpr int COLUMNS_AT_ONCE = 2;  // times LANES, of B: factors of a row serve them all
+#else
+constexpr int COLUMNS_AT_ONCE = 1;
+#endif
 
-// One adapter on one linear: h = A x, y += scale * B h. rank 0: not adapted.
+// One adapter on one linear: h = scales (A x), y += B h. rank 0: not adapted.
 // a: for each RANK_TILE ranks, the last fewer, [K / LANES, ranks, LANES]; b: for each RANK_BLOCK ranks [N / LANES, ranks, LANES];
-// float32, or bfloat16 where `narrow`.
+// of `kind`: float32; bfloat16, ranks two by two, [LANES, 2], and a last odd one as [LANES]; or int8. scales [rank].
 // Where there is a gain [N] (DoRA, biases of its own): then y = gain * y + shift, of the linear's output alone.
 struct Factors {
     const void *a, *b;
+    const float *scales, *gain, *shift;
     int32_t rank;
-    float scale;
-    const float *gain, *shift;
-    int32_t narrow;
+    Kind kind;
 };
 
 // Rows of one adapter, or one row of the base.
@@ -61,46 +66,84 @@ struct Matrix {
     T* operator[](int t) const { return first + size_t(t) * width; }
 };
 
+inline void fetch_ahead(const void* at) { _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0); }
+
 inline __m512 load_factor(const float* at) {
-    _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
+    fetch_ahead(at);
     return _mm512_loadu_ps(at);
 }
 
 inline __m512 load_factor(const uint16_t* at) {
-    _mm_prefetch((const char*)at + AHEAD, _MM_HINT_T0);
+    fetch_ahead(at);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)), 16));
 }
 
-// h[m][r] = scale * (A x)[r] of M rows and R ranks.
+inline __m512 load_factor(const int8_t* at) {
+    fetch_ahead(at);
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)));
+}
+
+// Of two ranks: LANES after LANES, or bfloat16s in turn, a line of both.
+template <class T>
+inline void load_pair(const T* at, __m512* to) { to[0] = load_factor(at), to[1] = load_factor(at + LANES); }
+
+inline void load_pair(const uint16_t* at, __m512* to) {
+    fetch_ahead(at);
+    const __m512i both = _mm512_loadu_si512(at);
+    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+}
+
+// h[m][r] = scales[r] * (A x)[r] of M rows and R ranks.
 template <int M, int R, class T>
-inline void shrink(const T* a, float scale, const float* const* x, int K, float (*h)[RANK_BLOCK]) {
+inline void shrink(const T* a, const float* scales, const float* const* x, int K, float (*h)[RANK_BLOCK]) {
     __m512 sum[M][R];
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r++) sum[m][r] = _mm512_setzero_ps();
     for (int k = 0; k < K; k += LANES, a += R * LANES) {
         __m512 factor[R];
-        for (int r = 0; r < R; r++) factor[r] = load_factor(a + r * LANES);
+        for (int r = 0; r + 1 < R; r += 2) load_pair(a + r * LANES, factor + r);
+        if (R % 2) factor[R - 1] = load_factor(a + (R - 1) * LANES);
         for (int m = 0; m < M; m++) {
             const __m512 value = _mm512_loadu_ps(x[m] + k);
             for (int r = 0; r < R; r++) sum[m][r] = _mm512_fmadd_ps(factor[r], value, sum[m][r]);
         }
     }
     for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) h[m][r] = scale * _mm512_reduce_add_ps(sum[m][r]);
+        for (int r = 0; r < R; r++) h[m][r] = scales[r] * _mm512_reduce_add_ps(sum[m][r]);
+}
+
+// y += B h of M rows and C times LANES columns.
+template <int M, int C, class T>
+inline void expand_columns(const T* b, int ranks, const float (*h)[RANK_BLOCK], float* const* y, int n) {
+    __m512 value[C][M];
+    for (int c = 0; c < C; c++)
+        for (int m = 0; m < M; m++) value[c][m] = _mm512_loadu_ps(y[m] + n + c * LANES);
+    int r = 0;
+    for (; r + 1 < ranks; r += 2) {
+        __m512 factor[C][2];
+        for (int c = 0; c < C; c++) load_pair(b + (c * ranks + r) * LANES, factor[c]);
+        for (int i = 0; i < 2; i++)
+            for (int m = 0; m < M; m++) {
+                const __m512 by = _mm512_set1_ps(h[m][r + i]);
+                for (int c = 0; c < C; c++) value[c][m] = _mm512_fmadd_ps(by, factor[c][i], value[c][m]);
+            }
+    }
+    for (int c = 0; r < ranks && c < C; c++) {
+        const __m512 factor = load_factor(b + (c * ranks + r) * LANES);
+        for (int m = 0; m < M; m++) value[c][m] = _mm512_fmadd_ps(_mm512_set1_ps(h[m][r]), factor, value[c][m]);
+    }
+    for (int c = 0; c < C; c++)
+        for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m] + n + c * LANES, value[c][m]);
 }
 
 // y += B h of M rows: one pass over y.
 template <int M, class T>
 inline void expand(const T* b, int ranks, const float (*h)[RANK_BLOCK], float* const* y, int N) {
-    for (int n = 0; n < N; n += LANES) {
-        __m512 value[M];
-        for (int m = 0; m < M; m++) value[m] = _mm512_loadu_ps(y[m] + n);
-        for (int r = 0; r < ranks; r++, b += LANES) {
-            const __m512 factor = load_factor(b);
-            for (int m = 0; m < M; m++) value[m] = _mm512_fmadd_ps(_mm512_set1_ps(h[m][r]), factor, value[m]);
-        }
-        for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m] + n, value[m]);
-    }
+    int n = 0;
+    for (; n + COLUMNS_AT_ONCE * LANES <= N; n += COLUMNS_AT_ONCE * LANES, b += size_t(COLUMNS_AT_ONCE) * ranks * LANES)
+        expand_columns<M, COLUMNS_AT_ONCE>(b, ranks, h, y, n);
+    if (n < N) expand_columns<M, 1>(b, ranks, h, y, n);
 }
 
 template <int M, class T>
@@ -111,10 +154,10 @@ inline void add_rows(const Factors& f, const float* const* x, int K, float* cons
         const int ranks = std::min(f.rank - first, RANK_BLOCK);
         int r = 0;
         for (; r + RANK_TILE <= ranks; r += RANK_TILE, a += size_t(RANK_TILE) * K)
-            shrink<M, RANK_TILE>(a, f.scale, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
-        if (ranks - r == 3) shrink<M, 3>(a, f.scale, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
-        if (ranks - r == 2) shrink<M, 2>(a, f.scale, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
-        if (ranks - r == 1) shrink<M, 1>(a, f.scale, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
+            shrink<M, RANK_TILE>(a, f.scales + first + r, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
+        if (ranks - r == 3) shrink<M, 3>(a, f.scales + first + r, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
+        if (ranks - r == 2) shrink<M, 2>(a, f.scales + first + r, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
+        if (ranks - r == 1) shrink<M, 1>(a, f.scales + first + r, x, K, (float(*)[RANK_BLOCK]) & h[0][r]);
         expand<M>(b, ranks, h, y, N);
         b += size_t(ranks) * N;
     }
@@ -140,8 +183,10 @@ inline void adapt_rows(const Factors& f, const RowGroup& group, Matrix<const flo
             _mm512_storeu_ps(to[m] + n, _mm512_sub_ps(_mm512_loadu_ps(to[m] + n), _mm512_loadu_ps(base + n)));
     }
     for (int m = 0; f.rank && m < group.count; m += ROWS_AT_ONCE) {
-        if (f.narrow) add_rows_of<uint16_t>(std::min(group.count - m, ROWS_AT_ONCE), f, from + m, K, to + m, N);
-        else add_rows_of<float>(std::min(group.count - m, ROWS_AT_ONCE), f, from + m, K, to + m, N);
+        const int count = std::min(group.count - m, ROWS_AT_ONCE);
+        if (f.kind == Kind::INT8) add_rows_of<int8_t>(count, f, from + m, K, to + m, N);
+        else if (f.kind == Kind::BF16) add_rows_of<uint16_t>(count, f, from + m, K, to + m, N);
+        else add_rows_of<float>(count, f, from + m, K, to + m, N);
     }
     for (int m = 0; f.gain && m < group.count; m++)
         for (int n = 0; n < N; n += LANES) {

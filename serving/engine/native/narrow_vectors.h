@@ -61,6 +61,7 @@ MLT_INLINE __m512i _mm512_load_si512(const void* from) { return _mm512_loadu_si5
 MLT_INLINE __m256i _mm256_loadu_si256(const __m256i* from) {
     return each_part<__m256i>([&](int i) { return load_part<Shorts>((const uint16_t*)from + i * WIDTH); });
 }
+MLT_INLINE __m128i _mm_loadu_si128(const __m128i* from) { return load_part<__m128i>(from); }
 MLT_INLINE void _mm512_storeu_ps(float* to, __m512 x) {
     for (int i = 0; i < PARTS; i++) std::memcpy(to + i * WIDTH, &x.part[i], sizeof x.part[i]);
 }
@@ -293,6 +294,10 @@ MLT_INLINE __m128i _mm512_cvtepi32_epi8(__m512i a) {
 }
 MLT_INLINE __m512i _mm512_cvtepu16_epi32(__m256i a) {
     return each_part<__m512i>([&](int i) { return __builtin_convertvector(a.part[i], Ints); });
+}
+MLT_INLINE __m512i _mm512_cvtepi8_epi32(__m128i a) {
+    typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+    return each_part<__m512i>([&](int i) { return __builtin_convertvector(load_part<Bytes>(a.part + i * WIDTH), Ints); });
 }
 MLT_INLINE __m256i _mm512_cvtneps_pbh(__m512 a) {
     return each_part<__m256i>([&](int i) {

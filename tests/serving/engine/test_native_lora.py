@@ -15,6 +15,7 @@ from mlflow_llm.serving.bundle import Bundle
 from mlflow_llm.serving.engine.assembly import EngineParts, assemble
 from mlflow_llm.serving.engine.kv_cache import Row
 from mlflow_llm.serving.engine.native import library
+from mlflow_llm.serving.engine.native.adapters import HUGE_PAGE, _huge
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = [
@@ -39,9 +40,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
     return bundle, folder
 
 
-@pytest.fixture(params=["none", "int8"])
+KINDS = {"float32": {}, "int8": {"quantization": "int8"}, "bfloat16": {"dtype": "bfloat16"}}
+
+
+@pytest.fixture(params=KINDS)
 def parts(request: pytest.FixtureRequest, saved: tuple[Bundle, Path]) -> EngineParts:
-    return assembled(saved, quantization=request.param)
+    parts = assembled(saved, **KINDS[request.param])
+    if parts.info.kernels != "native":
+        pytest.skip(f"{request.param} is not native here: {parts.info.kernels_reason}")
+    return parts
 
 
 def assembled(saved: tuple[Bundle, Path], **more: object) -> EngineParts:
@@ -81,11 +88,29 @@ def test_a_row_is_bitwise_the_same_alone_and_among_rows_of_its_adapter(parts: En
 
 
 def test_the_native_step_adds_what_torch_adds(saved: tuple[Bundle, Path]) -> None:
-    """Ranks below, across and beyond a block, with DoRA; in float32 to the last digits, beside int8 to bfloat16's."""
+    """Ranks below, across and beyond a block, with DoRA; in float32 to the last digits, else to what is rounded."""
     ids = list(range(3, 3 + len(NAMES)))
-    for quantization, tolerance in (("none", 1e-5), ("int8", 0.05)):
-        native = logits(assembled(saved, quantization=quantization), NAMES, ids)
-        wanted = logits(assembled(saved, quantization=quantization, kernels="torch"), NAMES, ids)
-        base = logits(assembled(saved, quantization=quantization), [None] * len(NAMES), ids)
-        assert (native - wanted).abs().max() <= tolerance * wanted.abs().max()
+    for kind, tolerance in (("float32", 1e-5), ("int8", 0.05), ("bfloat16", 0.05)):
+        native = logits(assembled(saved, **KINDS[kind]), NAMES, ids)
+        wanted = logits(assembled(saved, **KINDS[kind] | {"kernels": "torch"}), NAMES, ids).to(native.dtype)
+        base = logits(assembled(saved, **KINDS[kind]), [None] * len(NAMES), ids)
+        assert (native - wanted).abs().max() <= tolerance * wanted.abs().max(), kind
         assert not any(torch.equal(native[i], base[i]) for i, name in enumerate(NAMES) if name)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_large_factors_lie_in_huge_pages() -> None:
+    """From the beginning of one, in memory that is the process's alone: shared memory has none by default."""
+    factors = _huge(3 << 20, torch.bfloat16)
+    assert factors.data_ptr() % HUGE_PAGE == 0
+    factors.zero_()
+    flags: set[str] = set()
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, end = (int(one, 16) for one in words[0].split("-"))
+            inside = start <= factors.data_ptr() < end
+        elif words[0] == "VmFlags:" and inside:
+            flags = set(words[1:])
+    assert "hg" in flags
+    assert "sh" not in flags
