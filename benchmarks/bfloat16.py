@@ -111,7 +111,10 @@ def main() -> None:
     }
     narrow = args.kv_cache_dtype
     kinds = ("float32", narrow)
-    each: dict[str, dict[str, Any]] = {"float32": {}, narrow: {"kv_cache_dtype": narrow, "dtype": args.dtype}}
+    each: dict[str, dict[str, Any]] = {
+        "float32": {"kv_cache_dtype": "float32"},
+        narrow: {"kv_cache_dtype": narrow, "dtype": args.dtype},
+    }
     cores = {
         kind: EngineCore(bundle, EngineSettings(quantization=args.quantization, **settings, **more))
         for kind, more in each.items()

@@ -34,7 +34,7 @@ CONTENDERS = {
     "OpenVINO int8": Contender(
         adapter="openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("int8")}
     ),
-    "ours int8, KV bfloat16": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "bfloat16"}),
+    "ours int8, KV float32": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "float32"}),
     "ours int8, KV int8": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "int8"}),
     "OpenVINO default": Contender(
         adapter="openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("fp32")}

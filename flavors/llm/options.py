@@ -20,7 +20,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int | None
     max_queued_requests: int
     kv_cache_memory: int | None
-    kv_cache_dtype: Literal["auto", "bfloat16", "int8"]
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"]
     kv_block_size: Literal[8, 16, 32, 64, 128, 256] | None
     cuda_graphs: Literal["auto", "none"]
     prefix_caching: bool

@@ -253,42 +253,51 @@ def native_decoder(
 ) -> tuple[DecoderWeights | None, str, Mapping[str, Any]]:
     """The weights of a native step, where the model can be run so and the self-test agrees; else why not. And how its
     KV cache keeps. Raises ``PackagingError`` where keys and values are to be kept as only such a step does."""
-    kept: Mapping[str, Any] = {"dtype": like.dtype}
-    asked = settings.kv_cache_dtype
+    plain: Mapping[str, Any] = {"dtype": like.dtype}
+    asked, int8, rounded = settings.kv_cache_dtype, settings.quantization != "none", settings.dtype == "bfloat16"
+    if asked == "float32" and (rounded or like.dtype != torch.float32):
+        computes = settings.dtype if rounded else str(like.dtype).removeprefix("torch.")
+        raise PackagingError(f"kv_cache_dtype: 'float32' is not allowed; expected 'auto': the model is in {computes}")
     must = asked == "int8" or (asked == "bfloat16" and like.dtype != torch.bfloat16)
-    rounded = settings.dtype == "bfloat16"
+    tried = [plain]  # the first that holds
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         weights = decoder_weights(model, uses)
         if asked == "int8":
-            kept = KEPT_IN_INT8
-        elif must or rounded:
+            tried = [KEPT_IN_INT8]
+        elif must or rounded or (asked == "auto" and int8):
             why_not = library.why_no_bf16_kv(weights.head_dim)
             if why_not is None:
-                kept = KEPT_IN_BF16
+                tried = [KEPT_IN_BF16] if must or rounded else [KEPT_IN_BF16, plain]
             elif must:
                 raise NotNative(why_not)
     except NotNative as reason:
         if must:
             raise refused_kv(asked, reason) from None
-        return None, str(reason), kept
+        return None, str(reason), plain
 
     def forward(cache: SlotKVCache, ids: Any, rows: Sequence[Row]) -> Any:
         return NativeDecoder(weights, cache).forward(ids, rows, [None] * len(rows), range(len(ids)))
 
-    layers, int8 = [use.shape for use in uses], settings.quantization != "none"
-    rounded = rounded or kept is KEPT_IN_BF16
-    try:
-        if kept is KEPT_IN_INT8 and not int8:  # all but them is held to what floats are
-            test.check(forward, layers, like, rounded=rounded)
-        test.check(forward, layers, like, int8=int8 or kept is KEPT_IN_INT8, rounded=rounded, kept=kept)
-    except PackagingError as error:
-        if must:
-            raise refused_kv(asked, error) from error
-        logger.warning("%s is not run natively: %s", type(model).__name__, error)
-        return None, f"the self-test at load refused them: {error}", {"dtype": like.dtype}
-    return weights, "", kept
+    layers = [use.shape for use in uses]
+    for kept in tried:
+        keeps_int8, keeps_rounded = kept is KEPT_IN_INT8, rounded or kept is KEPT_IN_BF16
+        try:
+            if keeps_int8 and not int8:  # all but them is held to what floats are
+                test.check(forward, layers, like, rounded=keeps_rounded)
+            test.check(forward, layers, like, int8=int8 or keeps_int8, rounded=keeps_rounded, kept=kept)
+            return weights, "", kept
+        except PackagingError as error:
+            if must:
+                raise refused_kv(asked, error) from error
+            refused = error
+            if kept is not tried[-1]:
+                logger.warning(
+                    "keys and values are not kept in %s: %s", str(kept["dtype"]).removeprefix("torch."), error
+                )
+    logger.warning("%s is not run natively: %s", type(model).__name__, refused)
+    return None, f"the self-test at load refused them: {refused}", plain
 
 
 def refused_kv(asked: str, reason: Exception) -> PackagingError:
