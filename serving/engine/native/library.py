@@ -19,7 +19,7 @@ from ...processors import num_threads, processors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # of the kernels: one of INSTRUCTION_SETS that the machine has
-INTERFACE = 5  # counted on with every change of the C interface that the sizes of its structures do not show
+INTERFACE = 6  # counted on with every change of the C interface that the sizes of its structures do not show
 GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multiple
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
@@ -134,11 +134,20 @@ STRUCTURES = (Factors, Norm, Experts, Layer, Shape, EncoderLayer, EncoderEmbeddi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionSet:
-    """``file`` has its kernels; ``byte_products``: whether these multiply bytes by an instruction of their own, which
-    not all processors have that run them."""
+    """``file`` has its kernels; ``byte_products``: whether these multiply bytes by an instruction of their own, and
+    ``tiles`` by AMX, which not all processors have that run them."""
 
     file: str
     byte_products: bool = True
+    tiles: bool = False
+
+    @property
+    def needed(self) -> int:
+        return RUNS | (BYTE_PRODUCTS if self.byte_products else 0)
+
+    def use(self, found: ctypes.CDLL) -> None:
+        found.mlt_use_byte_products(self.byte_products)
+        found.mlt_use_tiles(AMX if self.tiles else NO_TILES)
 
 
 INSTRUCTION_SETS: Mapping[str, InstructionSet]  # by name, the best first
@@ -149,11 +158,13 @@ if platform.machine() in ("aarch64", "arm64"):
     }
 else:
     INSTRUCTION_SETS = {
+        "avx512+amx": InstructionSet(file="_native.so", tiles=True),
         "avx512": InstructionSet(file="_native.so"),
         "avx-vnni": InstructionSet(file="_native_avx2.so"),
         "avx2": InstructionSet(file="_native_avx2.so", byte_products=False),
     }
 NEEDED = {
+    "avx512+amx": "AVX-512 VNNI with AMX",
     "avx512": "AVX-512 VNNI",
     "avx-vnni": "AVX-VNNI",
     "avx2": "AVX2",
@@ -191,9 +202,9 @@ def _loaded() -> ctypes.CDLL | str:
 
 
 def instruction_set() -> str:
-    """The name of the one whose kernels run, "" without any; "avx512+amx" where there are tiles too."""
+    """The name of the one whose kernels run, "" without any."""
     name = _chosen(_wanted)[1] if library() is not None else ""
-    return f"{name}+amx" if name and tiles() == AMX else name
+    return name if tiles() == AMX else name.removesuffix("+amx")
 
 
 def multiplies_int4() -> bool:
@@ -221,7 +232,7 @@ def use_instruction_set(name: str) -> None:
     _wanted = name
     found, chosen = _chosen(name)
     if not isinstance(found, str):
-        found.mlt_use_byte_products(INSTRUCTION_SETS[chosen].byte_products)
+        INSTRUCTION_SETS[chosen].use(found)
 
 
 @cache
@@ -233,7 +244,7 @@ def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
     for name in [wanted] if wanted else INSTRUCTION_SETS:
         found = _load(name)
         if not isinstance(found, str):
-            found.mlt_use_byte_products(INSTRUCTION_SETS[name].byte_products)
+            INSTRUCTION_SETS[name].use(found)
             return found, name
         reason = found
         if reason != _lacks(name):  # a library that is not as it should be is no reason to run slower and say nothing
@@ -257,13 +268,15 @@ def _load(name: str) -> ctypes.CDLL | str:
         return "they are not compiled in the package in use (a source tree, or a wheel built without a compiler)"
     try:
         found = ctypes.CDLL(str(path))
-        supported = found.mlt_supported()
-        if not supported & RUNS or (INSTRUCTION_SETS[name].byte_products and not supported & BYTE_PRODUCTS):
+        needed = INSTRUCTION_SETS[name].needed
+        if found.mlt_supported() & needed != needed:
             return _lacks(name)
         if not hasattr(found, "mlt_interface") or _interface_of(found) != _interface():
             logger.warning("%s was compiled with another version of the package: build it again", path)
             return f"{path.name} was compiled with another version of the package"
         _declare(found)
+        if INSTRUCTION_SETS[name].tiles and not found.mlt_has_tiles():
+            return _lacks(name)
         _use(found, num_threads())
     except (OSError, AttributeError) as error:  # of another platform; of another version of the package
         logger.warning("%s: %s", path, error)
@@ -358,6 +371,7 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlt_idle_spin", None, c_int32)
     declare_checked("mlt_use_threads", c_int32, c_int32)
     declare("mlt_use_byte_products", c_int32, c_int32)
+    declare("mlt_has_tiles", c_int32)
     declare("mlt_tiles", c_int32)
     declare("mlt_use_tiles", c_int32, c_int32)
     declare_checked("mlt_each", c_int32, WORK)

@@ -107,7 +107,7 @@ extern "C" {
 // What both sides of this interface have to agree on: its number, counted on with every change that sizes do not show, and
 // the sizes of what is handed over. Returns how many numbers there are; `numbers` has room for `most`.
 API int mlt_interface(int64_t* numbers, int most) {
-    const int64_t found[] = {5,
+    const int64_t found[] = {6,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),
@@ -160,6 +160,9 @@ API int mlt_use_tiles(int use) {
     tile_use() = none ? TileUse::NONE : TileUse(use);
     return int(tile_use().load());
 }
+
+// Whether the processor has tiles and the system lets the process use them.
+API int mlt_has_tiles() { return BYTE_OFFSET != 0 && has_tiles(); }
 
 API int mlt_tiles() { return int(tile_use().load()); }
 

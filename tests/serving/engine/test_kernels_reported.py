@@ -73,9 +73,9 @@ def test_a_missing_library_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_engine_names_its_instruction_set(instructions: str, tmp_path: Path) -> None:
     """The one whose kernels run, which are compiled for it."""
     info = info_of(save_bundle(make_model(tf.LlamaConfig(**WIDE)), tmp_path))
-    assert (info.kernels, info.instruction_set.removesuffix("+amx")) == ("native", instructions)
+    assert (info.kernels, info.instruction_set) == ("native", instructions)
     compiled_for = library.required().mlt_instructions().decode()
-    assert compiled_for == {"avx-vnni": "avx2"}.get(instructions, instructions)
+    assert compiled_for == {"avx-vnni": "avx2", "avx512+amx": "avx512"}.get(instructions, instructions)
 
 
 @pytest.fixture
@@ -109,6 +109,13 @@ def test_every_structure_of_the_interface_is_compared() -> None:
     """Its size, on both sides."""
     declared = {one for one in vars(library).values() if isinstance(one, type) and issubclass(one, ctypes.Structure)}
     assert declared == set(library.STRUCTURES)
+
+
+@here
+def test_what_runs_goes_by_the_name_it_is_asked_for_by(instructions: str) -> None:
+    """Tiles with their own set alone, so that what is measured without them was without them."""
+    assert library.instruction_set() == instructions
+    assert library.tiles() == (library.AMX if instructions.endswith("+amx") else library.NO_TILES)
 
 
 @here
