@@ -143,7 +143,7 @@ inline void expand(const T* b, int ranks, const float (*h)[RANK_BLOCK], float* c
     int n = 0;
     for (; n + COLUMNS_AT_ONCE * LANES <= N; n += COLUMNS_AT_ONCE * LANES, b += size_t(COLUMNS_AT_ONCE) * ranks * LANES)
         expand_columns<M, COLUMNS_AT_ONCE>(b, ranks, h, y, n);
-    if (n < N) expand_columns<M, 1>(b, ranks, h, y, n);
+    for (; n < N; n += LANES, b += size_t(ranks) * LANES) expand_columns<M, 1>(b, ranks, h, y, n);
 }
 
 template <int M, class T>
