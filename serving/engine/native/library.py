@@ -24,7 +24,7 @@ GROUP = 32  # inputs that share a scale of INT4, of which widths must be a multi
 LANES = 16  # widths must be a multiple of this
 PANEL = 32  # columns of a packed weight that lie together
 RUNS, MULTIPLIES_BF16, BYTE_PRODUCTS = 1, 2, 4  # bits of mlt_supported
-F32, INT8, BF16, INT4 = 0, 1, 2, 3  # kinds of packed weights
+F32, INT8, BF16, INT4, W8A16 = range(5)  # kinds of packed weights
 NO_TILES, AMX, EMULATED_TILES = 0, 1, 2
 SILU, GELU_TANH, GELU = 0, 1, 2  # activations of a decoder
 SPIN_US = 50  # for how long a thread that waits spins: about what it costs to put one to sleep and wake it again
@@ -295,7 +295,7 @@ def _interface_of(found: ctypes.CDLL) -> list[int]:
 
 
 def has_bf16() -> bool:
-    """Whether bfloat16 is multiplied: by AVX512-BF16, or as float32 without AVX-512. The int8 head needs it."""
+    """Whether bfloat16 is multiplied: by AVX512-BF16, or as float32 without AVX-512."""
     found = library()
     return found is not None and bool(found.mlt_supported() & MULTIPLIES_BF16)
 

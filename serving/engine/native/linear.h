@@ -6,7 +6,8 @@
 //
 // Every output is summed over k in the same order whatever the number of rows, so a row's result is bitwise the same
 // alone and in any batch. int8 rows carry a scale each; they are offset by 128 where vpdpbusd takes unsigned times
-// signed bytes, and 128 times the column's sum is taken off again, exactly.
+// signed bytes, and 128 times the column's sum is taken off again, exactly. Of W8A16, int8 weights too, a row of activations
+// is two rows of such bytes, the higher and the lower ones of whole numbers of 15 bits, whose sums are put together.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +50,13 @@ constexpr int LEVELS = 127;
 constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bits (int4.h)
 constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
 
-enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3 };
+enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, W8A16 = 4 };
+
+// Whether weights are bytes, by bytes.
+constexpr bool of_bytes(Kind kind) { return kind == Kind::INT8 || kind == Kind::W8A16; }
+
+// Rows that are multiplied for one of activations.
+constexpr int rows_of(Kind kind) { return kind == Kind::W8A16 ? 2 : 1; }
 
 inline void* allocate(size_t bytes) {
     const size_t huge = size_t(2) << 20;
@@ -81,8 +88,8 @@ struct Linear {
     Kind kind;
     int K, N, panels;
     void* packed = nullptr;
-    float* scale = nullptr;    // INT8: by output column, panels * PANEL
-    int32_t* offset = nullptr; // INT8: 128 times the column's sum
+    float* scale = nullptr;    // of bytes: by output column, panels * PANEL
+    int32_t* offset = nullptr; // of bytes: 128 times the column's sum
     float* bias = nullptr;     // or null
     float* input = nullptr;    // INT4: by k
     bool owned = true;         // else it lies in memory of another, which is longer there
@@ -90,7 +97,9 @@ struct Linear {
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
     size_t panel_bytes() const { return kind == Kind::INT4 ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
     // Of a row of activations, prepared.
-    size_t row_bytes() const { return kind == Kind::INT4 ? K + sizeof(float) * (K / INT4_GROUP) : size_t(K) / lane() * 4; }
+    size_t row_bytes() const {
+        return kind == Kind::INT4 ? K + sizeof(float) * (K / INT4_GROUP) : size_t(K) / lane() * 4 * rows_of(kind);
+    }
     ~Linear() {
         if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias), std::free(input);
     }
@@ -151,6 +160,21 @@ inline float quantize_row(const float* x, int K, uint8_t* q) {
     return scale;
 }
 
+// One row as whole numbers up to 127 * 128: K high bytes, in steps of 128, then K low ones of -64 to 63; returns their scale.
+inline float quantize_row_twice(const float* x, int K, uint8_t* q) {
+    const float scale = row_scale(x, K) * (1.0f / 128);
+    const __m512i offset = _mm512_set1_epi32(BYTE_OFFSET), half = _mm512_set1_epi32(64);
+    const __m512 by = _mm512_set1_ps(1.0f / scale);
+    for (int k = 0; k < K; k += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, half), 7);
+        const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 7));
+        _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(high, offset)));
+        _mm_storeu_si128((__m128i*)(q + K + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(low, offset)));
+    }
+    return scale;
+}
+
 // Room for all of it, zeros.
 inline void make_room(Linear& w, const float* bias) {
     w.panels = round_up(w.N, PANEL) / PANEL;
@@ -161,7 +185,7 @@ inline void make_room(Linear& w, const float* bias) {
         std::memset(w.bias, 0, sizeof(float) * w.panels * PANEL);
         std::memcpy(w.bias, bias, sizeof(float) * w.N);
     }
-    if (w.kind == Kind::INT8) {
+    if (of_bytes(w.kind)) {
         w.scale = (float*)allocate(sizeof(float) * w.panels * PANEL);
         w.offset = (int32_t*)allocate(sizeof(int32_t) * w.panels * PANEL);
         std::memset(w.scale, 0, sizeof(float) * w.panels * PANEL);
@@ -225,7 +249,7 @@ inline void unpack(const Linear& w, float* dense) {
 // Rows of activations in the form the kind multiplies. `values` is [T, K] of float, bfloat16 or offset bytes.
 struct Rows {
     const void* values;
-    const float* scale;  // INT8 alone
+    const float* scale;  // of bytes alone
 };
 
 // Room for such rows, shared by the linears of a step one after the other; threads fill a row each.
@@ -239,6 +263,7 @@ class Prepared {
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
+        if (w.kind == Kind::W8A16) scales[t] = quantize_row_twice(row, w.K, bytes.data() + size_t(t) * w.row_bytes());
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::INT4) scales[t] = quantize_row_int4(w, row, bytes.data() + size_t(t) * w.row_bytes());
     }
@@ -266,11 +291,11 @@ inline std::atomic<bool>& byte_products() {
 }
 
 template <Kind KIND>
-using Sum = std::conditional_t<KIND == Kind::INT8, __m512i, __m512>;
+using Sum = std::conditional_t<of_bytes(KIND), __m512i, __m512>;
 
 template <Kind KIND>
 inline Sum<KIND> zero() {
-    if constexpr (KIND == Kind::INT8) return _mm512_setzero_si512();
+    if constexpr (of_bytes(KIND)) return _mm512_setzero_si512();
     else return _mm512_setzero_ps();
 }
 
@@ -280,24 +305,34 @@ template <Kind KIND, bool FAST = false>
 __attribute__((always_inline)) inline void multiply_add(Sum<KIND>& sum, __m512i x, __m512i w) {
 #ifdef MLT_AVX512
     // The instruction adds in place; gcc 12 copies the register before and after where it is an intrinsic.
-    if constexpr (KIND == Kind::INT8) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+    if constexpr (of_bytes(KIND)) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     else if constexpr (KIND == Kind::BF16) asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
 #else
-    if constexpr (KIND == Kind::INT8) add_byte_products<FAST>(sum, x, w);
+    if constexpr (of_bytes(KIND)) add_byte_products<FAST>(sum, x, w);
     else if constexpr (KIND == Kind::BF16) add_bf16_products(sum, x, w);
     else sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
 #endif
 }
 
-// The sum of row m and 16 columns from n on, as it goes to y.
+// What the sums of a row's bytes are together; `low` of W8A16 alone.
 template <Kind KIND>
-inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, float* y, bool add) {
+inline __m512 joined(__m512i sum, __m512i low) {
+    const __m512 value = _mm512_cvtepi32_ps(sum);
+    return KIND == Kind::W8A16 ? _mm512_fmadd_ps(value, _mm512_set1_ps(128.0f), _mm512_cvtepi32_ps(low)) : value;
+}
+
+// The sum of a row, and that of its low bytes, by 16 columns from n on, as it goes to y.
+template <Kind KIND>
+inline void put(const Linear& w, Sum<KIND> sum, Sum<KIND> low, int n, const float* x_scale, float* y, bool add) {
     const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
     __m512 value;
-    if constexpr (KIND == Kind::INT8) {
-        const __m512i exact = BYTE_OFFSET ? _mm512_sub_epi32(sum, _mm512_load_si512(w.offset + n)) : sum;
-        value = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(*x_scale));
+    if constexpr (of_bytes(KIND)) {
+        if (BYTE_OFFSET) {
+            const __m512i offset = _mm512_load_si512(w.offset + n);
+            sum = _mm512_sub_epi32(sum, offset), low = _mm512_sub_epi32(low, offset);
+        }
+        value = _mm512_mul_ps(joined<KIND>(sum, low), _mm512_set1_ps(*x_scale));
         value = _mm512_mul_ps(value, _mm512_load_ps(w.scale + n));
     } else {
         value = sum;
@@ -305,6 +340,15 @@ inline void put(const Linear& w, Sum<KIND> sum, int n, const float* x_scale, flo
     if (w.bias) value = _mm512_add_ps(value, _mm512_load_ps(w.bias + n));
     if (add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, y + n));
     _mm512_mask_storeu_ps(y + n, mask, value);
+}
+
+// Of the sums of some rows that of number M, if it is the first of its row of activations.
+template <Kind KIND, size_t M, class Sums>
+__attribute__((always_inline)) inline void put_row(const Linear& w, const Sums& sums, int n, const float* x_scale, float* y,
+                                                   bool add) {
+    constexpr size_t EACH = rows_of(KIND);
+    if constexpr (M % EACH == 0)
+        put<KIND>(w, sums[M], sums[M + EACH - 1], n, x_scale + M / EACH, y + M / EACH * w.N, add);
 }
 
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
@@ -326,8 +370,8 @@ inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const in
             ...);
     }
     const int n = panel * PANEL;
-    (put<KIND>(w, left[M], n, x_scale + M, y + M * w.N, add), ...);
-    if (n + LANES < w.N) (put<KIND>(w, right[M], n + LANES, x_scale + M, y + M * w.N, add), ...);
+    (put_row<KIND, M>(w, left, n, x_scale, y, add), ...);
+    if (n + LANES < w.N) (put_row<KIND, M>(w, right, n + LANES, x_scale, y, add), ...);
 }
 
 // The same by one half of the panel.
@@ -344,22 +388,22 @@ inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int
         if (!half) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 64);
         (multiply_add<KIND, FAST>(sums[M], _mm512_set1_epi32(at[M * stride]), each), ...);
     }
-    (put<KIND>(w, sums[M], n, x_scale + M, y + M * w.N, add), ...);
+    (put_row<KIND, M>(w, sums, n, x_scale, y, add), ...);
 }
 
-template <int ROWS, size_t... PAIR>
+template <Kind KIND, int ROWS, size_t... PAIR>
 inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
                       const float* x_scale, float* y, bool add);
 
 template <Kind KIND, bool FAST, int M = TILE>
 inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
                     bool add) {
-    if constexpr (M > 1)
-        if (rows < M) return tile_of<KIND, FAST, M - 1>(rows, w, panel, x, stride, s, y, add);
+    if constexpr (M > rows_of(KIND))
+        if (rows < M) return tile_of<KIND, FAST, M - rows_of(KIND)>(rows, w, panel, x, stride, s, y, add);
     constexpr std::make_index_sequence<M> each;
-    if constexpr (PAIRS_OF_ROWS && FAST && KIND == Kind::INT8 && M > 1) {
+    if constexpr (PAIRS_OF_ROWS && FAST && of_bytes(KIND) && M > 1) {
         constexpr std::make_index_sequence<(M + 1) / 2> pairs;
-        for (int half = 0; half < 2; half++) pair_tile<M>(pairs, w, panel, half, x, stride, s, y, add);
+        for (int half = 0; half < 2; half++) pair_tile<KIND, M>(pairs, w, panel, half, x, stride, s, y, add);
     } else if constexpr (M <= WHOLE) {
         tile<KIND, FAST>(each, w, panel, x, stride, s, y, add);
     } else {
@@ -377,24 +421,25 @@ inline void gelu_tile(float* y, int rows, int panel, int N) {
 
 template <Kind KIND, bool FAST = false>
 inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    constexpr int EACH = rows_of(KIND);
     const int stride = w.K / w.lane();
-    const int tiles = (T + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
+    const int tiles = (T * EACH + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
     const int near = std::max(1, NEAR / (w.K * 4 * TILE));  // tiles that stay in the second cache while panels pass
     for (int from = 0; from < tiles; from += near)
         for (int panel = first; panel < last; panel++)
             for (int i = from; i < std::min(from + near, tiles); i++) {
                 const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
-                const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
+                const int32_t* rows = (const int32_t*)x.values + size_t(a) * EACH * stride;
                 const float* scale = x.scale ? x.scale + a : nullptr;
                 float* out = y + size_t(a) * w.N;
-                tile_of<KIND, FAST>(b - a, w, panel, rows, stride, scale, out, finish == Finish::ADD);
+                tile_of<KIND, FAST>((b - a) * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD);
                 if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
             }
 }
 
 template <Kind KIND, int C, int A, int B, class Tiles>
 inline void multiply_add(Tiles& tiles) {
-    if constexpr (KIND == Kind::INT8) tiles.template multiply<C, A, B>();
+    if constexpr (of_bytes(KIND)) tiles.template multiply<C, A, B>();
     else tiles.template multiply_bf16<C, A, B>();
 }
 
@@ -438,16 +483,18 @@ class PanelValues {
     PanelValues(const Linear& w, int panel) : has_bias(w.bias) {
         for (int i = 0; i < 2; i++) {
             const int n = panel * PANEL + i * LANES;
-            if (KIND == Kind::INT8) offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
+            if (of_bytes(KIND)) offset[i] = _mm512_load_si512(w.offset + n), scale[i] = _mm512_load_ps(w.scale + n);
             if (has_bias) bias[i] = _mm512_load_ps(w.bias + n);
         }
     }
-    // Of one half of a row.
+    // Of one half of a row; that of its low bytes is the next.
     __m512 operator()(const int32_t* sums, int half, __m512 x_scale) const {
         __m512 value;
-        if constexpr (KIND == Kind::INT8) {
-            const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
-            value = rounded(_mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(exact), x_scale), scale[half]));
+        if constexpr (of_bytes(KIND)) {
+            const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(sums + half * LANES), offset[half]);
+            __m512i low = sum;
+            if (KIND == Kind::W8A16) low = _mm512_sub_epi32(_mm512_load_si512(sums + PANEL + half * LANES), offset[half]);
+            value = rounded(_mm512_mul_ps(_mm512_mul_ps(joined<KIND>(sum, low), x_scale), scale[half]));
         } else {
             value = _mm512_load_ps(sums + half * LANES);
         }
@@ -460,7 +507,7 @@ class PanelValues {
     bool has_bias;
 };
 
-// Rows of a panel's sums, as they go to y.
+// Rows of a panel's sums, `count` of activations, as they go to y.
 template <Kind KIND>
 inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count, const float* x_scale, float* y, Finish finish) {
     const int n = panel * PANEL;
@@ -470,7 +517,8 @@ inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count
     float* to = y + n;
     for (int m = 0; m < count; m++, to += w.N) {
         const __m512 by = _mm512_set1_ps(x_scale ? x_scale[m] : 1.0f);
-        __m512 a = value(sums[m], 0, by), b = value(sums[m], 1, by);
+        const int32_t* sum = sums[m * rows_of(KIND)];
+        __m512 a = value(sum, 0, by), b = value(sum, 1, by);
         if (finish == Finish::ADD) {
             a = _mm512_add_ps(a, _mm512_maskz_loadu_ps(left, to));
             b = _mm512_add_ps(b, _mm512_maskz_loadu_ps(right, to + LANES));
@@ -480,7 +528,7 @@ inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count
     if (finish == Finish::GELU) gelu_tile(y, count, panel, w.N);
 }
 
-// Calls put(sums, panel, a, count) for rows [a, a + count) by each panel, while the processor is at the sums that follow:
+// Calls put(sums, panel, a, count) for rows [a, a + count), of those that are multiplied, by each panel, while the processor is at the sums that follow:
 // what a tile stored takes long to be read. Panels are fetched before they are needed, and few rows meet one while it is
 // near; where there are many, the floats that come of them would be far from each other, and rows come first.
 template <Kind KIND, int PARTS, class Tiles, class Put>
@@ -515,7 +563,9 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, int first, int last, 
 
 template <Kind KIND, class Tiles>
 inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    multiply_tiles<KIND, 1, Tiles>(w, x, T, first, last, [&](const TileSums* sums, int panel, int a, int count) {
+    constexpr int EACH = rows_of(KIND);
+    multiply_tiles<KIND, 1, Tiles>(w, x, T * EACH, first, last, [&](const TileSums* sums, int panel, int a, int count) {
+        a /= EACH, count /= EACH;
         put_rows<KIND>(w, *sums, panel, count, x.scale ? x.scale + a : nullptr, y + size_t(a) * w.N, finish);
     });
 }
@@ -524,14 +574,14 @@ inline void multiply_tiles(const Linear& w, Rows x, int T, float* y, Finish fini
 // goes back and forth within a step pays for it (5 % of one with a single row).
 inline TileUse tiles_for(const Linear& w) {
     const bool whole = w.K / w.lane() * 4 % TILE_BYTES == 0;
-    const bool can = w.kind == Kind::INT8 || multiplies_bf16();
+    const bool can = of_bytes(w.kind) || multiplies_bf16();
     return whole && can ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
 }
 
 template <Kind KIND>
 inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
     const TileUse use = tiles_for(w);
-    if constexpr (CHOOSES_BYTE_PRODUCTS && KIND == Kind::INT8)
+    if constexpr (CHOOSES_BYTE_PRODUCTS && of_bytes(KIND))
         if (use == TileUse::NONE && byte_products())
             return multiply_panels<KIND, true>(w, x, T, y, finish, first, last);
     if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
@@ -546,6 +596,7 @@ inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish fini
     if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
+    else if (w.kind == Kind::W8A16) multiply_narrow<Kind::W8A16>(w, x, T, y, finish, first, last);
     else multiply_narrow<Kind::BF16>(w, x, T, y, finish, first, last);
 }
 

@@ -8,7 +8,7 @@
 namespace mlt {
 
 // Rows of an odd number are paired with themselves at the end.
-template <int ROWS, size_t... PAIR>
+template <Kind KIND, int ROWS, size_t... PAIR>
 inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
                       const float* x_scale, float* y, bool add) {
     const int n = panel * PANEL + half * LANES;
@@ -35,13 +35,18 @@ inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, 
         (add_pair_products(s6[PAIR], rows[PAIR], low_lanes_zipped(a3, b3)), ...);
         (add_pair_products(s7[PAIR], rows[PAIR], high_lanes_zipped(a3, b3)), ...);
     }
+    const auto sum_of = [&](int pair, bool second) __attribute__((always_inline)) {
+        return __m512i{{halves_of(s0[pair], s1[pair], second), halves_of(s2[pair], s3[pair], second),
+                        halves_of(s4[pair], s5[pair], second), halves_of(s6[pair], s7[pair], second)}};
+    };
     const auto finish = [&](int pair, bool second) __attribute__((always_inline)) {
         const int m = 2 * pair + second;
-        const __m512i sum{{halves_of(s0[pair], s1[pair], second), halves_of(s2[pair], s3[pair], second),
-                           halves_of(s4[pair], s5[pair], second), halves_of(s6[pair], s7[pair], second)}};
-        put<Kind::INT8>(w, sum, n, x_scale + m, y + size_t(m) * w.N, add);
+        const __m512i sum = sum_of(pair, second);
+        put<KIND>(w, sum, sum, n, x_scale + m, y + size_t(m) * w.N, add);
     };
-    ((finish(PAIR, false), int(2 * PAIR + 1) < ROWS ? finish(PAIR, true) : void()), ...);
+    if constexpr (rows_of(KIND) == 2)
+        (put<KIND>(w, sum_of(PAIR, false), sum_of(PAIR, true), n, x_scale + PAIR, y + PAIR * w.N, add), ...);
+    else ((finish(PAIR, false), int(2 * PAIR + 1) < ROWS ? finish(PAIR, true) : void()), ...);
 }
 
 }  // namespace mlt

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .library import BF16, F32, INT4, INT8, LANES, free_with, has_bf16, library, required
+from .library import BF16, F32, INT4, INT8, LANES, W8A16, free_with, has_bf16, library, required
 
 PARTS = ("packed", "scale", "offset", "bias", "input")  # of native.cpp's linear
 Array = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 class NativeWeight:
     """``kind`` F32; INT8: values by output channel, activations by token; INT4 (int4.h); BF16: both rounded to
-    bfloat16, for the output head beside int8 linears."""
+    bfloat16; W8A16: as INT8, with activations in two bytes, for the output head beside int8 linears."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
@@ -127,4 +127,4 @@ class NativeWeight:
         return weight
 
 
-__all__ = ["BF16", "F32", "INT8", "NativeWeight", "can_pack"]
+__all__ = ["BF16", "F32", "INT8", "W8A16", "NativeWeight", "can_pack"]

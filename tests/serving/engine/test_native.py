@@ -39,7 +39,7 @@ from mlflow_llm.serving.engine.native.library import (
 )
 from mlflow_llm.serving.engine.native.sampler import draw as native_draw
 from mlflow_llm.serving.engine.native.sampler import largest
-from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, NativeWeight, can_pack
+from mlflow_llm.serving.engine.native.weight import BF16, F32, INT8, W8A16, NativeWeight, can_pack
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.quantization import Int8Weight
 from mlflow_llm.serving.engine.randomness import exponentials
@@ -103,17 +103,36 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
 @pytest.mark.parametrize("use", [AMX, EMULATED_TILES])
 @pytest.mark.parametrize("width", [64, 80, 576])  # 80 is no multiple of a tile's row
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 130, 200])
-def test_tiles_change_no_bit(rows: int, width: int, use: int) -> None:
+@pytest.mark.parametrize("kind", [INT8, W8A16])
+def test_tiles_change_no_bit(kind: int, rows: int, width: int, use: int) -> None:
     """int8 products by tiles, the processor's or emulated ones, are those without them, for any number of rows."""
     if use == AMX and use_tiles(AMX) != AMX:
         pytest.skip("a processor without AMX; the emulated tiles run the same code")
     torch.manual_seed(7)
-    packed, x = NativeWeight(torch.randn(100, width), torch.randn(100), INT8), torch.randn(rows, width)
+    packed, x = NativeWeight(torch.randn(100, width), torch.randn(100), kind), torch.randn(rows, width)
     x[0] = 0.0
     assert use_tiles(NO_TILES) == NO_TILES
     plain = packed.matmul(x)
     assert use_tiles(use) == use
     assert torch.equal(packed.matmul(x), plain)
+
+
+@on_each_instruction_set
+@pytest.mark.parametrize("width", [16, 192, 4096])
+@pytest.mark.parametrize("rows", [1, 2, 7, 45])
+def test_activations_in_two_bytes(rows: int, width: int) -> None:
+    """A W8A16 product is the one of int8 weights by activations that are whole numbers up to 127 * 128."""
+    torch.manual_seed(8)
+    weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(rows, width)
+    x[0] *= torch.logspace(-4, 2, width)  # most of a row far below its largest number
+    packed = NativeWeight(weight, bias, W8A16)
+    assert torch.equal(packed.dense(), NativeWeight(weight, bias, INT8).dense())
+    step = x.abs().amax(1, keepdim=True) / (127 * 128)
+    exact = F.linear(x.double(), packed.dense().double(), bias.double())
+    furthest = step.double() / 2 * packed.dense().double().abs().sum(1) + 1e-5 * exact.abs().amax(1, keepdim=True)
+    found = packed.matmul(x)
+    assert ((found - exact).abs() <= furthest).all()
+    assert (found - exact).norm() < 0.05 * (NativeWeight(weight, bias, INT8).matmul(x) - exact).norm()
 
 
 @on_each_instruction_set
@@ -130,7 +149,7 @@ def test_bfloat16_rounds_both_sides() -> None:
 
 
 @on_each_instruction_set
-@pytest.mark.parametrize("kind", [F32, INT8, BF16])
+@pytest.mark.parametrize("kind", [F32, INT8, BF16, W8A16])
 def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
     """No result depends on the other rows or on the number of threads."""
     torch.manual_seed(4)
@@ -143,7 +162,7 @@ def test_a_row_alone_is_bitwise_the_row_in_a_batch(kind: int) -> None:
 
 
 @on_each_instruction_set
-@pytest.mark.parametrize("kind", [F32, INT8, BF16])
+@pytest.mark.parametrize("kind", [F32, INT8, BF16, W8A16])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_so(kind: int, strange: float) -> None:
     """A row with NaN or infinity gives nothing finite, and the rows beside it are untouched."""
@@ -166,11 +185,11 @@ def test_shapes_and_types_the_kernels_refuse() -> None:
 
 
 def test_the_setting_leaves_the_kernels_out() -> None:
-    """``kernels="torch"`` packs nothing natively, "auto" everything that fits; the int8 head is bfloat16."""
+    """``kernels="torch"`` packs nothing natively, "auto" everything that fits; beside int8 the head is W8A16."""
     for settings, kinds in (
         (EngineSettings(kernels="torch"), {None}),
         (EngineSettings(), {F32}),
-        (EngineSettings(quantization="int8"), {INT8, BF16 if has_bf16() else F32}),
+        (EngineSettings(quantization="int8"), {INT8, W8A16}),
     ):
         model = make_model(DECODERS["llama"]())
         found = linear.install(model, linear.ContextHolder(), settings).linears.values()
