@@ -24,14 +24,13 @@ from .linear import EngineLinear
 from .native import library
 from .native.adapters import DOWN, GATE, SHARE, UP, AdapterTables, K, O, Pool, Q
 from .native.library import LANES, NotNative
-from .native.weight import F32, NativeWeight, can_pack
+from .native.weight import F32, KINDS, NativeWeight, can_pack
 from .self_test import LayerUse
 from .slot_cache import SlotKVCache
 from .virtual_tokens import VirtualTokens
 
 BY_TURNS = 2  # experts of a token, whatever the configuration says
 MORE_POSITIONS = 1024  # the table of rotations grows by at least this many
-KEPT = {torch.float32: library.F32, torch.bfloat16: library.BF16, torch.int8: library.INT8}  # keys and values
 Norm = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias [hidden]
 
 
@@ -281,7 +280,7 @@ class NativeDecoder:
             slot_elements=cache.slot_elements,
             eps=weights.eps,
             scaling=weights.scaling,
-            kv=KEPT[cache.dtype],
+            kv=KINDS[cache.dtype],
             rotated=self._rotated,
             activation=weights.activation,
             gated=weights.form.gated,
@@ -430,5 +429,4 @@ def _experts(weights: ExpertWeights | None) -> library.Experts:
 
 def _factor_dtype(weights: DecoderWeights) -> torch.dtype:
     """What adapters are kept in: rounded as the linears beside them are. A step takes as long as it reads."""
-    kind = weights.layers[0].qkv.kind
-    return {library.F32: torch.float32, library.BF16: torch.bfloat16}.get(kind, torch.int8)
+    return {kind: dtype for dtype, kind in KINDS.items()}.get(weights.layers[0].qkv.kind, torch.int8)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from . import library
 from .library import LANES
+from .weight import KINDS
 
 HUGE_PAGE = 2 << 20  # bytes
 RANK_TILE = 4  # of lora.h: ranks of A that lie together
 RANK_BLOCK = 64  # ranks of B that do
-KINDS = {torch.float32: library.F32, torch.bfloat16: library.BF16, torch.int8: library.INT8}
 MEMBERS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "",
@@ -66,7 +66,7 @@ class AdapterTables:
         kept = [packed]
         at = 0
         for entry, one in adapted:
-            scales = torch.full((one.rank,), one.scaling)
+            scales = torch.full((one.rank,), one.scaling, dtype=torch.float32)
             entry.rank, entry.kind = one.rank, KINDS[self._dtype]
             for side, rows, together in (("a", one.a, RANK_TILE), ("b", _columns(one.b), RANK_BLOCK)):
                 setattr(entry, side, packed.data_ptr() + at * packed.element_size())

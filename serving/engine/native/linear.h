@@ -528,8 +528,8 @@ inline void put_rows(const Linear& w, const TileSums& sums, int panel, int count
     if (finish == Finish::GELU) gelu_tile(y, count, panel, w.N);
 }
 
-// Calls put(sums, panel, a, count) for rows [a, a + count), of those that are multiplied, by each panel, while the processor is at the sums that follow:
-// what a tile stored takes long to be read. Panels are fetched before they are needed, and few rows meet one while it is
+// Calls put(sums, panel, a, count) for rows [a, a + count), of those that are multiplied, by each panel, while the processor
+// is at the sums that follow: what a tile stored takes long to be read. Panels are fetched before they are needed, and few rows meet one while it is
 // near; where there are many, the floats that come of them would be far from each other, and rows come first.
 template <Kind KIND, int PARTS, class Tiles, class Put>
 inline void multiply_tiles(const Linear& w, Rows x, int T, int first, int last, const Put& put) {

@@ -15,6 +15,7 @@ import torch
 
 from .library import BF16, F32, INT4, INT8, LANES, W8A16, free_with, has_bf16, library, required
 
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: INT8}  # of what is kept in such numbers
 PARTS = ("packed", "scale", "offset", "bias", "input")  # of native.cpp's linear
 Array = np.ndarray[Any, Any]
 
@@ -127,4 +128,4 @@ class NativeWeight:
         return weight
 
 
-__all__ = ["BF16", "F32", "INT8", "W8A16", "NativeWeight", "can_pack"]
+__all__ = ["BF16", "F32", "INT8", "KINDS", "W8A16", "NativeWeight", "can_pack"]
