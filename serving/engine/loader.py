@@ -266,12 +266,14 @@ def native_decoder(
         weights = decoder_weights(model, uses)
         if asked == "int8":
             tried = [KEPT_IN_INT8]
-        elif must or rounded or (asked == "auto" and int8):
+        elif must or rounded:
             why_not = library.why_no_bf16_kv(weights.head_dim)
             if why_not is None:
-                tried = [KEPT_IN_BF16] if must or rounded else [KEPT_IN_BF16, plain]
+                tried = [KEPT_IN_BF16]
             elif must:
                 raise NotNative(why_not)
+        elif asked == "auto" and int8:
+            tried = [KEPT_IN_INT8, plain]
     except NotNative as reason:
         if must:
             raise refused_kv(asked, reason) from None

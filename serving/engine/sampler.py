@@ -49,7 +49,7 @@ def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
 def choose(logits: Any, sequences: Sequence[Place]) -> list[int]:
     """One token id for each row of ``logits``, -1 where they are not finite."""
     tokens = _largest(logits)
-    special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not is_plain_greedy(s)]
+    special = [i for i, s in enumerate(sequences) if tokens[i] >= 0 and not _is_settled(tokens[i], s)]
     if special and native.can_draw(logits):
         as_they_are = [i for i in special if not is_adjusted(sequences[i]) and _is_drawn_natively(sequences[i])]
         if as_they_are:
@@ -73,14 +73,25 @@ def _largest(logits: Any) -> list[int]:
     return tokens
 
 
-def is_plain_greedy(sequence: Place) -> bool:
-    """Whether the largest logit, unchanged, decides."""
+def _is_settled(largest: int, sequence: Place) -> bool:
+    """Whether the token of the largest logit is the one: a stop that may not come yet changes no other's."""
     p = sequence.sampling
-    return p.temperature == 0.0 and p.grammar is None and not is_adjusted(sequence)
+    if p.temperature != 0.0 or p.grammar is not None or _is_weighed(sequence):
+        return False
+    return not _forbids_stops(sequence) or largest not in p.stop_token_ids
 
 
 def is_adjusted(sequence: Place) -> bool:
     """Whether ``adjust`` changes its logits."""
+    return _is_weighed(sequence) or _forbids_stops(sequence)
+
+
+def _forbids_stops(sequence: Place) -> bool:
+    p = sequence.sampling
+    return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(sequence.num_generated + 1)
+
+
+def _is_weighed(sequence: Place) -> bool:
     p = sequence.sampling
     return (
         p.repetition_penalty != 1.0
@@ -88,7 +99,6 @@ def is_adjusted(sequence: Place) -> bool:
         or p.frequency_penalty != 0.0
         or bool(p.logit_bias)
         or sequence.processors is not None
-        or (p.min_tokens > 0 and not sequence.stop_rule.may_stop(sequence.num_generated + 1))
     )
 
 
@@ -308,7 +318,7 @@ def adjust(logits: Any, sequences: Sequence[Place]) -> None:
             logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
         if processors is not None and len(forbidden := processors.forbidden(sequence.tokens)):
             logits[i, _index(forbidden[forbidden < V], logits)] = float("-inf")
-        if p.stop_token_ids and not sequence.stop_rule.may_stop(sequence.num_generated + 1):
+        if _forbids_stops(sequence):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
             if sequence.matching is not None:
                 stops = list(sequence.matching.stops_to_forbid(stops))

@@ -16,6 +16,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "hadamard.h"
 #include "int8_attention.h"
 #include "linear.h"
 #include "lora.h"

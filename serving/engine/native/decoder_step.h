@@ -322,7 +322,8 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     for (int h = 0; h < H; h++) {
         if (norm_each) rms_norm(q + h * D, layer.q_norm, D, shape.eps, q + h * D);
         rotate(q + h * D, cos, sin, half);
-        for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
+        if (shape.kv == Kind::INT8) hadamard(q + h * D, D, shape.scaling / hadamard_order(D));
+        else for (int d = 0; d < D; d++) q[h * D + d] *= shape.scaling;
     }
     const Run& run = step.runs[rows[t].run];
     for (int h = 0; h < G; h++) {
@@ -332,6 +333,7 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
             const auto to = kept<uint16_t>(layer, step, run, h);
             keep_bf16(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else if (shape.kv == Kind::INT8) {
+            hadamard(k + h * D, D, 1.0f);
             const auto to = kept<uint8_t>(layer, step, run, h);
             keep_int8(k + h * D, v + h * D, D, position, to.own_keys(), to.own_values());
         } else {

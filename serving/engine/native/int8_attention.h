@@ -52,12 +52,21 @@ inline void keep_int8(const float* key, const float* value, int dim, int at, uin
     for (int d = 0; d < dim; d++) to[d * 4] = bytes[d] ^ BYTE_OFFSET;  // an offset of 128 is this bit
 }
 
-// Sixteen values times `by` as whole numbers, FINEST at most.
-inline void to_levels(__m512 x, __m512 by, int8_t* high, int8_t* low) {
-    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
-    _mm_storeu_si128((__m128i*)high, _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 7)));
-    _mm_storeu_si128((__m128i*)low, _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
+// The lowest bytes of four vectors side by side, in one store: what reads them at once would wait for four.
+inline void store_bytes(const __m512i (&x)[4], int8_t* to) {
+#ifdef MLT_AVX512
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3]));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
+#else
+    for (int i = 0; i < 4; i++) _mm_storeu_si128((__m128i*)(to + i * LANES), _mm512_cvtepi32_epi8(x[i]));
+#endif
 }
+
+// Sixteen values times `by` as whole numbers, FINEST at most.
+inline __m512i levels_of(__m512 x, __m512 by) { return _mm512_cvtps_epi32(_mm512_mul_ps(x, by)); }
+inline __m512i high_of(__m512i level) { return _mm512_srai_epi32(level, 7); }
+inline __m512i low_of(__m512i level) { return _mm512_and_si512(level, _mm512_set1_epi32(127)); }
 
 // 128 high + low, less `offset`, as a float.
 inline __m512 whole_sum(__m512i high, __m512i low, int32_t offset) {
@@ -83,8 +92,12 @@ struct ByteQueries {
     void set(int i, const float* q, int dim, int from, int to) {
         lo[i] = from, hi[i] = to;
         unit[i] = row_scale(q, dim) * (float(LEVELS) / FINEST);  // NaN where a value is
-        for (int d = 0; d < dim; d += LANES)
-            to_levels(_mm512_loadu_ps(q + d), _mm512_set1_ps(1.0f / unit[i]), parts[HIGH][i] + d, parts[LOW][i] + d);
+        const __m512 by = _mm512_set1_ps(1.0f / unit[i]);
+        for (int d = 0; d < dim; d += LANES) {
+            const __m512i level = levels_of(_mm512_loadu_ps(q + d), by);
+            _mm_storeu_si128((__m128i*)(parts[HIGH][i] + d), _mm512_cvtepi32_epi8(high_of(level)));
+            _mm_storeu_si128((__m128i*)(parts[LOW][i] + d), _mm512_cvtepi32_epi8(low_of(level)));
+        }
         int32_t sum = 0;
         for (int d = 0; d < dim; d++) sum += 128 * parts[HIGH][i][d] + parts[LOW][i][d];
         offset[i] = BYTE_OFFSET * sum;
@@ -95,10 +108,10 @@ struct ByteQueries {
 struct ByteBlock {
     int from[BYTE_QUERIES], to[BYTE_QUERIES];  // tokens that it sees; from >= to: none
     float fade[BYTE_QUERIES];                       // of the values so far
-    float unit[BYTE_QUERIES], total[BYTE_QUERIES];  // of the weights
+    float unit[BYTE_QUERIES];                       // of the weights
     uint64_t strange;  // tokens that have a key or value that is no number: then neither is what sees them
     alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];
-    alignas(64) float weighed[BYTE_QUERIES][KEPT_BLOCK];
+    alignas(64) float weighed[LANES][KEPT_BLOCK];  // of sixteen that are in work
     alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
 };
 
@@ -229,20 +242,25 @@ struct TiledBytes {
             }
     }
 
-    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states) {
-        alignas(64) int32_t sums[BOTH][TILE_ROWS][2 * LANES];
-        for (int i = 0; i < count; i += TILE_ROWS) {
-            load(block.weights[HIGH][i], block.weights[LOW][i], KEPT_BLOCK);
-            for (int d = 0; d < dim; d += 2 * LANES) {
-                clear();
-                tiles.template load<6>(values + d * 4, dim * 4);
-                tiles.template load<7>(values + (d + LANES) * 4, dim * 4);
-                tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
-                tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
-                store(sums[HIGH][0], sums[LOW][0], sizeof sums[0][0]);
-                for (int m = 0; m < std::min(count - i, TILE_ROWS); m++)
-                    fold(block, i + m, sums[HIGH][m], sums[LOW][m], 2, d, states[i + m]);
+    // All products of KEPT_BLOCK dimensions before the first of them is folded: one takes long, and many go side by side.
+    // The scores have become weights: their place takes the sums.
+    void mix(int count, int dim, const uint8_t* values, ByteBlock& block, Partial* states) {
+        constexpr int ROW = KEPT_BLOCK * 4;
+        for (int c = 0; c < dim; c += KEPT_BLOCK) {
+            const int some = std::min(dim - c, KEPT_BLOCK);
+            for (int i = 0; i < count; i += TILE_ROWS) {
+                load(block.weights[HIGH][i], block.weights[LOW][i], KEPT_BLOCK);
+                for (int d = 0; d < some; d += 2 * LANES) {
+                    clear();
+                    tiles.template load<6>(values + (c + d) * 4, dim * 4);
+                    tiles.template load<7>(values + (c + d + LANES) * 4, dim * 4);
+                    tiles.template multiply<0, 4, 6>(), tiles.template multiply<1, 4, 7>();
+                    tiles.template multiply<2, 5, 6>(), tiles.template multiply<3, 5, 7>();
+                    store(block.scores[HIGH][i] + d, block.scores[LOW][i] + d, ROW);
+                }
             }
+            for (int i = 0; i < count; i++)
+                fold(block, i, block.scores[HIGH][i], block.scores[LOW][i], some / LANES, c, states[i]);
         }
     }
 
@@ -260,73 +278,87 @@ struct TiledBytes {
     }
 };
 
-// The scores of a block become weights in the queries' softmaxes, and those with the scales of values whole numbers. Each
-// thing is done for all queries before the next: what one takes is a chain of instructions that wait for each other, and
-// those of several run side by side. Compiled once: where a product meets a sum the compiler may join them in one place
-// and not in another.
-__attribute__((noinline)) inline void weigh(const ByteQueries& queries, const float* key_scales,
-                                            const float* value_scales, ByteBlock& block, Partial* states) {
-    alignas(64) float before[BYTE_QUERIES], largest[BYTE_QUERIES];
-    uint64_t inside[BYTE_QUERIES];
-    int seeing[BYTE_QUERIES], n = 0;
-    for (int i = 0; i < queries.count; i++) {
-        const int from = block.from[i], to = block.to[i];
-        if (from >= to) continue;
-        inside[n] = (to >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~((uint64_t(1) << from) - 1);
-        before[n] = states[i].most;
-        seeing[n++] = i;
-    }
-    for (int m = 0; m < n; m++) {
+// The scores of a block become weights in the queries' softmaxes, and those with the scales of values whole numbers; the
+// sixteen queries from `first` on among those that see some of it. Each thing is done for all of them before the next:
+// what one takes is a chain of instructions that wait for each other, and those of several run side by side.
+inline void weigh_some(const ByteQueries& queries, const float* key_scales, const float* value_scales, const int* seeing,
+                       const uint64_t* inside, int count, ByteBlock& block, Partial* states) {
+    const auto add = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
+    const auto larger = [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); };
+    __m512 each[LANES], each_weighed[LANES];
+    alignas(64) float before[LANES], sums[LANES], lanes[LANES];
+    for (int m = count; m < LANES; m++) each[m] = each_weighed[m] = _mm512_setzero_ps(), before[m] = sums[m] = 0.0f;
+    const float log = queries.cap != 0.0f ? 1.0f : LOG2E;
+    for (int m = 0; m < count; m++) {
         const int i = seeing[m];
-        float* scores = block.weighed[m];
-        const __m512 unit = _mm512_set1_ps(queries.unit[i]), none = _mm512_set1_ps(-INFINITY);
-        __m512 most = none;
+        before[m] = states[i].most, sums[m] = states[i].sum;
+        const __m512 unit = _mm512_set1_ps(queries.unit[i] * log), none = _mm512_set1_ps(-INFINITY);
+        each[m] = none;
 #pragma GCC unroll 4
         for (int t = 0; t < KEPT_BLOCK; t += LANES) {
             const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t);
             const __m512i low = _mm512_load_si512(block.scores[LOW][i] + t);
             __m512 score = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
             score = _mm512_mul_ps(score, unit);
-            if (queries.cap != 0.0f) score = capped(score, queries.cap, 2.0f / queries.cap);
+            if (queries.cap != 0.0f)
+                score = _mm512_mul_ps(capped(score, queries.cap, 2.0f / queries.cap), _mm512_set1_ps(LOG2E));
             score = _mm512_mask_blend_ps(__mmask16(inside[m] >> t), none, score);
-            _mm512_store_ps(scores + t, score);
-            most = _mm512_max_ps(most, score);
+            _mm512_store_ps(block.weighed[m] + t, score);
+            each[m] = _mm512_max_ps(each[m], score);
         }
-        largest[m] = std::max(before[m], _mm512_reduce_max_ps(most));
     }
-    for (int m = 0; m < n; m++) {
+    const __m512 most_before = _mm512_load_ps(before), most = larger(most_before, join_some(each, count, larger));
+    _mm512_store_ps(lanes, most);
+    for (int m = 0; m < count; m++) {
         float* scores = block.weighed[m];
-        const __m512 from = _mm512_set1_ps(largest[m]);
-        __m512 total = _mm512_setzero_ps(), heaviest = _mm512_setzero_ps();
+        const __m512 from = _mm512_set1_ps(lanes[m]);
+        each[m] = each_weighed[m] = _mm512_setzero_ps();
 #pragma GCC unroll 4
         for (int t = 0; t < KEPT_BLOCK; t += LANES) {
-            const __m512 w = exp16(_mm512_sub_ps(_mm512_load_ps(scores + t), from));
-            total = _mm512_add_ps(total, w);
+            const __m512 w = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + t), from));
+            each[m] = _mm512_add_ps(each[m], w);
             // the scale of a token that is not seen may be no number
             const __m512 weighed = _mm512_mul_ps(w, _mm512_maskz_loadu_ps(__mmask16(inside[m] >> t), value_scales + t));
             _mm512_store_ps(scores + t, weighed);
-            heaviest = _mm512_max_ps(heaviest, weighed);
+            each_weighed[m] = _mm512_max_ps(each_weighed[m], weighed);
         }
-        const int i = seeing[m];
-        block.total[i] = _mm512_reduce_add_ps(total);
-        const float heavy = std::max(_mm512_reduce_max_ps(heaviest), 1e-30f);
-        block.unit[i] = block.strange & inside[m] ? NAN : heavy * (1.0f / FINEST);
     }
-    for (int m = 0; m < n; m++) {
+    // nothing was weighed before the first block: that fades to nothing
+    const __m512 fade = power_of_two(_mm512_sub_ps(most_before, most));
+    const __m512 total = _mm512_fmadd_ps(_mm512_load_ps(sums), fade, join_some(each, count, add));
+    const __m512 heavy = _mm512_max_ps(join_some(each_weighed, count, larger), _mm512_set1_ps(1e-30f));
+    const __m512 unit = _mm512_mul_ps(heavy, _mm512_set1_ps(1.0f / FINEST));
+    alignas(64) float fades[LANES], units[LANES], reciprocals[LANES];
+    _mm512_store_ps(fades, fade), _mm512_store_ps(sums, total), _mm512_store_ps(units, unit);
+    _mm512_store_ps(reciprocals, _mm512_div_ps(_mm512_set1_ps(1.0f), unit));
+    for (int m = 0; m < count; m++) {
         const int i = seeing[m];
-        const __m512 by = _mm512_set1_ps(1.0f / block.unit[i]);
+        block.fade[i] = fades[m], block.unit[i] = block.strange & inside[m] ? NAN : units[m];
+        states[i].sum = sums[m], states[i].most = lanes[m];
+        const __m512 by = _mm512_set1_ps(reciprocals[m]);
+        __m512i highs[KEPT_VECTORS], lows[KEPT_VECTORS];
 #pragma GCC unroll 4
-        for (int t = 0; t < KEPT_BLOCK; t += LANES)
-            to_levels(_mm512_load_ps(block.weighed[m] + t), by, block.weights[HIGH][i] + t, block.weights[LOW][i] + t);
+        for (int v = 0; v < KEPT_VECTORS; v++) {
+            const __m512i level = levels_of(_mm512_load_ps(block.weighed[m] + v * LANES), by);
+            highs[v] = high_of(level), lows[v] = low_of(level);
+        }
+        store_bytes(highs, block.weights[HIGH][i]), store_bytes(lows, block.weights[LOW][i]);
     }
-    for (int m = 0; m < n; m += LANES)  // nothing was weighed before: that fades to nothing
-        _mm512_store_ps(before + m, exp16(_mm512_sub_ps(_mm512_load_ps(before + m), _mm512_load_ps(largest + m))));
-    for (int m = 0; m < n; m++) {
-        const int i = seeing[m];
-        block.fade[i] = before[m];
-        states[i].sum = states[i].sum * before[m] + block.total[i];
-        states[i].most = largest[m];
+}
+
+// Compiled once: where a product meets a sum the compiler may join them in one place and not in another.
+__attribute__((noinline)) inline void weigh(const ByteQueries& queries, const float* key_scales,
+                                            const float* value_scales, ByteBlock& block, Partial* states) {
+    uint64_t inside[BYTE_QUERIES];
+    int seeing[BYTE_QUERIES], n = 0;
+    for (int i = 0; i < queries.count; i++) {
+        const int from = block.from[i], to = block.to[i];
+        if (from >= to) continue;
+        inside[n] = (to >= KEPT_BLOCK ? ~uint64_t(0) : (uint64_t(1) << to) - 1) & ~((uint64_t(1) << from) - 1);
+        seeing[n++] = i;
     }
+    for (int m = 0; m < n; m += LANES)
+        weigh_some(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES), block, states);
 }
 
 // The next block is not where the processor would look for it: keys and values take turns.
@@ -369,6 +401,7 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
         weigh(queries, key.scales, value.scales, block, states);
         products.mix(queries.count, dim, value.bytes, block, states);
     }
+    for (int i = 0; i < queries.count; i++) states[i].most *= 1.0f / LOG2E;  // merge() has powers of e
 }
 
 inline void attend_int8(int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,

@@ -225,6 +225,19 @@ MLT_INLINE __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int which) {
     return each_part<__m512>([&](int i) { return quarters(a.part, b.part, i, which == 0xdd); });
 }
 
+// simd.h has what it is for AVX-512.
+template <int STRIDE>
+MLT_INLINE __m512 lanes_across(__m512 x) {
+    if constexpr (STRIDE >= WIDTH) return each_part<__m512>([&](int i) { return x.part[i ^ STRIDE / WIDTH]; });
+    else
+        return each_part<__m512>([&](int i) {
+            const Floats a = x.part[i];
+            if constexpr (WIDTH == 4) return Floats{a[STRIDE], a[1 ^ STRIDE], a[2 ^ STRIDE], a[3 ^ STRIDE]};
+            else return Floats{a[STRIDE], a[1 ^ STRIDE], a[2 ^ STRIDE], a[3 ^ STRIDE],
+                               a[4 ^ STRIDE], a[5 ^ STRIDE], a[6 ^ STRIDE], a[7 ^ STRIDE]};
+        });
+}
+
 // -- float64 ----------------------------------------------------------------------------------------------------------
 
 MLT_INLINE __m512d _mm512_setzero_pd() {

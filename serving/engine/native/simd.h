@@ -13,6 +13,18 @@
 namespace mlt {
 
 constexpr int LANES = 16;  // floats in a vector
+constexpr float LOG2E = 1.44269504f;
+
+#ifdef MLT_AVX512
+// Lane i of the result is lane i ^ STRIDE; a power of two.
+template <int STRIDE>
+inline __m512 lanes_across(__m512 x) {
+    if constexpr (STRIDE == 1) return _mm512_permute_ps(x, 0xb1);
+    else if constexpr (STRIDE == 2) return _mm512_permute_ps(x, 0x4e);
+    else if constexpr (STRIDE == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
+    else return _mm512_shuffle_f32x4(x, x, 0x4e);
+}
+#endif
 
 // exp(x) to about 2 ulp; exactly 0 below the smallest normal number, so a score of -inf weighs nothing.
 inline __m512 exp16(__m512 x) {
@@ -28,6 +40,18 @@ inline __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
     p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+    return _mm512_maskz_scalef_ps(alive, p, n);
+}
+
+// 2^x to 4e-5, a hundredth of what rounding to bfloat16 leaves, and what weights of 14 bits do; exactly 0 below the smallest normal number.
+inline __m512 power_of_two(__m512 x) {
+    const __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(9.6181291e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     return _mm512_maskz_scalef_ps(alive, p, n);
 }
 
@@ -73,19 +97,42 @@ inline void cap_each(float* x, int n, float cap) {
     for (int i = 0; i < n; i += LANES) _mm512_storeu_ps(x + i, capped(_mm512_loadu_ps(x + i), cap, 2.0f / cap));
 }
 
-// Lane i of the result is the sum of all lanes of a[i]: 45 instructions for sixteen sums.
-inline __m512 sum_each(const __m512 (&a)[LANES]) {
+// Lane i of the result is all lanes of a[i] joined, by sums or whatever `join` makes of two vectors: 45 instructions for
+// sixteen. Lanes (0 + 2) + (1 + 3) of each quarter, then quarters (0 + 1) + (2 + 3).
+template <class Join>
+inline __m512 join_each(const __m512 (&a)[LANES], const Join& join) {
     __m512 b[8], c[4];
     for (int i = 0; i < 8; i++)
-        b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+        b[i] = join(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
     for (int i = 0; i < 4; i++) {
         const __m512d low = _mm512_castps_pd(b[2 * i]), high = _mm512_castps_pd(b[2 * i + 1]);
-        c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+        c[i] = join(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
     }
-    const __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-    const __m512 e = _mm512_add_ps(_mm512_shuffle_f32x4(c[2], c[3], 0x88), _mm512_shuffle_f32x4(c[2], c[3], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(d, e, 0x88), _mm512_shuffle_f32x4(d, e, 0xdd));
+    const __m512 d = join(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+    const __m512 e = join(_mm512_shuffle_f32x4(c[2], c[3], 0x88), _mm512_shuffle_f32x4(c[2], c[3], 0xdd));
+    return join(_mm512_shuffle_f32x4(d, e, 0x88), _mm512_shuffle_f32x4(d, e, 0xdd));
+}
+
+// All lanes are those of x joined, in that order.
+template <class Join>
+inline __m512 join_lanes(__m512 x, const Join& join) {
+    x = join(x, lanes_across<2>(x)), x = join(x, lanes_across<1>(x));
+    x = join(x, lanes_across<4>(x));
+    return join(x, lanes_across<8>(x));
+}
+
+// The first `count` of join_each() alone.
+template <class Join>
+inline __m512 join_some(const __m512 (&a)[LANES], int count, const Join& join) {
+    constexpr int FEW = 4;
+    if (count > FEW) return join_each(a, join);
+    __m512 each = _mm512_setzero_ps();
+    for (int i = 0; i < count; i++) each = _mm512_mask_mov_ps(each, __mmask16(1 << i), join_lanes(a[i], join));
+    return each;
+}
+
+inline __m512 sum_each(const __m512 (&a)[LANES]) {
+    return join_each(a, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
 }
 
 // Sixteen rows of sixteen floats become columns; a row is `from_row` or `to_row` floats after the one before it.

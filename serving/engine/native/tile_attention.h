@@ -21,7 +21,6 @@ constexpr int TILED_BLOCK = 64;   // tokens whose weights are taken together
 constexpr int VALUE_BLOCK = 32;   // tokens of values that stand together
 constexpr int TILED_COLUMNS = 32; // queries that share what is read of keys and values
 constexpr int COLUMN_TILES = TILED_COLUMNS / LANES;
-constexpr float LOG2E = 1.44269504f;
 
 static_assert(SEGMENT % TILED_BLOCK == 0 && SHARED_BLOCK % TILED_BLOCK == 0 && TILED_BLOCK % VALUE_BLOCK == 0 && VALUE_BLOCK == TILE_BYTES / 2);
 
@@ -35,18 +34,6 @@ struct alignas(64) TiledPartial {
 inline void clear(TiledPartial& p, int dim) {
     std::fill_n(p.most, LANES, -INFINITY), std::fill_n(p.sum, LANES, 0.0f);
     std::memset(p.values, 0, size_t(dim) * sizeof p.values[0]);
-}
-
-// 2^x to 4e-5, a hundredth of what rounding to bfloat16 leaves; exactly 0 below the smallest normal number.
-inline __m512 power_of_two(__m512 x) {
-    const __mmask16 alive = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(9.6181291e-3f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(alive, p, n);
 }
 
 // What is subtracted from scores whose largest is `most`: nothing where no token has been seen.

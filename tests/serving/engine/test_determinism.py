@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 TOKEN_BYTES = 2 * 2 * 16 * 2 * 4  # layers, K and V heads, head width, K and V, float32
+INT8_TOKEN_BYTES = 2 * 2 * (16 + 4) * 2  # beside weights in int8
 WIDE_TOKEN_BYTES = {"bfloat16": 2 * 2 * 64 * 2 * 2, "int8": 2 * 2 * (64 + 4) * 2}
 WORDS = regex("[a-z ]{6,40}")
 FORBIDDEN: dict[str, Any] = {
@@ -158,12 +159,13 @@ def test_the_needle(make: Made, quantization: str) -> None:
     """Alone in one engine, and in others among neighbours: prefixes warm and cold, prompts in chunks of any size,
     sequences that are preempted, resumed ones, adapters, grammars, searches and drafts beside it: no bit differs."""
     wanted = wanted_of(make(quantization=quantization, prefix_caching=False, speculation="none"))
+    token_bytes = INT8_TOKEN_BYTES if quantization == "int8" else TOKEN_BYTES
     preempted = resumed = cached = 0
     for seed, more in enumerate(
         (
             {},
             {"max_num_batched_tokens": 9},
-            {"kv_cache_memory": 260 * TOKEN_BYTES, "max_num_batched_tokens": 40},
+            {"kv_cache_memory": 260 * token_bytes, "max_num_batched_tokens": 40},
             {"max_num_seqs": 3},
         )
     ):

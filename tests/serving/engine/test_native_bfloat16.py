@@ -30,7 +30,6 @@ from mlflow_llm.serving.engine.native.library import (
     use_threads,
     use_tiles,
 )
-from mlflow_llm.serving.engine.self_test import SelfTest
 from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.request import Beams
@@ -146,38 +145,6 @@ def kept_in(folder: Path, config: Any = MODELS["qwen3"], **settings: Any) -> tup
     """What keys and values are kept in, and whether the step is native."""
     loaded = load_model(save_bundle(make_model(config()), folder), EngineSettings(**settings))
     return loaded.kept["dtype"], loaded.decoder is not None
-
-
-def test_beside_quantised_weights_it_is_the_default(tmp_path: Path) -> None:
-    """Where it can be, and else as the model computes; as it is said where it is."""
-    assert kept_in(tmp_path / "int8", quantization="int8") == (torch.bfloat16, True)
-    assert kept_in(tmp_path / "asked", quantization="int8", kv_cache_dtype="float32") == (torch.float32, True)
-    assert kept_in(tmp_path / "plain") == (torch.float32, True)
-    assert kept_in(tmp_path / "torch", quantization="int8", kernels="torch") == (torch.float32, False)
-    assert kept_in(tmp_path / "heads of 16", lambda: tf.LlamaConfig(**WIDE), quantization="int8") == (
-        torch.float32,
-        True,
-    )
-    use_tiles(NO_TILES)
-    assert kept_in(tmp_path / "no tiles", quantization="int8") == (torch.float32, True)
-
-
-def test_a_default_that_the_self_test_refuses_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The step stays native; what was asked for by name is an error instead."""
-    check = SelfTest.check
-
-    def refuse(self: SelfTest, *args: Any, kept: Any = None, **more: Any) -> None:
-        if kept is KEPT_IN_BF16:
-            raise PackagingError("in the self-test logits differ")
-        check(self, *args, kept=kept, **more)
-
-    monkeypatch.setattr(SelfTest, "check", refuse)
-    assert kept_in(tmp_path / "default", quantization="int8") == (torch.float32, True)
-    assert "keys and values are not kept in bfloat16: in the self-test logits differ" in caplog.text
-    with pytest.raises(PackagingError, match=r"kv_cache_dtype: 'bfloat16' is not allowed.*logits differ"):
-        kept_in(tmp_path / "asked", quantization="int8", kv_cache_dtype="bfloat16")
 
 
 def test_float32_is_not_for_what_computes_in_less(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from mlflow_llm.serving.engine.native.library import (
     use_threads,
     use_tiles,
 )
-from mlflow_llm.serving.engine.self_test import model_forward
+from mlflow_llm.serving.engine.self_test import SelfTest, model_forward
 from mlflow_llm.serving.engine.slot_cache import KEPT_IN_INT8, SlotKVCache
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.request import Beams
@@ -83,19 +83,38 @@ def test_a_token_is_bitwise_the_same_however_it_was_computed(name: str, tmp_path
     assert torch.equal(found_of(loaded, tokens[:200], [200]), whole[:200])
 
 
-class Rounding:
-    """A plan of torch's attention that keeps what int8 makes of keys and values."""
+def hadamard(dim: int) -> Any:
+    """Sylvester's matrix in blocks of the largest power of two that divides ``dim``, orthogonal."""
+    block = torch.ones(1, 1)
+    while dim % (2 * len(block)) == 0:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block] * (dim // len(block))) / len(block) ** 0.5
 
-    def __init__(self, plan: Any) -> None:
-        self._plan = plan
+
+class Rounding:
+    """A plan of torch's attention that keeps what int8 makes of keys, mixed by a Hadamard matrix, and of values."""
+
+    def __init__(self, plan: Any, mixed: bool) -> None:
+        self._plan, self._mixed = plan, mixed
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        return self._plan.attend(layer, q, self._kept(k), self._kept(v), *more)
+        mix = hadamard(k.shape[-1]) if self._mixed else torch.eye(k.shape[-1])
+        return self._plan.attend(layer, q, self._kept(k @ mix) @ mix, self._kept(v), *more)
 
     @staticmethod
     def _kept(x: Any) -> Any:
         scale = (x.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
         return torch.round(x / scale) * scale
+
+
+def rounded_of(loaded: Any, tokens: Any, *, mixed: bool = True) -> Any:
+    """Logits of the model's own code over keys and values that were rounded so."""
+    size = len(tokens)
+    cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=256, max_model_len=256, dtype=torch.float32)
+    cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
+    plan = cache.plan
+    cache.plan = lambda rows: Rounding(plan(rows), mixed)  # type: ignore[method-assign, assignment, return-value]
+    return model_forward(loaded.model, loaded.holder)(cache, tokens, [Row(0, 0, size)])
 
 
 def distance(found: Any, wanted: Any) -> float:
@@ -110,15 +129,31 @@ def test_it_is_the_attention_over_rounded_keys_and_values(dim: int, tmp_path: Pa
     lies on the edge of two levels, and queries and weights of fourteen bits."""
     loaded = loaded_model(MODELS["qwen3"](dim), tmp_path)
     tokens = np.random.default_rng(1).integers(0, 131, 200)
-    cache = SlotKVCache(loaded.layers, num_slots=1, num_tokens=256, max_model_len=256, dtype=torch.float32)
-    cache.acquire(0, PrefixKey("", ""), tokens.astype(np.int32))
-    plan = cache.plan
-    cache.plan = lambda rows: Rounding(plan(rows))  # type: ignore[method-assign, assignment, return-value]
-    rounded = model_forward(loaded.model, loaded.holder)(cache, tokens, [Row(0, 0, 200)])
+    rounded = rounded_of(loaded, tokens)
     exact = logits_of(loaded, tokens, [200], dtype=torch.float32)
     found = found_of(loaded, tokens, [70, 199, 200])
     assert distance(found, rounded) < 1e-3
     assert 4 * distance(found, rounded) < distance(found, exact) < 0.02
+
+
+@native
+@pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("dim", [64, 96])
+def test_a_dimension_of_keys_that_is_far_above_the_others_costs_little(dim: int, tmp_path: Path) -> None:
+    """Two dimensions of each KV head, which rotate together, are 30 times as large in keys, and in queries a 30th: the
+    model is what it was. With a scale of the key as it is the others would have four levels left."""
+    factor, model = 30.0, make_model(tf.LlamaConfig(**WIDE | {"initializer_range": 0.2}, head_dim=dim))
+    tokens = np.random.default_rng(1).integers(0, 131, 200)
+    loaded = load_model(save_bundle(model, tmp_path / "as it was"), EngineSettings(**INT8_KV))
+    exact = logits_of(loaded, tokens, [200], dtype=torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight, by in ((layer.self_attn.k_proj.weight, factor), (layer.self_attn.q_proj.weight, 1 / factor)):
+                weight.view(-1, dim, weight.shape[1])[:, [3, 3 + dim // 2]] *= by
+    scaled = load_model(save_bundle(model, tmp_path / "scaled"), EngineSettings(**INT8_KV))
+    assert distance(logits_of(scaled, tokens, [200], dtype=torch.float32), exact) < 1e-4
+    unmixed = rounded_of(scaled, tokens, mixed=False)
+    assert 3 * distance(found_of(scaled, tokens, [200]), exact) < distance(unmixed, exact)
 
 
 @native
@@ -214,3 +249,39 @@ def test_an_encoder_keeps_none(kind: str, tmp_path: Path) -> None:
     bundle = msgspec.structs.replace(bundle, tasks=("embeddings",))
     with pytest.raises(PackagingError, match=f"kv_cache_dtype: '{kind}' is not allowed; expected 'auto'"):
         EngineCore(bundle, EngineSettings(kv_cache_dtype=kind))  # type: ignore[arg-type]
+
+
+def kept_in(folder: Path, config: Any = MODELS["qwen3"], **settings: Any) -> tuple[Any, bool]:
+    """What keys and values are kept in, and whether the step is native."""
+    loaded = load_model(save_bundle(make_model(config()), folder), EngineSettings(**settings))
+    return loaded.kept["dtype"], loaded.decoder is not None
+
+
+@native
+@pytest.mark.usefixtures("instructions")
+def test_beside_quantised_weights_it_is_the_default(tmp_path: Path) -> None:
+    """Where our own kernels run the model, and else as the model computes; as it is said where it is."""
+    assert kept_in(tmp_path / "int8", quantization="int8") == (torch.int8, True)
+    assert kept_in(tmp_path / "asked", quantization="int8", kv_cache_dtype="float32") == (torch.float32, True)
+    assert kept_in(tmp_path / "plain") == (torch.float32, True)
+    assert kept_in(tmp_path / "torch", quantization="int8", kernels="torch") == (torch.float32, False)
+    assert kept_in(tmp_path / "heads of 16", lambda: tf.LlamaConfig(**WIDE), quantization="int8") == (torch.int8, True)
+
+
+@native
+def test_a_default_that_the_self_test_refuses_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step stays native; what was asked for by name is an error instead."""
+    check = SelfTest.check
+
+    def refuse(self: SelfTest, *args: Any, kept: Any = None, **more: Any) -> None:
+        if kept is KEPT_IN_INT8:
+            raise PackagingError("in the self-test logits differ")
+        check(self, *args, kept=kept, **more)
+
+    monkeypatch.setattr(SelfTest, "check", refuse)
+    assert kept_in(tmp_path / "default", quantization="int8") == (torch.float32, True)
+    assert "keys and values are not kept in int8: in the self-test logits differ" in caplog.text
+    with pytest.raises(PackagingError, match=r"kv_cache_dtype: 'int8' is not allowed.*logits differ"):
+        kept_in(tmp_path / "asked", quantization="int8", kv_cache_dtype="int8")
