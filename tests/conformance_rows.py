@@ -50,6 +50,11 @@ def unlike_plain(seen: Seen, plain: Seen) -> bool:
     return seen.texts != plain.texts
 
 
+def without_repeats(seen: Seen, plain: Seen) -> bool:
+    words = seen.text.split()
+    return seen.completion > LENGTH and len(set(words)) == len(words)
+
+
 def matches(pattern: str) -> Callable[[Seen, Seen], bool]:
     return lambda seen, plain: re.fullmatch(pattern, seen.text, re.DOTALL) is not None
 
@@ -91,14 +96,14 @@ SAMPLING: dict[str, Row] = {
     "stop": Row(body={"stop": ["e"], "max_tokens": 12}, shows=lambda seen, plain: "e" not in seen.text),
     "presence_penalty": Row(body={"presence_penalty": 2.0}),
     "frequency_penalty": Row(body={"frequency_penalty": 2.0}),
-    "repetition_penalty": Row(body={"repetition_penalty": 2.0}, shows=unlike_plain),
+    "repetition_penalty": Row(body={"repetition_penalty": 0.1}, shows=unlike_plain),  # what was said is said again
     "logit_bias": Row(body={"logit_bias": {TOKEN: 100}}, shows=matches(",+")),
     "min_tokens": Row(body={"min_tokens": LENGTH}, shows=tokens(LENGTH)),
     "stop_token_ids": Row(
         body={"stop_token_ids": [TOKEN], "max_tokens": 12}, shows=lambda seen, plain: "," not in seen.text
     ),
     "bad_words": Row(body={"bad_words": [","]}, shows=lambda seen, plain: "," not in seen.text),
-    "no_repeat_ngram_size": Row(body={"no_repeat_ngram_size": 1}, shows=unlike_plain),
+    "no_repeat_ngram_size": Row(body={"no_repeat_ngram_size": 1, "max_tokens": 24}, shows=without_repeats),
     "ignore_eos": Row(body={"ignore_eos": True, "max_tokens": 40}, shows=tokens(40)),
     "include_stop_str_in_output": Row(
         body={"stop": ["e"], "include_stop_str_in_output": True, "max_tokens": 12}, shows=matches("[^e]*e")
@@ -350,7 +355,7 @@ GENERATE_ROWS = {
     "details": Row(body={"details": True}, shows=has("details")),
     "do_sample": Row(body=_DRAWN, shows=unlike_plain),
     "max_new_tokens": Row(body={"max_new_tokens": 3}, shows=tokens(3)),
-    "repetition_penalty": Row(body={"repetition_penalty": 2.0}, shows=unlike_plain),
+    "repetition_penalty": Row(body={"repetition_penalty": 0.1}, shows=unlike_plain),
     "seed": Row(body={**_DRAWN, "seed": 11}, shows=unlike_plain),
     "temperature": Row(body=_DRAWN, shows=unlike_plain),
     "top_k": Row(body={**_DRAWN, "top_k": 1}, shows=as_plain),

