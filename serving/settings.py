@@ -46,9 +46,9 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     when the model is loaded, and ``max_num_seqs`` for those that decode (512 in all where our own kernels do not run
     it).
     ``kv_cache_memory`` is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values
-    as the model computes, and in int8 beside quantised weights where our own kernels run the model. "float32" keeps them
-    so for a model in float32, quantised or not; "bfloat16" in half the memory, for one that our own kernels run on a
-    processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
+    as the model computes, and in int8 beside quantised weights where our own kernels run the model. "float32" keeps
+    them so for a model in float32, quantised or not; "bfloat16" in half the memory, for one that our own kernels run on
+    a processor with AMX: long prompts are several times as fast, and logits differ as they do between bfloat16 and
     float32; "int8" in a quarter, with a scale of each token and head, wherever our own kernels run the model, whatever
     its weights are in. ``kv_block_size``: the KV cache is made of blocks of so many tokens, which sequences that begin
     alike have together; None is 16 on CUDA and contiguous slots on CPU, where blocks are for trying them out, with

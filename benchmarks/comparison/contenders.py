@@ -36,7 +36,7 @@ CONTENDERS = {
         adapter="openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("int8")}
     ),
     "ours int8, KV float32": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "float32"}),
-    "ours int8, KV int8": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "int8"}),
+    "ours int8, KV bfloat16": Contender(adapter="ours", options={"quantization": "int8", "kv_cache_dtype": "bfloat16"}),
     "OpenVINO default": Contender(
         adapter="openvino", environment="openvino", made=lambda e, m: {"model": m.openvino("fp32")}
     ),
@@ -63,6 +63,7 @@ EMBEDDERS = {
         adapter="embed_sentence_transformers", environment="sentence-transformers", options={"dtype": "float32"}
     ),
     "ours float32": Contender(adapter="embed_ours"),
+    "ours bfloat16": Contender(adapter="embed_ours", options={"dtype": "bfloat16"}),
     "ours int8": Contender(adapter="embed_ours", options={"quantization": "int8"}),
     "sentence-transformers bfloat16": Contender(
         adapter="embed_sentence_transformers", environment="sentence-transformers", options={"dtype": "bfloat16"}

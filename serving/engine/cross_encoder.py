@@ -22,7 +22,17 @@ from ..bundle import Bundle, CrossEncoderSpec, EmbeddingSpec
 from ..errors import PackagingError
 from ..settings import EngineSettings
 from . import linear
-from .embedder import TOLERANCE, Embedder, check, embedder_of, num_token_types, row_tokens, rows, run_natively
+from .embedder import (
+    Embedder,
+    check,
+    embedder_of,
+    load_in_dtype,
+    num_token_types,
+    row_tokens,
+    rows,
+    run_natively,
+    tolerance,
+)
 from .embedder import use_ragged_attention as attend_raggedly
 from .forward_context import ContextHolder
 from .interface import EngineInfo
@@ -97,25 +107,30 @@ def load_cross_encoder(bundle: Bundle, settings: EngineSettings) -> CrossEncoder
     spec = bundle.cross_encoder or CrossEncoderSpec()
     holder = ContextHolder()
     device = resolve_device(settings)
-    model = from_pretrained(
-        AutoModelForSequenceClassification, bundle.model_dir, settings, resolve_dtype(settings, device)
-    )
-    model = model.to(device).eval().requires_grad_(False)
-    if model.config.num_labels != 1:
-        raise PackagingError(f"a cross-encoder has a head of one label; this one has {model.config.num_labels}")
-    pairs, second_from = _tests(_base(model))
-    expected = _own_numbers(model, pairs, second_from)
-    base, computed = _part(model)
-    encoder = embedder_of(base, holder, bundle, EmbeddingSpec(max_length=spec.max_length), settings)
-    encoder.info = msgspec.structs.replace(encoder.info, embedding_dim=0)
-    tests, hidden = attend_raggedly(encoder, base, holder)
-    linear.install(base, holder, settings)
-    int8 = settings.quantization != "none"
-    check(encoder, tests, hidden, int8=int8)
-    run_natively(encoder, base, tests, hidden, settings, typed=True)
-    found = CrossEncoder(encoder, model, computed)
-    _check(found, pairs, second_from, expected, int8=int8)
-    return found
+    dtype = resolve_dtype(settings, device)
+
+    def load(model: Any) -> CrossEncoder:
+        model = model.to(device).eval().requires_grad_(False)
+        pairs, second_from = _tests(_base(model))
+        expected = _own_numbers(model, pairs, second_from)
+        base, computed = _part(model)
+        encoder = embedder_of(base, holder, bundle, EmbeddingSpec(max_length=spec.max_length), settings)
+        encoder.info = msgspec.structs.replace(encoder.info, embedding_dim=0)
+        tests, hidden = attend_raggedly(encoder, base, holder)
+        linear.install(base, holder, settings)
+        check(encoder, tests, hidden, settings)
+        run_natively(encoder, base, tests, hidden, settings, typed=True)
+        found = CrossEncoder(encoder, model, computed)
+        _check(found, pairs, second_from, expected, settings)
+        return found
+
+    def read() -> Any:
+        model = from_pretrained(AutoModelForSequenceClassification, bundle.model_dir, settings, dtype)
+        if model.config.num_labels != 1:
+            raise PackagingError(f"a cross-encoder has a head of one label; this one has {model.config.num_labels}")
+        return model
+
+    return load_in_dtype(read, load, settings, device, _base)
 
 
 def _base(model: Any) -> Any:
@@ -155,13 +170,15 @@ def _own_numbers(model: Any, pairs: list[list[int]], second_from: list[int]) -> 
     return torch.stack(found).float()
 
 
-def _check(found: CrossEncoder, pairs: list[list[int]], second_from: list[int], expected: Any, *, int8: bool) -> None:
+def _check(
+    found: CrossEncoder, pairs: list[list[int]], second_from: list[int], expected: Any, settings: EngineSettings
+) -> None:
     name = type(found._model).__name__
     try:
         numbers = torch.from_numpy(found.embed(pairs, second_from)[:, 0])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise PackagingError(f"{name} is not supported for scores: its head cannot be run: {error}") from error
-    allowed = INT8_TOLERANCE if int8 else TOLERANCE[found._model.dtype]
+    allowed = INT8_TOLERANCE if settings.quantization != "none" else tolerance(found._model.dtype, settings)
     distance = float((numbers - expected.cpu()).abs().max() / expected.abs().max().clamp(min=1.0))
     if not distance <= allowed:  # also true for NaN
         raise PackagingError(f"{name} is not supported for scores: they differ from its own by {distance:.2g}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,12 +28,13 @@ from .forward_context import ContextHolder, ForwardContext
 from .interface import Capabilities, EngineInfo
 from .native import library
 from .native.library import NotNative
-from .native_encoder import NativeEncoder, native_encoder
+from .native_encoder import NativeEncoder, may_run_in_bf16, native_encoder
 from .packed_cache import MappedEncoder, keep_encoder, packed_key
 from .pooling import MODES, pool, transformer_dir
 from .self_test import WHOLE_TOLERANCE, relative_maximum, relative_norm
 
 logger = logging.getLogger(__name__)
+Loaded = TypeVar("Loaded")
 
 # Full GEMM speed, activations near the cache; MiniLM with torch, texts a second at 512/1024/2048/4096: float32
 # 139/158/166/156, int8 313/332/298/208.
@@ -173,7 +174,7 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
     """
     from .loader import from_pretrained, resolve_device, resolve_dtype
 
-    holder = holder or ContextHolder()
+    kept_holder = holder or ContextHolder()
     spec = bundle.embedding or EmbeddingSpec()
     if spec.pooling not in MODES:
         raise PackagingError(f"pooling {spec.pooling!r} is not supported; expected one of {', '.join(MODES)}")
@@ -181,18 +182,46 @@ def load_embedder(bundle: Bundle, settings: EngineSettings, holder: ContextHolde
     dtype = resolve_dtype(settings, device)
     folder = str(transformer_dir(bundle.model_dir))
     key = packed_key("encoder", bundle, settings, device, dtype)
-    if key is not None and (mapped := _mapped(key, folder, bundle, spec, settings, holder)) is not None:
+    if key is not None and (mapped := _mapped(key, folder, bundle, spec, settings, kept_holder)) is not None:
         return mapped
-    model = from_pretrained(AutoModel, folder, settings, dtype)
-    model = model.to(device).eval().requires_grad_(False)
-    embedder = embedder_of(model, holder, bundle, spec, settings)
-    tests, expected = use_ragged_attention(embedder, model, holder)
-    linears = linear.install(model, holder, settings)
-    check(embedder, tests, expected, int8=settings.quantization != "none")
-    run_natively(embedder, model, tests, expected, settings)
-    if key is not None and embedder.native is not None:
-        keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
-    return embedder
+
+    def load(model: Any) -> Embedder:
+        model = model.to(device).eval().requires_grad_(False)
+        embedder = embedder_of(model, kept_holder, bundle, spec, settings)
+        tests, expected = use_ragged_attention(embedder, model, kept_holder)
+        linears = linear.install(model, kept_holder, settings)
+        check(embedder, tests, expected, settings)
+        run_natively(embedder, model, tests, expected, settings)
+        if key is not None and embedder.native is not None:
+            keep_encoder(key, model, linears, tests, expected, settings.packed_cache)
+        return embedder
+
+    return load_in_dtype(lambda: from_pretrained(AutoModel, folder, settings, dtype), load, settings, device)
+
+
+def load_in_dtype(
+    read: Callable[[], Any],
+    load: Callable[[Any], Loaded],
+    settings: EngineSettings,
+    device: Any,
+    base: Callable[[Any], Any] = lambda model: model,
+) -> Loaded:
+    """``load`` of the model that ``read`` gives; ``base`` of it is the encoder. One for bfloat16 is loaded in float32
+    where our kernels may round what they multiply, and as it is where they do not run it."""
+    model = read()
+    name = type(base(model)).__name__
+    if settings.dtype == "bfloat16" and settings.kernels == "auto" and may_run_in_bf16(base(model), device):
+        try:
+            return load(model.float())
+        except NotNative as reason:
+            logger.warning("%s is not run natively in bfloat16: %s", name, reason)
+            model = read()
+    return load(model)
+
+
+def is_rounded(model: Any, settings: EngineSettings) -> bool:
+    """Whether a model in float32 is to be computed in bfloat16 by our kernels."""
+    return settings.dtype == "bfloat16" and next(model.parameters()).dtype == torch.float32
 
 
 def embedder_of(
@@ -231,25 +260,37 @@ def run_natively(
     typed: bool = False,
 ) -> None:
     """Where the model can be run so and gives what its own code gave; else the reason is in its info. ``typed``: tokens
-    may be of the second type."""
+    may be of the second type. Raises ``NotNative`` for one that nothing else computes in the dtype asked for."""
     try:
         if settings.kernels != "auto":
             raise NotNative(f"the setting kernels is {settings.kernels!r}")
         embedder.native = native_encoder(model, position_offset(model), typed=typed)
-        check(embedder, tests, expected, int8=settings.quantization != "none")
+        check(embedder, tests, expected, settings)
         runs = library.instruction_set()
         embedder.info = msgspec.structs.replace(embedder.info, kernels="native", instruction_set=runs)
     except NotNative as reason:
+        if is_rounded(model, settings):
+            raise
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=str(reason))
     except PackagingError as error:
+        refused = f"the self-test at load refused them: {error}"
+        if is_rounded(model, settings):
+            raise NotNative(refused) from error
         logger.warning("%s is not run natively: %s", type(model).__name__, error)
         embedder.native = None
-        refused = f"the self-test at load refused them: {error}"
         embedder.info = msgspec.structs.replace(embedder.info, kernels_reason=refused)
 
 
-def check(embedder: Embedder, tests: list[list[int]], expected: Any, *, int8: bool = False) -> None:
-    allowed = WHOLE_TOLERANCE if int8 else TOLERANCE[expected.dtype]
+def tolerance(dtype: Any, settings: EngineSettings) -> float:
+    """Of the largest activation, for a model in ``dtype`` run as ``settings`` say."""
+    return TOLERANCE[torch.bfloat16 if settings.dtype == "bfloat16" else dtype]
+
+
+def check(embedder: Embedder, tests: list[list[int]], expected: Any, settings: EngineSettings | None = None) -> None:
+    """Raises ``PackagingError`` where the model gives something else. ``settings``: its linears are as they say."""
+    int8 = settings is not None and settings.quantization != "none"
+    allowed = TOLERANCE[expected.dtype] if settings is None else tolerance(expected.dtype, settings)
+    allowed = WHOLE_TOLERANCE if int8 else allowed
     found = embedder.hidden(tests).float()
     distance = (relative_norm if int8 else relative_maximum)(found, expected.float())
     if not distance <= allowed:  # also true for NaN
@@ -315,7 +356,7 @@ def _info(bundle: Bundle, model: Any, settings: EngineSettings, max_length: int)
         max_num_seqs=settings.max_num_seqs,
         max_kv_tokens=max_length,
         embedding_dim=int(model.config.get_text_config().hidden_size),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype="bfloat16" if settings.dtype == "bfloat16" else str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         quantization=settings.quantization,
         threads=torch.get_num_threads(),

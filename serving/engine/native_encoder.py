@@ -230,6 +230,11 @@ def _position_bias(model: Any, position_offset: int) -> torch.Tensor | None:
     return bias
 
 
+def may_run_in_bf16(model: nn.Module, device: torch.device) -> bool:
+    """Whether it is worth a try to run a model natively with its linears in bfloat16, all between them in float32."""
+    return device.type == "cpu" and library.has_bf16() and type(model).__name__ in ENCODERS
+
+
 def native_encoder(model: nn.Module, position_offset: int, *, typed: bool = False) -> NativeEncoder:
     """Of a model whose linears are packed already. Raises ``NotNative``."""
     found = library.required()

@@ -48,7 +48,7 @@ def packed_key(kind: Kind, bundle: Bundle, settings: EngineSettings, device: Any
     """The name of this model's packed file; None where it can have none. A model without a content hash is not
     known well enough, one with code of its own may do with its weights what it likes."""
     covered = settings.packed_cache and settings.kernels == "auto" and not settings.trust_remote_code
-    runs = dtype == torch.float32 or (dtype == torch.bfloat16 and kind == "decoder" and library.has_bf16())
+    runs = dtype == torch.float32 or (dtype == torch.bfloat16 and library.has_bf16())
     on_cpu = device.type == "cpu" and runs and library.library() is not None
     if not (covered and on_cpu and HASH.fullmatch(bundle.content_hash)):
         return None

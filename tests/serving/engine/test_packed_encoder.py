@@ -15,7 +15,7 @@ import transformers as tf
 
 from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.engine import embedder, packed_cache_file
-from mlflow_llm.serving.engine.native.library import library
+from mlflow_llm.serving.engine.native.library import has_bf16, library
 from mlflow_llm.serving.files import CACHE_VARIABLE
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -80,18 +80,23 @@ def bundle_of(root: Path, name: str = "bert", content_hash: str = "ab" * 32, **s
     )
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+ROUNDED = pytest.param(
+    {"dtype": "bfloat16"}, marks=pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
+)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, ROUNDED])
 @pytest.mark.parametrize("name", ["bert", "bert without a pooler", "roberta", "mpnet", "modernbert"])
 def test_a_mapped_embedder_is_the_same_to_the_bit(
-    name: str, quantization: str, tmp_path: Path, load: Load, cache: Path
+    name: str, settings: dict[str, Any], tmp_path: Path, load: Load, cache: Path
 ) -> None:
     """The second start reads no weights; its vectors and facts are those of the first, whatever it pools by."""
-    first, mapped = load(bundle_of(tmp_path, name), quantization=quantization)
+    first, mapped = load(bundle_of(tmp_path, name), **settings)
     assert (mapped, first.info.kernels) == (False, "native")
-    second, mapped = load(bundle_of(tmp_path, name), quantization=quantization)
+    second, mapped = load(bundle_of(tmp_path, name), **settings)
     assert (mapped, second.info, second.max_length) == (True, first.info, first.max_length)
     assert np.array_equal(first.embed(TEXTS), second.embed(TEXTS))
-    third, mapped = load(bundle_of(tmp_path, name, pooling="cls"), quantization=quantization, max_model_len=20)
+    third, mapped = load(bundle_of(tmp_path, name, pooling="cls"), **settings, max_model_len=20)
     assert (mapped, third.max_length) == (True, 20)
     assert not np.array_equal(first.embed([TEXTS[0]]), third.embed([TEXTS[0]]))
     (file,) = cache.iterdir()
@@ -121,7 +126,7 @@ def test_embedders_that_are_loaded_in_full(tmp_path: Path, load: Load, cache: Pa
     """Without a content hash, native kernels or the setting no file is kept, nor of what does not run natively."""
     load(bundle_of(tmp_path, content_hash="x"))
     load(bundle_of(tmp_path), kernels="torch")
-    load(bundle_of(tmp_path), dtype="bfloat16")
+    load(bundle_of(tmp_path), dtype="float16")
     load(bundle_of(tmp_path), packed_cache=0)
     load(bundle_of(tmp_path / "decoder", "llama"))
     assert not cache.exists()
