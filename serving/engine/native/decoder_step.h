@@ -1,6 +1,8 @@
 // The work of decoder.h, phase by phase.
 #pragma once
 
+#include <stdexcept>
+
 #include "decoder.h"
 
 namespace mlt {
@@ -93,6 +95,8 @@ inline void Decoder::plan_together(const Step& step) {
 }
 
 inline void Decoder::step(const Step& step) {
+    // Checked at load too. Tiles that were refused since then would be illegal instructions.
+    if (shape.kv == Kind::BF16 && !multiplies_bf16()) throw std::runtime_error("keys and values in bfloat16 without tiles");
     plan(step);
     parallel(MOST_THREADS, [&](Team& team) {
         team.each(step.T, [&](int t) { embed(step, t); });

@@ -10,7 +10,7 @@ import transformers as tf
 from tiny_models import COMMON
 
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
-from mlflow_llm.serving.engine.native.library import AMX, library, use_threads, use_tiles
+from mlflow_llm.serving.engine.native.library import AMX, library, tiles, use_threads, use_tiles
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.slot_cache import SlotKVCache
 
@@ -23,8 +23,11 @@ MODELS = {
 
 
 def has_bf16_tiles() -> bool:
-    found = library()
-    return found is not None and use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
+    """Whether the processor's own tiles multiply bfloat16; which ones are used stays as it is."""
+    found, used = library(), tiles()
+    has = found is not None and use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
+    use_tiles(used)
+    return has
 
 
 def logits_of(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 from grammar_runs import regex
+from kept_runs import has_bf16_tiles
 from peft import LoraConfig, get_peft_model
 from tiny_models import COMMON, make_model, prompt_of, request_of
 from tokenizer_kinds import KINDS, save
@@ -86,10 +87,7 @@ def make_rounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mad
     """Engines of a model whose heads tiles can read: keys and values in bfloat16 or int8, beside linears in int8, or
     all of it in bfloat16."""
     before = tiles()
-    found = library()
-    assert found is not None
-    has_tiles = use_tiles(AMX) == AMX and bool(found.mlt_can_attend_bf16(64) & 2)
-    use_tiles(AMX if has_tiles else EMULATED_TILES)
+    use_tiles(AMX if has_bf16_tiles() else EMULATED_TILES)
     for build in making(bundle_in(tmp_path, head_dim=64)):
         yield partial(build, **request.param)
     use_tiles(before)

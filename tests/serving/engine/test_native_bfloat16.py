@@ -174,6 +174,14 @@ def test_a_processor_without_tiles_is_named(tmp_path: Path) -> None:
         loaded_model(MODELS["qwen3"](), tmp_path)
 
 
+def test_tiles_that_are_refused_after_the_load(tmp_path: Path) -> None:
+    """An error of the step, not an illegal instruction, which would end the process."""
+    loaded = loaded_model(MODELS["qwen3"](), tmp_path)
+    use_tiles(NO_TILES)
+    with pytest.raises(RuntimeError, match="keys and values in bfloat16 without tiles"):
+        logits_of(loaded, np.arange(5), [5])
+
+
 in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a processor without AVX-512 BF16")
 
 
@@ -182,9 +190,7 @@ in_bfloat16 = pytest.mark.skipif(not has_bf16(), reason="a processor without AVX
 def test_a_model_in_bfloat16_is_exact_in_its_way(use: int, tmp_path: Path) -> None:
     """By tiles or without, a token has the same bits in any chunks, beside others, on any number of threads, and its
     logits are near those in float32. Without tiles keys and values stay in float32."""
-    use_tiles(use)
     tiled = use_tiles(use) != NO_TILES and (use == EMULATED_TILES or has_bf16_tiles())
-    use_tiles(use)
     loaded = load_model(save_bundle(make_model(MODELS["qwen3"]()), tmp_path), EngineSettings(dtype="bfloat16"))
     assert loaded.decoder is not None
     assert loaded.kept["dtype"] == (torch.bfloat16 if tiled else torch.float32)
