@@ -137,8 +137,9 @@ if [ -n "$quick" ]; then
 fi
 unset PYTHONDONTWRITEBYTECODE  # what one process of tests has compiled the others need not
 # Four files of tests at a time, in the order that tests/conftest.py gives them: the tests of processes wait more than
-# they compute.
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider -n 4 --dist loadfile --no-loadscope-reorder "$@"
+# they compute. A process that dies ends the run, and says in which test: xdist would run that test again and then wait for ever.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" check pytest -q -p no:cacheprovider -n 4 --dist loadfile --no-loadscope-reorder \
+    --max-worker-restart 0 "$@"
 if [ -n "$failed" ]; then
     say "failed:$failed"
     exit 1
