@@ -92,12 +92,14 @@ def kernels(name: str, source: str, *flags: str) -> Extension:
 
 # A row's sums are the same whatever is beside it: so must be where the compiler joins a product and a sum.
 IN_ORDER = "-ffp-contract=off"
-X86 = platform.machine() in ("x86_64", "AMD64")
+X86, ARM = platform.machine() in ("x86_64", "AMD64"), platform.machine() in ("aarch64", "arm64")
+FIXED_LENGTH = "-msve-vector-bits=256"  # g++ since 10; it is not built where the compiler knows less
 
 setup(
     ext_modules=[
         kernels("_native", "native.cpp", *([] if X86 else [IN_ORDER])),
         *([kernels("_native_avx2", "native_avx2.cpp", IN_ORDER)] if X86 else []),
+        *([kernels("_native_sve", "native_sve.cpp", IN_ORDER, FIXED_LENGTH)] if ARM else []),
     ],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

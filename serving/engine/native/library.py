@@ -135,11 +135,12 @@ STRUCTURES = (Factors, Norm, Experts, Layer, Shape, EncoderLayer, EncoderEmbeddi
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionSet:
     """``file`` has its kernels; ``byte_products``: whether these multiply bytes by an instruction of their own, and
-    ``tiles`` by AMX, which not all processors have that run them."""
+    ``tiles`` by AMX, which not all processors have that run them. ``by_name``: it runs only where it is asked for."""
 
     file: str
     byte_products: bool = True
     tiles: bool = False
+    by_name: bool = False
 
     @property
     def needed(self) -> int:
@@ -150,19 +151,20 @@ class InstructionSet:
         found.mlt_use_tiles(AMX if self.tiles else NO_TILES)
 
 
-INSTRUCTION_SETS: Mapping[str, InstructionSet]  # by name, the best first
-if platform.machine() in ("aarch64", "arm64"):
-    INSTRUCTION_SETS = {
-        "neon-i8mm": InstructionSet(file="_native.so"),
-        "neon": InstructionSet(file="_native.so", byte_products=False),
-    }
-else:
-    INSTRUCTION_SETS = {
-        "avx512+amx": InstructionSet(file="_native.so", tiles=True),
-        "avx512": InstructionSet(file="_native.so"),
-        "avx-vnni": InstructionSet(file="_native_avx2.so"),
-        "avx2": InstructionSet(file="_native_avx2.so", byte_products=False),
-    }
+ARM: Mapping[str, InstructionSet] = {
+    # Where NEON is too, SVE of 256 bits multiplies no more in a cycle; nobody has measured which is faster.
+    "sve-i8mm": InstructionSet(file="_native_sve.so", by_name=True),
+    "sve": InstructionSet(file="_native_sve.so", byte_products=False, by_name=True),
+    "neon-i8mm": InstructionSet(file="_native.so"),
+    "neon": InstructionSet(file="_native.so", byte_products=False),
+}
+X86: Mapping[str, InstructionSet] = {
+    "avx512+amx": InstructionSet(file="_native.so", tiles=True),
+    "avx512": InstructionSet(file="_native.so"),
+    "avx-vnni": InstructionSet(file="_native_avx2.so"),
+    "avx2": InstructionSet(file="_native_avx2.so", byte_products=False),
+}
+INSTRUCTION_SETS = ARM if platform.machine() in ("aarch64", "arm64") else X86  # by name, the best first
 NEEDED = {
     "avx512+amx": "AVX-512 VNNI with AMX",
     "avx512": "AVX-512 VNNI",
@@ -170,6 +172,8 @@ NEEDED = {
     "avx2": "AVX2",
     "neon-i8mm": "i8mm",
     "neon": "NEON with dot products",
+    "sve-i8mm": "SVE with i8mm, or this process a vector length of 256 bits",
+    "sve": "SVE, or this process a vector length of 256 bits",
 }
 
 
@@ -241,7 +245,8 @@ def _chosen(wanted: str) -> tuple[ctypes.CDLL | str, str]:
     if wanted and wanted not in INSTRUCTION_SETS:
         return f"{VARIABLE} is {wanted!r}, not one of {', '.join(INSTRUCTION_SETS)}", ""
     reason = ""
-    for name in [wanted] if wanted else INSTRUCTION_SETS:
+    best = [name for name, instructions in INSTRUCTION_SETS.items() if not instructions.by_name]
+    for name in [wanted] if wanted else best:
         found = _load(name)
         if not isinstance(found, str):
             INSTRUCTION_SETS[name].use(found)
@@ -265,7 +270,8 @@ def _load(name: str) -> ctypes.CDLL | str:
     """The library of an instruction set, or why it cannot be used."""
     path = _path(INSTRUCTION_SETS[name])
     if not path.exists():
-        return "they are not compiled in the package in use (a source tree, or a wheel built without a compiler)"
+        without = "without a compiler, or by one that does not know these instructions"
+        return f"they are not compiled in the package in use (a source tree, or a wheel built {without})"
     try:
         found = ctypes.CDLL(str(path))
         needed = INSTRUCTION_SETS[name].needed

@@ -34,6 +34,9 @@ constexpr bool CHOOSES_BYTE_PRODUCTS = false;
 inline bool has_byte_products() { return true; }
 constexpr int TILE = 12;  // rows at a time: 24 accumulators, 2 weights and a broadcast of 32 registers
 constexpr int WHOLE = TILE;  // rows that take both halves of a panel at once
+#elif defined(MLT_SVE)
+constexpr int TILE = 6;  // 24 accumulators, 4 weights and a broadcast of 32 registers
+constexpr int WHOLE = TILE;
 #else
 constexpr int TILE = 6;   // by half a panel: 12 accumulators of 16 registers (AVX2), 24 of 32 (NEON)
 constexpr int WHOLE = 3;  // by a whole one

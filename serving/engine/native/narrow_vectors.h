@@ -1,4 +1,4 @@
-// Vectors of sixteen lanes where registers are narrower: two of AVX2, four of NEON. The kernels are written in AVX-512's
+// Vectors of sixteen lanes where registers are narrower: two of AVX2 or SVE, four of NEON. The kernels are written in AVX-512's
 // intrinsics; those that they use are here under the same names, in this namespace, so one source serves all processors.
 //
 // Every operation is lane by lane what AVX-512's is, sums over lanes included, in the same order. Not the same: what
@@ -11,11 +11,19 @@
 
 #ifdef __x86_64__
 #include "avx2.h"
+#elif defined(MLT_SVE)
+#include "sve.h"
 #else
 #include "neon.h"
 #endif
 
 namespace mlt {
+
+#ifndef __x86_64__
+enum Comparison { _CMP_EQ_OQ, _CMP_NLT_UQ, _CMP_GE_OQ, _CMP_GT_OQ };
+enum Hint { _MM_HINT_T0 };
+inline void _mm_prefetch(const char* at, Hint) { __builtin_prefetch(at); }
+#endif
 
 constexpr int PARTS = 16 / WIDTH;  // registers of a vector
 static_assert(PARTS == 2 || PARTS == 4);

@@ -1,7 +1,7 @@
 // The C interface that serving/engine/native/library.py binds. No Python in here: one build serves every version.
 //
 // Built without special flags: what is compiled for newer processors is entered only after mlt_supported() said so. One
-// library holds the kernels of one instruction set: AVX-512 or NEON; native_avx2.cpp makes the one for AVX2.
+// library holds the kernels of one instruction set: AVX-512 or NEON; native_avx2.cpp and native_sve.cpp make those for AVX2 and SVE.
 
 #include <cstdint>
 
@@ -18,6 +18,9 @@
 #ifdef MLT_AVX2
 #include "avx_vnni.h"
 #endif
+#ifdef MLT_SVE
+#include "vector_length.h"
+#endif
 
 extern "C" {
 
@@ -26,6 +29,8 @@ extern "C" {
 API int mlt_supported() {
 #ifndef MLT_KERNELS
     return 0;
+#elif defined(MLT_SVE)
+    return mlt::has_vector_length() ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
 #elif defined(__aarch64__)
     constexpr unsigned long DOT_PRODUCT = 1ul << 20;  // HWCAP_ASIMDDP
     return getauxval(AT_HWCAP) & DOT_PRODUCT ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
@@ -62,7 +67,10 @@ API int mlt_supported() {
 #include <utility>
 #include <vector>
 
-#if defined(__aarch64__)
+#if defined(MLT_SVE)
+#define MLT_INSTRUCTIONS "sve"
+#pragma GCC target("arch=armv8.2-a+sve")
+#elif defined(__aarch64__)
 #define MLT_INSTRUCTIONS "neon"
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #elif defined(MLT_AVX2)
@@ -89,6 +97,9 @@ thread_local std::string problem;  // of this thread's last call that failed
 template <class Call>
 int checked(const Call& call) {
     try {
+#ifdef MLT_SVE
+        if (vector_bytes() != VECTOR_BYTES) throw std::runtime_error("this thread has another vector length");
+#endif
         call();
         return 0;
     } catch (const std::bad_alloc&) {

@@ -17,10 +17,6 @@ typedef uint32_t Words __attribute__((vector_size(16)));
 typedef double Doubles __attribute__((vector_size(16)));
 typedef uint16_t Shorts __attribute__((vector_size(8)));  // as many as there are floats
 
-enum Comparison { _CMP_EQ_OQ, _CMP_NLT_UQ, _CMP_GE_OQ, _CMP_GT_OQ };
-enum Hint { _MM_HINT_T0 };
-inline void _mm_prefetch(const char* at, Hint) { __builtin_prefetch(at); }
-
 inline Ints lane_bits() { return Ints{1, 2, 4, 8}; }
 inline int mask_of(Ints lanes) { return vaddvq_s32(int32x4_t(lanes & lane_bits())); }
 inline Floats load_some(const float* from, Ints lanes) {

@@ -1,4 +1,4 @@
-"""Kernels of every instruction set of this kind of processor (test_neon.py has another kind's)."""
+"""Kernels of every instruction set of this kind of processor (test_arm.py has another kind's)."""
 
 from __future__ import annotations
 

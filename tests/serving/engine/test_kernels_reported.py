@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -132,6 +133,25 @@ def test_an_instruction_set_that_is_asked_for(loaded_anew: pytest.MonkeyPatch) -
     library.use_instruction_set("")
     with pytest.raises(library.NotNative, match=rf"^{library._lacks(name)}$"):
         library.required()
+
+
+def test_sve_is_chosen_by_name_alone(loaded_anew: pytest.MonkeyPatch) -> None:
+    """Where all of ARM's sets run; where it does not, whoever asks for it is told why, and nobody else."""
+    kernels = SimpleNamespace(mlt_use_byte_products=lambda use: use, mlt_use_tiles=lambda use: use)
+    loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
+    loaded_anew.setattr(library, "_load", lambda name: kernels)
+    assert [library._chosen(name)[1] for name in ("", "sve", "sve-i8mm")] == ["neon-i8mm", "sve", "sve-i8mm"]
+    library._chosen.cache_clear()
+    loaded_anew.setattr(library, "_load", library._lacks)
+    assert library._chosen("") == (library._lacks("neon"), "")
+    assert library._chosen("sve") == (f"MLFLOW_LLM_INSTRUCTION_SET is 'sve': {library._lacks('sve')}", "")
+
+
+def test_a_library_that_its_compiler_could_not_make(loaded_anew: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Is said to lack one, beside others that are there."""
+    loaded_anew.setattr(library, "INSTRUCTION_SETS", library.ARM)
+    loaded_anew.setattr(library, "_path", lambda instructions: tmp_path / instructions.file)
+    assert "built without a compiler, or by one that does not know these" in str(library.why_not("sve"))
 
 
 def test_the_survey_of_a_child_process() -> None:
