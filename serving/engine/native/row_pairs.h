@@ -7,10 +7,6 @@
 
 namespace mlt {
 
-// The sums of some pairs by the columns of a register of weights, zipped: the lower half of them, then the upper.
-template <size_t PAIRS>
-struct PairSums { Ints low[PAIRS], high[PAIRS]; };
-
 // Rows of an odd number are paired with themselves at the end.
 template <Kind KIND, int ROWS, size_t... PAIR>
 inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
@@ -18,27 +14,28 @@ inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, 
     const int n = panel * PANEL + half * LANES;
     if (n >= w.N) return;
     constexpr auto other = [](size_t pair) { return std::min(int(2 * pair + 1), ROWS - 1); };
-    using Sums = PairSums<sizeof...(PAIR)>;
-    const auto none = [] { return Sums{{(void(PAIR), Ints{})...}, {(void(PAIR), Ints{})...}}; };
-    Sums s0 = none(), s1 = none(), s2 = none(), s3 = none();  // the last two where a vector has four registers
+    // By the columns of a register of weights, the lower half of them and the upper; of NEON, which has four, the last too.
+    Ints s0[] = {(void(PAIR), Ints{})...}, s1[] = {(void(PAIR), Ints{})...}, s2[] = {(void(PAIR), Ints{})...};
+    Ints s3[] = {(void(PAIR), Ints{})...}, s4[] = {(void(PAIR), Ints{})...}, s5[] = {(void(PAIR), Ints{})...};
+    Ints s6[] = {(void(PAIR), Ints{})...}, s7[] = {(void(PAIR), Ints{})...};
     const int32_t* const x_end = x + w.K / 4;
     const char* weights = (const char*)w.packed + panel * w.panel_bytes() + half * 64;
     for (const int32_t* at = x; at < x_end; at += 2, weights += 256) {
         if (!half) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 128);
         const Ints rows[] = {joined_halves(at + 2 * PAIR * stride, at + other(PAIR) * stride)...};
-        const auto multiply = [&](Sums& sums, int part) __attribute__((always_inline)) {
+        const auto multiply = [&](auto& low, auto& high, int part) __attribute__((always_inline)) {
             const char* from = weights + part * sizeof(Ints);
             const Ints a = load_part<Ints>(from), b = load_part<Ints>(from + 128);
-            (add_pair_products(sums.low[PAIR], rows[PAIR], low_lanes_zipped(a, b)), ...);
-            (add_pair_products(sums.high[PAIR], rows[PAIR], high_lanes_zipped(a, b)), ...);
+            (add_pair_products(low[PAIR], rows[PAIR], low_lanes_zipped(a, b)), ...);
+            (add_pair_products(high[PAIR], rows[PAIR], high_lanes_zipped(a, b)), ...);
         };
-        multiply(s0, 0), multiply(s1, 1);
-        if constexpr (PARTS == 4) multiply(s2, 2), multiply(s3, 3);
+        multiply(s0, s1, 0), multiply(s2, s3, 1);
+        if constexpr (PARTS == 4) multiply(s4, s5, 2), multiply(s6, s7, 3);
     }
     const auto sum_of = [&](int pair, bool second) __attribute__((always_inline)) {
-        const auto part = [&](const Sums& s) { return halves_of(s.low[pair], s.high[pair], second); };
-        if constexpr (PARTS == 4) return __m512i{{part(s0), part(s1), part(s2), part(s3)}};
-        else return __m512i{{part(s0), part(s1)}};
+        const Ints first = halves_of(s0[pair], s1[pair], second), next = halves_of(s2[pair], s3[pair], second);
+        if constexpr (PARTS == 2) return __m512i{{first, next}};
+        else return __m512i{{first, next, halves_of(s4[pair], s5[pair], second), halves_of(s6[pair], s7[pair], second)}};
     };
     const auto finish = [&](int pair, bool second) __attribute__((always_inline)) {
         const int m = 2 * pair + second;
