@@ -21,10 +21,46 @@ def rms_norm(
 
 
 @triton.jit
-def silu_gate(gate: tl.tensor, up: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """silu(gate) * up, the first rounded before the product, as torch does."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def add_rms_norm(
+    x: tl.tensor,
+    more: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    N: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """``rms_norm`` of total = x + more, of the sum as it is rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    inside = at < N
+    place = row * N + at
+    left = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = (left + tl.load(more + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(total + place, rounded, mask=inside)
+    values = rounded.to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    normed = (values * root).to(x.dtype.element_ty)
+    tl.store(out + place, normed * tl.load(weight + at, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def silu_gate(
+    gate: tl.tensor,
+    up: tl.tensor,
+    out: tl.tensor,
+    size: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """silu(gate) * up by rows of ``size``, the first rounded before the product, as torch does. Rows may lie apart: one
+    product of matrices leaves those of ``gate`` and ``up`` side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    value = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     activated = (value * tl.sigmoid(value)).to(gate.dtype.element_ty)
-    tl.store(out + at, activated * tl.load(up + at, mask=inside, other=0.0), mask=inside)
+    y = activated * tl.load(up + row * up_stride + at, mask=inside, other=0.0)
+    tl.store(out + row * size + at, y, mask=inside)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import triton_here
+from . import fused_residuals, triton_here
 
 logger = logging.getLogger(__name__)
 WIDEST = 1 << 14  # of a norm: a row stays in registers
@@ -39,7 +39,7 @@ def install(model: nn.Module) -> int:
             refused.add(type(module))
     if refused:
         logger.info("torch computes %s", ", ".join(sorted(kind.__name__ for kind in refused)))
-    return count
+    return count + fused_residuals.install(model)
 
 
 def _forward_for(module: nn.Module) -> Callable[[Any, Any], Any] | None:
@@ -71,6 +71,8 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
     """[…, N] → […, N], in the type that the module's own code gives."""
     from . import fused_kernels as kernels
 
+    if (normed := fused_residuals.normed(self, hidden_states)) is not None:
+        return normed
     size = hidden_states.shape[-1]
     x = hidden_states.contiguous()
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, self.weight.dtype), device=x.device)
@@ -84,8 +86,14 @@ def gated_forward(self: Any, x: Any) -> Any:
     """[…, N] → […, N]."""
     from . import fused_kernels as kernels
 
-    gate, up = self.gate_proj(x).contiguous(), self.up_proj(x).contiguous()
-    out = torch.empty_like(gate)
-    size = gate.numel()
-    kernels.silu_gate[(-(-size // BLOCK),)](gate, up, out, size, BLOCK=BLOCK)
-    return self.down_proj(out)
+    gate, up = _rows(self.gate_proj(x)), _rows(self.up_proj(x))
+    rows, size = gate.shape
+    out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
+    kernels.silu_gate[(rows, -(-size // BLOCK))](gate, up, out, size, gate.stride(0), up.stride(0), BLOCK=BLOCK)
+    return self.down_proj(out.view(*x.shape[:-1], size))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[…, N] → [T, N], where it lies if its rows are whole."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
