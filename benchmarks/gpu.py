@@ -1,4 +1,5 @@
-"""Tokens a second of decoding on a GPU beside what its memory allows, and beside vLLM where that is installed.
+"""Tokens a second of decoding on a GPU, in bfloat16 and with weights in fp8, beside what its memory allows, and beside
+vLLM (in bfloat16) where that is installed.
 
 A Llama of random weights is made (what a token costs does not depend on what the weights are); prompts of random tokens
 are computed, then every sequence generates, greedy and without an end. The floor is the time in which the device reads
@@ -77,17 +78,20 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def floor_seconds(config: Any, itemsize: int, count: int, length: float, speed: float) -> float:
-    """Of a step: all weights of linears and the head, and ``length`` tokens' keys and values of each sequence."""
+def floor_seconds(
+    config: Any, itemsize: int, count: int, length: float, speed: float, linear_itemsize: int | None = None
+) -> float:
+    """Of a step: all weights of linears and the head, and ``length`` tokens' keys and values of each sequence.
+    ``linear_itemsize``: bytes of a linear's number, if not as of all others."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     width = hidden // heads * config.num_key_value_heads
     layer = 2 * hidden * hidden + 2 * hidden * width + 3 * hidden * config.intermediate_size
-    weights = config.num_hidden_layers * layer + hidden * config.vocab_size
     kv = count * length * 2 * width * config.num_hidden_layers
-    return (weights + kv) * itemsize / speed
+    linears = config.num_hidden_layers * layer * (linear_itemsize or itemsize)
+    return (linears + (hidden * config.vocab_size + kv) * itemsize) / speed
 
 
-def run_ours(args: argparse.Namespace) -> dict[str, Any]:
+def run_ours(args: argparse.Namespace, quantization: str = "none") -> dict[str, Any]:
     """Seconds a step of pure decoding, by number of sequences."""
     from mlflow_llm.serving.bundle import Bundle
     from mlflow_llm.serving.engine.core import EngineCore
@@ -101,6 +105,7 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=most,
         max_num_batched_tokens=max(512, most),
         cuda_graphs=args.cuda_graphs,
+        quantization=quantization,
         **on_cpu,
     )
     bundle = Bundle(content_hash="gpu", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
@@ -109,8 +114,10 @@ def run_ours(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "steps": {}, "prefill": {}}
     assert core.info.paged is not None
     found["attention"] = core.info.paged.attention
-    found["reasons"] = [r for r in (core.info.paged.attention_reason, core.info.paged.cuda_graphs_reason) if r]
-    found["graphs"] = [] if found["reasons"] else list(core.info.paged.cuda_graphs)
+    paged = core.info.paged
+    found["graphs"] = [] if paged.cuda_graphs_reason else list(paged.cuda_graphs)
+    reasons = (paged.attention_reason, paged.cuda_graphs_reason, core.info.quantization_reason)
+    found["reasons"] = [reason for reason in reasons if reason]
     for round_number, count in enumerate(args.sequences):
         for number, prompt in enumerate(prompts(core.info.vocab_size, count, args.prompt)):
             sampling = Sampling(temperature=0.0, max_tokens=args.new)
@@ -162,6 +169,7 @@ def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> di
     command = [sys.executable, __file__, "--run", contender, "--model", str(args.model), "--size", args.size]
     command += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]
     command += ["--cuda-graphs", args.cuda_graphs, "--sequences", *map(str, args.sequences)]
+    seconds = min(seconds, max(args.ends - time.monotonic(), 1))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -172,18 +180,33 @@ def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> di
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def table(args: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any], speed: float) -> str:
-    """A line a number of sequences, in tokens a second."""
+HEADS = ("sequences", "ours", "fp8", "of bfloat16", "vLLM", "of vLLM", "floor", "times it", "fp8's floor", "times it")
+
+
+def table(
+    args: argparse.Namespace, ours: dict[str, Any], fp8: dict[str, Any], theirs: dict[str, Any], speed: float
+) -> str:
+    """A line a number of sequences: tokens a second, and seconds a step as times those of the floor."""
     config, itemsize = config_of(args.size), 4 if args.device == "cpu" else 2
-    lines = ["| sequences | ours | vLLM | of vLLM | floor | times the floor's time |", "|---|---|---|---|---|---|"]
+    lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for count in args.sequences:
-        step, other = (found.get("steps", {}).get(str(count)) for found in (ours, theirs))
-        least = floor_seconds(config, itemsize, count, args.prompt + args.new / 2, speed)
-        cells = [f"{count / seconds:,.0f}" if seconds else "–" for seconds in (step, other)]
-        ratio = f"{other / step:.2f}" if step and other else "–"
-        times = f"{step / least:.2f}" if step else "–"
-        lines.append(f"| {count} | {cells[0]} | {cells[1]} | {ratio} | {count / least:,.0f} | {times} |")
+        step, narrow, other = (found.get("steps", {}).get(str(count)) for found in (ours, fp8, theirs))
+        length = args.prompt + args.new / 2
+        least, least_narrow = (floor_seconds(config, itemsize, count, length, speed, size) for size in (None, 1))
+        rate, rate_narrow, rate_other = (f"{count / one:,.0f}" if one else "–" for one in (step, narrow, other))
+        cells = [str(count), rate, rate_narrow, _ratio(step, narrow), rate_other, _ratio(other, step)]
+        cells += [f"{count / least:,.0f}", _ratio(step, least), f"{count / least_narrow:,.0f}"]
+        lines.append(f"| {' | '.join((*cells, _ratio(narrow, least_narrow)))} |")
     return "\n".join(lines)
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return f"{one / other:.2f}" if one and other else "–"
+
+
+def prompts_line(name: str, found: dict[str, Any]) -> str:
+    """Seconds in which the prompts of each number of sequences were computed."""
+    return f"{name}: prompts in " + ", ".join(f"{n}: {seconds:.2f} s" for n, seconds in found["prefill"].items())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -196,14 +219,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cuda-graphs", choices=("auto", "none"), default="auto")
     parser.add_argument("--seconds", type=float, default=200, help="for each contender")
     parser.add_argument("--model", type=Path, help="a checkpoint, instead of random weights")
-    parser.add_argument("--run", choices=("ours", "vllm", "weights"), help=argparse.SUPPRESS)
+    parser.add_argument("--total", type=float, default=3600, help="seconds, for all of them")
+    parser.add_argument("--run", choices=("ours", "fp8", "vllm", "weights"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    args.ends = time.monotonic() + args.total
     if args.run == "weights":
         make_weights(args.size, args.device, args.model)
         print("RESULT " + json.dumps({"speed": copy_speed(args.device)}))
         return 0
     if args.run:
-        print("RESULT " + json.dumps(run_ours(args) if args.run == "ours" else run_vllm(args)))
+        runs = {"ours": run_ours, "fp8": lambda args: run_ours(args, "fp8"), "vllm": run_vllm}
+        print("RESULT " + json.dumps(runs[args.run](args)))
         return 0
     with tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as folder:
         args.model = args.model or Path(folder)
@@ -211,22 +237,25 @@ def main(arguments: list[str] | None = None) -> int:
         if "error" in made:
             print(f"no weights were made: {made['error']}")
             return 1
-        ours = in_a_process(args, "ours", args.seconds)
+        ours, fp8 = (in_a_process(args, name, args.seconds) for name in ("ours", "fp8"))
         theirs = {"error": "vLLM is not installed"}
         if find_spec("vllm") is not None and args.device != "cpu":
             theirs = in_a_process(args, "vllm", args.seconds)
     print(
         f"Llama {args.size}, prompts of {args.prompt} tokens, {args.new} new, copies at {made['speed'] / 1e9:,.0f} GB/s"
     )
-    print(table(args, ours, theirs, made["speed"]))
-    if "error" not in ours:
-        print(
-            f"attention: {ours['attention']}; graphs: {ours['graphs'] or 'none'}; start: {ours['start_seconds']:.1f} s"
-        )
-    for line in (*ours.get("reasons", ()), ours.get("error"), theirs.get("error")):
-        if line:
-            print(f"- {line}")
-    return int("error" in ours)
+    print(table(args, ours, fp8, theirs, made["speed"]))
+    for name, found in (("bfloat16", ours), ("fp8", fp8)):
+        if "error" not in found:
+            graphs, start = found["graphs"] or "none", f"{found['start_seconds']:.1f} s"
+            print(f"{name}: attention: {found['attention']}; graphs: {graphs}; start: {start}")
+            print(prompts_line(name, found))
+        for line in (*found.get("reasons", ()), found.get("error")):
+            if line:
+                print(f"- {name}: {line}")
+    if "error" in theirs:
+        print(f"- {theirs['error']}")
+    return int("error" in ours or "error" in fp8)
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     ``dtype``: "auto" is float32 on CPU, bfloat16 on CUDA. Our own kernels round weights to "bfloat16", what they
     multiply and, with AMX, keys and values; what lies between stays float32. ``quantization``: "int8" stores linear
     weights in int8 by output channel and quantises activations per token; "int4" is what a model has that was logged
-    with ``quantize="int4"``. ``kernels``: "auto" takes our own where they were built and the processor has what they
-    need, "torch" never. ``max_model_len`` None is the model's own. ``max_num_batched_tokens`` bounds a step, with a
-    prompt in which all others wait; None is what this machine prefills in 0.2 s, from 64 to 1024, as it is measured
-    when the model is loaded, and ``max_num_seqs`` for those that decode (512 in all where our own kernels do not run
-    it).
+    with ``quantize="int4"``; "fp8", on CUDA, stores them in float8 (e4m3) by output channel and activations so by token
+    in steps of many. ``kernels``: "auto" takes our own where they were built and the processor has what they need,
+    "torch" never. ``max_model_len`` None is the model's own. ``max_num_batched_tokens`` bounds a step, with a prompt in
+    which all others wait; None is what this machine prefills in 0.2 s, from 64 to 1024, as it is measured when the
+    model is loaded, and ``max_num_seqs`` for those that decode (512 in all where our own kernels do not run it).
     ``kv_cache_memory`` is bytes, None half of what is free at start. ``kv_cache_dtype``: "auto" keeps keys and values
     as the model computes, and in int8 beside quantised weights where our own kernels run the model. "float32" keeps
     them so for a model in float32, quantised or not; "bfloat16" in half the memory, for one that our own kernels run on
@@ -75,7 +75,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Device = "auto"
-    quantization: Literal["none", "int8", "int4"] = "none"
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     kernels: Literal["auto", "torch"] = "auto"
     compile: bool = False
     max_model_len: Count | None = None

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 class EngineOptions(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     device: str
-    quantization: Literal["none", "int8", "int4"]
+    quantization: Literal["none", "int8", "int4", "fp8"]
     kernels: Literal["auto", "torch"]
     compile: bool
     max_model_len: int | None

@@ -11,7 +11,11 @@ import click
 from ..visible import visible_line
 from .http import Client, url_options
 
-REASONS = {"kernels_reason": "torch's kernels, not ours", "kv_cache_reason": "keys and values"}
+REASONS = {
+    "kernels_reason": "torch's kernels, not ours",
+    "quantization_reason": "weights in fp8",
+    "kv_cache_reason": "keys and values",
+}
 RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
 HEADS = ("NAME", "TASK", "MODEL", "CONTEXT", "KERNELS", "KV", "STATUS", "RUNNING", "WAITING")
 

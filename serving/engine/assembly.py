@@ -15,10 +15,11 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..request import POOLED
 from ..settings import EngineSettings
+from . import fp8
 from .draft_loader import load_draft_model
 from .interface import Capabilities, EngineInfo, PagedInfo
 from .kv_cache import KVCache
-from .loader import LoadedModel, kv_block_size, load_model, use_threads
+from .loader import LoadedModel, kv_block_size, load_model, resolve_device, use_threads
 from .lora import LoraPool
 from .native import library
 from .native_decoder import NativeDecoder
@@ -55,6 +56,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     if settings.compile:
         raise PackagingError("compile: True is not allowed; expected False (compiled decoding is not built yet)")
     settings = settled(settings, transformer_dir(bundle.model_dir))
+    fp8.refuse(settings, resolve_device(settings))
     use_threads(settings)
     for task in POOLED.intersection(bundle.tasks):
         if len(bundle.tasks) > 1:
@@ -90,6 +92,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         quantization=settings.quantization,
+        quantization_reason=fp8.reason(settings, loaded.device, loaded.dtype),
         kernels="torch" if loaded.decoder is None else "native",
         kernels_reason=loaded.kernels_reason,
         instruction_set="" if loaded.decoder is None else library.instruction_set(),

@@ -22,7 +22,7 @@ from transformers import AutoModel
 from ..bundle import Bundle, EmbeddingSpec
 from ..errors import ContextTooLong, InvalidField, PackagingError
 from ..settings import EngineSettings
-from . import linear, ragged_attention
+from . import fp8, linear, ragged_attention
 from .attention import HOLDER, UnsupportedAttentionError
 from .forward_context import ContextHolder, ForwardContext
 from .interface import Capabilities, EngineInfo
@@ -359,6 +359,7 @@ def _info(bundle: Bundle, model: Any, settings: EngineSettings, max_length: int)
         dtype="bfloat16" if settings.dtype == "bfloat16" else str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         quantization=settings.quantization,
+        quantization_reason=fp8.reason(settings, model.device, model.dtype),
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         capabilities=Capabilities(adapters=False),

@@ -68,6 +68,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ``max_kv_tokens`` is what one request may occupy at most (prompt + max_tokens over all its sequences run one
     after another if need be, so it bounds a single sequence). ``embedding_dim`` is 0 for a generating model;
     ``hidden_size`` is the width of a generating model's token embeddings, 0 where nobody needs it.
+    ``quantization_reason``: why weights in fp8 are multiplied as floats; empty where they are not.
     ``kernels`` is "native" where a whole step runs in ours, else "torch" (``kernels_reason`` says why), "none" without.
     ``instruction_set``: what our kernels were chosen for, "" where they do not run.
     ``kv_cache_memory`` is bytes, ``kv_cache_dtype`` what keys and values are kept in, ``num_standbys`` how many are to
@@ -88,6 +89,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     device: str = "cpu"
     quantization: str = "none"
+    quantization_reason: str = ""
     kernels: str = "torch"
     kernels_reason: str = ""
     instruction_set: str = ""

@@ -23,6 +23,8 @@ from ..settings import EngineSettings
 from . import experts
 from .experts import EngineExperts
 from .forward_context import ContextHolder
+from .fp8 import Fp8Weight
+from .fp8 import can_quantize as fits_fp8
 from .native.library import LANES, multiplies_int4
 from .native.weight import BF16, F32, INT8, W8A16, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
@@ -178,6 +180,8 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     int8 linears, 28.51 with the head in bfloat16, 28.53 in W8A16, 28.88 in int8. Packed, a tied head takes a second
     copy of the embedding: blocked by oneDNN the head of SmolLM2-135M takes 2.6 / 3.5 / 9.2 ms at 1 / 8 / 32 rows
     instead of 9.2 / 16 / 24."""
+    if settings.quantization == "fp8":
+        return Fp8Weight(weight, bias) if fits_fp8(weight) and not is_head else pack_float(weight, bias)
     int8 = settings.quantization != "none" and can_quantize(weight)  # what int4 has not stored so
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
@@ -281,7 +285,7 @@ def _pack_experts(
         return PlainWeight(weight.dense(like.dtype, like.device), None)
     if native:
         return _pack(weight, None, settings, False)
-    int8 = settings.quantization != "none" and weight.device.type == "cpu" and can_quantize(weight)
+    int8 = settings.quantization in ("int8", "int4") and weight.device.type == "cpu" and can_quantize(weight)
     return Int8Weight(weight, None) if int8 else None
 
 

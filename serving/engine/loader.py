@@ -15,7 +15,7 @@ from ..bundle import Bundle
 from ..errors import PackagingError
 from ..processors import num_threads
 from ..settings import EngineSettings
-from . import attention, fused_modules, latent_attention, linear, openmp, stored_weights
+from . import attention, fp8, fused_modules, latent_attention, linear, openmp, stored_weights
 from .config_bounds import in_proportion, refuse_unscaled
 from .forward_context import ContextHolder
 from .kv_cache import LayerShape, Row
@@ -144,6 +144,9 @@ def _load(model: Any, bundle: Bundle, settings: EngineSettings, device: Any, key
     fused_modules.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization != "none", rounded=rounded)
+    if settings.quantization == "fp8":
+        with fp8.all_rows_are_many():
+            test.check(model_forward(model, holder), layers, like, int8=True)
     decoder, reason, kept = native_decoder(model, uses, test, like, settings)
     if rounded and decoder is None and like.dtype == torch.float32:
         raise NotNative(reason)

@@ -151,7 +151,7 @@ def settled(settings: EngineSettings, folder: str | Path) -> EngineSettings:
 def adopted(settings: EngineSettings, folder: str | Path) -> EngineSettings:
     """``settings``, with the quantization of the model in ``folder`` if it has one, else one that is made at load.
     Raises ``PackagingError``."""
-    found = quantization_of(folder) or ("none" if settings.quantization == "none" else "int8")
+    found = quantization_of(folder) or ("int8" if settings.quantization == "int4" else settings.quantization)
     return msgspec.structs.replace(settings, quantization=found)
 
 

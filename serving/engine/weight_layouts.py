@@ -6,6 +6,7 @@
     ├── PlainWeight     torch's own GEMM: CUDA, and wherever the layout below is not offered
     ├── OneDnnWeight    float32 and bfloat16 on CPU, blocked once at load by oneDNN
     ├── Int8Weight      quantization.py
+    ├── Fp8Weight       fp8.py: on CUDA
     └── NativeWeight    native/weight.py: float32 and int8 where our own kernels run
 
 Another kernel joins here: it needs only these two methods.

@@ -20,7 +20,7 @@ from .route import Auth, Listener, Request, Route
 from .server import Server
 
 # of an endpoint's health; the rest counts every tenant's work
-SHOWN = ("kernels_reason", "instruction_set", "kv_cache_dtype", "kv_cache_reason")
+SHOWN = ("kernels_reason", "instruction_set", "quantization_reason", "kv_cache_dtype", "kv_cache_reason")
 NAMED = (*SHOWN, "max_num_batched_tokens")
 SHOWN_TO_ALL = ("status", "kernels", "quantization", *SHOWN, "paged")
 TASK_TYPES = {task: f"llm/v1/{task}" for task in get_args(Task)}

@@ -15,7 +15,8 @@ SCRIPT = Path(gpu.__file__).with_suffix(".sh")
 
 
 def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
-    """Weights are made, our engine decodes over blocks, and each line has its rate, the floor and their ratio."""
+    """Weights are made, our engine decodes over blocks in floats and in fp8, and each line has rates, floors and their
+    ratios."""
     gpu.make_weights("tiny", "cpu", tmp_path)
     args = argparse.Namespace(
         size="tiny", device="cpu", sequences=[1, 3], prompt=20, new=6, cuda_graphs="auto", model=tmp_path
@@ -25,8 +26,11 @@ def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
     assert all(seconds > 0 for seconds in ours["steps"].values())
     assert ours["attention"] == "torch"
     assert len(ours["reasons"]) == 2
-    lines = gpu.table(args, ours, {"steps": {"1": ours["steps"]["1"] * 2}}, 1e9).splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:]] == ["2.00", "–"]
+    fp8 = json.loads(json.dumps(gpu.run_ours(args, "fp8")))
+    assert "few rows are multiplied by floats" in fp8["reasons"][2]
+    lines = gpu.table(args, ours, fp8, {"steps": {"1": ours["steps"]["1"] * 2}}, 1e9).splitlines()
+    assert [line.split("|")[6].strip() for line in lines[2:]] == ["2.00", "–"]
+    assert len({line.count("|") for line in lines}) == 1
     assert "nan" not in "".join(lines)
 
 
@@ -35,6 +39,8 @@ def test_the_floor() -> None:
     config = gpu.config_of("1b")
     assert gpu.floor_seconds(config, 2, 1, 0, 1.0) == pytest.approx(2 * 1.2358e9, rel=0.01)
     more = gpu.floor_seconds(config, 2, 8, 100, 1.0) - gpu.floor_seconds(config, 2, 8, 0, 1.0)
+    saved = gpu.floor_seconds(config, 2, 1, 0, 1.0) - gpu.floor_seconds(config, 2, 1, 0, 1.0, 1)
+    assert saved == pytest.approx(1.2358e9 - config.hidden_size * config.vocab_size, rel=0.01)
     assert more == 8 * 100 * 2 * 512 * 16 * 2
 
 

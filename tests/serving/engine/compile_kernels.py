@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mlflow_llm.serving.engine import device_race_kernel as race
+from mlflow_llm.serving.engine import fp8_kernel
 from mlflow_llm.serving.engine import fused_kernels as fused
 from mlflow_llm.serving.engine.paged import decode_kernel as decode
 
@@ -35,4 +36,8 @@ build(decode.add_up, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
 build(fused.rms_norm, [HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
-build(fused.silu_gate, [HALF, HALF, HALF, "i32"], BLOCK=1024)
+build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, "fp32"], N=3072, PADDED=4096)
+build(fused.silu_gate, [HALF, HALF, HALF, "i32", "i32", "i32"], BLOCK=1024)
+for rows in (16, 32):
+    arrays, more = [HALF, "*u8", FLOAT, FLOAT, HALF], {"BLOCK_M": rows, "BLOCK_N": rows, "BLOCK_K": 256}
+    build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **more)
