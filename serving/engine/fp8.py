@@ -109,11 +109,11 @@ def multiply_floats(
 @contextmanager
 def all_rows_are_many() -> Iterator[None]:
     """So that a self-test of a few tokens looks at the products of many."""
-    Fp8Weight.few = 0
+    few, Fp8Weight.few = Fp8Weight.few, 0
     try:
         yield
     finally:
-        Fp8Weight.few = FEW
+        Fp8Weight.few = few
 
 
 def refuse(settings: EngineSettings, device: Any) -> None:

@@ -12,6 +12,7 @@ from tiny_models import greedy, prompt_of, request_of
 from transformers import BertConfig, BertModel
 
 from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
+from mlflow_llm.serving.engine import fp8
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.settings import EngineSettings
@@ -38,6 +39,21 @@ def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, tiny_llama: Any) -> No
     assert (core.info.paged.attention, core.info.paged.attention_reason) == ("triton", "")
     assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == ((1, 2, 4, 6), "")
     outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(5)))
+    assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
+    core.close()
+
+
+def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
+    """In bfloat16 few rows and many are multiplied as such where the device has products in float8, and steps are
+    recorded; the self-test at load has looked at both."""
+    settings = EngineSettings(max_num_seqs=40, device="cuda", kv_cache_memory=1 << 26, quantization="fp8")
+    core = EngineCore(tiny_bundle, settings)
+    has = torch.cuda.get_device_capability() >= fp8.CAPABILITY
+    why = "many rows are multiplied by floats: the device has no products in float8"
+    assert core.info.quantization_reason == ("" if has else why)
+    assert core.info.paged is not None
+    assert core.info.paged.cuda_graphs_reason == ""
+    outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(40)))
     assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
     core.close()
 
