@@ -2,8 +2,8 @@
 
     python benchmarks/fp8.py --model .cache/models/smollm2 --text docs/*.md
 
-``few rows``: activations of every token as they are, as decode steps of few sequences have them; ``many rows``: in fp8 by
-token, as prompts have them. Speed is for ``gpu.py`` to measure.
+``few rows``: activations of every token as they are, as decode steps of few sequences have them; ``many rows``: in fp8
+by token, as prompts have them. Speed is for ``gpu.py`` to measure.
 """
 
 from __future__ import annotations

@@ -222,6 +222,7 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
 def free_memory(device: Any) -> int:
     """Bytes free on the device; for CPU within the limits of the control group too."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # weights that were packed anew have left their memory to torch, which counts as taken
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     for limit, usage in (

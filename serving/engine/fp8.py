@@ -57,7 +57,7 @@ class Fp8Weight:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.values, scale = quantize_rows(weight.detach().float())
+        self.values, scale = quantize_rows(weight.detach().float().contiguous())  # a Conv1D's lie transposed
         self.scale, self.dtype = scale.flatten(), weight.dtype
         self.bias = None if bias is None else bias.float()
         self.by_kernel = not why_not_kernel(weight.device, weight.dtype)
@@ -93,7 +93,7 @@ def multiply_quantized(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """The same of any number of rows, x rounded to float8, by the device's products of such."""
-    q, row_scale = quantize_rows(x)
+    q, row_scale = quantize_rows(x.contiguous())
     # bfloat16: on CUDA no other result is offered with a scale a row
     y = torch._scaled_mm(q, values.t(), scale_a=row_scale, scale_b=scale[None], out_dtype=torch.bfloat16)
     return (y if bias is None else y + bias).to(x.dtype)

@@ -13,10 +13,13 @@ import torch
 from engine_runs import run
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, make_model, prompt_of, request_of
+from transformers import BertConfig, BertModel
 
-from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.engine import fp8, linear, triton_here
+from mlflow_llm.serving.engine.assembly import free_memory
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.embedder import load_embedder
 from mlflow_llm.serving.engine.forward_context import ContextHolder
 from mlflow_llm.serving.engine.stored_weights import adopted, settled
 from mlflow_llm.serving.engine.weight_layouts import OneDnnWeight, PlainWeight
@@ -116,6 +119,16 @@ def test_many_rows_are_multiplied_in_float8(dtype: torch.dtype) -> None:
     torch.testing.assert_close(fp8.multiply_quantized(x * 0, values, scale, bias).float(), bias.expand(70, -1))
 
 
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("rows", [2, fp8.FEW + 2])
+def test_weights_that_lie_transposed(rows: int) -> None:
+    """As GPT-2 stores them: kernels read them as any other."""
+    weight = fp8.Fp8Weight(torch.randn(48, 96, device=DEVICE).t(), None)
+    x = torch.randn(48, rows, device=DEVICE).t()
+    wanted = x @ weight.dense().t()
+    assert (weight.matmul(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
 @in_float8
 @pytest.mark.usefixtures("_kernels")
 def test_who_multiplies_follows_from_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +198,30 @@ def test_an_engine_is_near_floats(tiny_bundle: Bundle, request: pytest.FixtureRe
     narrow.check_integrity()
     exact.close()
     narrow.close()
+
+
+@on_cpu
+def test_vectors_are_near(tmp_path: Path) -> None:
+    """An encoder's point where those of floats do."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    BertModel(BertConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path)
+    bundle = Bundle(
+        content_hash="tiny", tasks=("embeddings",), model_dir=str(tmp_path), tokenizer_dir="", embedding=EmbeddingSpec()
+    )
+    floats, narrow = (load_embedder(bundle, EngineSettings(kernels="torch", quantization=q)) for q in ("none", "fp8"))
+    assert (narrow.info.quantization, narrow.info.quantization_reason[:3]) == ("fp8", "few")
+    texts = [(5, 6, 7), tuple(range(3, 53))]
+    similar = (floats.embed(texts) * narrow.embed(texts)).sum(-1)
+    assert ((similar > 0.99) & (similar < 1)).all()
+
+
+def test_memory_of_weights_that_were_packed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch keeps of freed tensors is given back before it is asked how much the device has left."""
+    held = [300]
+    monkeypatch.setattr(torch.cuda, "empty_cache", held.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - sum(held), 1000))
+    assert free_memory(torch.device("cuda")) == 1000
 
 
 @on_cpu
