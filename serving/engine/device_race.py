@@ -13,6 +13,7 @@ import torch
 
 from ..request import Sampling
 from . import triton_here
+from .upload import upload_values
 
 BLOCK = 1024  # tokens that a program races among
 
@@ -32,22 +33,21 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, devi
     return times
 
 
-def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
     """The winner of each row of ``logits`` float32 [B, V] at its temperature, among tokens of at least ``min_p`` of the
-    likeliest one's probability."""
+    likeliest one's probability: int64 [B] on the device, which is not waited for."""
     from . import device_race_kernel as kernel
 
     (rows, size), device = logits.shape, logits.device
-    scales = torch.tensor([1.0 / p.temperature for p in parameters], dtype=torch.float32, device=device)
-    least = torch.tensor([p.min_p for p in parameters], dtype=torch.float32, device=device)
+    scales = upload_values([1.0 / p.temperature for p in parameters], torch.float32, device)
+    least = upload_values([p.min_p for p in parameters], torch.float32, device)
     floors = logits.amax(-1) * scales + torch.log(least)  # -inf where there is none
     chunks = -(-size // BLOCK)
     scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int64, device=device)
     keys = _keys(seeds, positions, device)
     kernel.race[(rows, chunks)](logits.contiguous(), keys, scales, floors, scores, winners, size, BLOCK=BLOCK)
-    tokens: list[int] = winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0].tolist()
-    return tokens
+    return winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:
@@ -56,4 +56,4 @@ def _keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:
         [seed - (1 << 64) if seed >= 1 << 63 else seed, position]
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    return torch.tensor(signed, dtype=torch.int64, device=device)
+    return upload_values(signed, torch.int64, device)

@@ -28,8 +28,10 @@ from .randomness import exponentials
 from .rejection import draft_of, is_drafted
 from .rejection import draw as draw_drafted
 from .sequence import NOTHING_LEFT, Place, Sampled
+from .upload import to_device, upload_values
 
 CANDIDATES = 1024  # tokens looked at before a row with top_p is sorted whole
+UNDECIDED = -3  # in place of a token, where the row has to be sorted first
 
 
 def sample(logits: Any, sequences: Sequence[Place]) -> list[Sampled]:
@@ -187,42 +189,85 @@ def _draw(kind: str, logits: Any, sequences: Sequence[Place]) -> list[int]:
         return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
     if native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
-    on_device = device_race.is_offered(logits.device)
-    if on_device and kind == "whole":
+    tokens: list[int] = _race_rows(kind, logits, parameters, seeds, positions).tolist()
+    for i in [i for i, token in enumerate(tokens) if token == UNDECIDED]:
+        tokens[i] = _draw_sorted(logits[i : i + 1], parameters[i], seeds[i], positions[i])
+    return tokens
+
+
+def is_drawn_unread(sequence: Place) -> bool:
+    """Whether ``draw_unread`` draws the tokens of a sequence: by logits, seed, position and parameters alone, and with
+    nothing else to be told of them."""
+    p = sequence.sampling
+    if p.grammar is not None or p.draft is not None or p.logprobs is not None or p.generation_logits:
+        return False
+    return not is_adjusted(sequence)
+
+
+def draw_unread(logits: Any, sequences: Sequence[Place], positions: Sequence[int]) -> Any:
+    """What ``choose`` gives, int64 [B] on the device of ``logits`` [B, V], without waiting for it; ``UNDECIDED`` where
+    only ``choose`` can tell. ``positions`` are those of the tokens."""
+    best, tokens = logits.max(-1)
+    kinds: dict[str, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        kinds.setdefault(_kind(sequence), []).append(i)
+    for kind, rows in kinds.items():
+        if kind == "greedy":
+            continue
+        chosen = [sequences[i] for i in rows]
+        own = [s.sampling for s in chosen], [s.seed for s in chosen], [positions[i] for i in rows]
+        if len(rows) == len(sequences):
+            tokens = _race_rows(kind, logits.float(), *own)
+        else:
+            at = upload_values(rows, torch.int64, logits.device)
+            drawn = _race_rows(kind, logits.index_select(0, at).float(), *own)
+            tokens = tokens.index_copy(0, at, drawn)
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+def _race_rows(
+    kind: str, logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
+) -> Any:
+    """Tokens int64 [B] on the device of ``logits`` float32 [B, V], ``UNDECIDED`` where "truncated" has to be sorted."""
+    if device_race.is_offered(logits.device) and kind == "whole":
         return device_race.race(logits, parameters, seeds, positions)
-    times = (
-        device_race.exponentials(seeds, positions, logits.shape[-1], logits.device)
-        if on_device
-        else exponentials(seeds, positions, logits.shape[-1]).to(logits.device)
-    )
+    times = _times(seeds, positions, logits)
     logits = logits / _column(parameters, "temperature", logits)
     if kind == "whole":
-        probabilities = _min_p(torch.softmax(logits, -1), parameters)
-        return race(probabilities, times).tolist()
+        return race(_min_p(torch.softmax(logits, -1), parameters), times)
     if kind == "truncated":
         return _draw_truncated(logits, parameters, times)
     return _draw_typical(logits, parameters, times)
 
 
-def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> list[int]:
-    """Work on the best ``CANDIDATES``; rows for which these are not enough are sorted whole."""
+def _times(seeds: Sequence[int], positions: Sequence[int], like: Any) -> Any:
+    size, device = like.shape[-1], like.device
+    if device_race.is_offered(device):
+        return device_race.exponentials(seeds, positions, size, device)
+    return to_device(exponentials(seeds, positions, size), device)
+
+
+def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
+    """Works on the best ``CANDIDATES``; ``UNDECIDED`` are rows for which these are not enough."""
     V = logits.shape[-1]
     width = min(V, max([CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
     values, ids = logits.topk(width, dim=-1)
     totals = torch.logsumexp(logits, -1, keepdim=True)
-    reached = torch.exp(values - totals).sum(-1)
-    short = [
-        i
-        for i, (p, r) in enumerate(zip(parameters, reached.tolist(), strict=True))
-        if width < V and not 0 < p.top_k <= width and r < p.top_p
-    ]
-    kept = truncate(values, totals, parameters)
-    tokens: list[int] = ids.gather(1, race(kept, times.gather(1, ids))[:, None])[:, 0].tolist()
-    for i in short:
-        whole, order = logits[i : i + 1].sort(-1, descending=True)
-        weights = truncate(whole, totals[i : i + 1], [parameters[i]])
-        tokens[i] = int(order[0, race(weights, times[i : i + 1].gather(1, order))[0]])
-    return tokens
+    tokens = ids.gather(1, race(truncate(values, totals, parameters), times.gather(1, ids))[:, None])[:, 0]
+    wanted = [0.0 if 0 < p.top_k <= width else p.top_p for p in parameters]
+    if width == V or not any(wanted):
+        return tokens
+    reached = torch.exp(values - totals).sum(-1).double()
+    return torch.where(reached < upload_values(wanted, torch.float64, logits.device), UNDECIDED, tokens)
+
+
+def _draw_sorted(logits: Any, parameters: Sampling, seed: int, position: int) -> int:
+    """Of a row [1, V] that is sorted whole."""
+    times = _times([seed], [position], logits)
+    logits = logits / parameters.temperature
+    whole, order = logits.sort(-1, descending=True)
+    weights = truncate(whole, torch.logsumexp(logits, -1, keepdim=True), [parameters])
+    return int(order[0, race(weights, times.gather(1, order))[0]])
 
 
 def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
@@ -232,8 +277,9 @@ def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
     """
     width = values.shape[-1]
     place = torch.arange(width, device=values.device)
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < width else width for p in parameters], device=values.device)[:, None]
-    limited = torch.tensor([p.top_k > 0 for p in parameters], device=values.device)[:, None]
+    most = [[p.top_k if 0 < p.top_k < width else width] for p in parameters]
+    top_k = upload_values(most, torch.int64, values.device)
+    limited = upload_values([[p.top_k > 0] for p in parameters], torch.bool, values.device)
     weights = torch.exp(values.double() - totals.double()).masked_fill(place >= top_k, 0.0)
     weights = torch.where(limited, weights / weights.sum(-1, keepdim=True), weights)
     before = weights.cumsum(-1) - weights
@@ -242,11 +288,9 @@ def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
     return _min_p(weights * keep, parameters)
 
 
-def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> list[int]:
+def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
     weights, token_ids = _typical(logits, parameters)
-    place = race(weights, times.gather(1, token_ids))[:, None]
-    tokens: list[int] = token_ids.gather(1, place)[:, 0].tolist()
-    return tokens
+    return token_ids.gather(1, race(weights, times.gather(1, token_ids))[:, None])[:, 0]
 
 
 def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
@@ -289,7 +333,7 @@ def race(weights: Any, times: Any) -> Any:
 
 
 def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
-    return torch.tensor([[getattr(p, name)] for p in parameters], dtype=like.dtype, device=like.device)
+    return upload_values([[getattr(p, name)] for p in parameters], like.dtype, like.device)
 
 
 def adjust(logits: Any, sequences: Sequence[Place]) -> None:

@@ -22,6 +22,7 @@ import torch
 from ..forward_context import ContextHolder, ForwardContext
 from ..kv_cache import Row
 from ..runner import ModelForward
+from ..upload import upload
 from ..virtual_tokens import VirtualTokens
 from .paged_cache import PagedKVCache
 from .paged_plan import PagedPlan, StepTables, row_indexes, table_array
@@ -70,7 +71,7 @@ class RecordedStep:
         self._graph = graph
 
     def run(self, ids: Any, rows: Sequence[Row]) -> Any:
-        """Logits [len(rows), V] of tokens ``ids``, one for each of ``rows``."""
+        """Logits [len(rows), V] of tokens ``ids``, one for each of ``rows``, without waiting for the device."""
         self._fill(ids, rows)
         if self._graph is None:
             return self._compute()[: len(rows)]
@@ -82,17 +83,17 @@ class RecordedStep:
         starts = np.array([row.start for row in rows], dtype=np.int64)
         blocks = table_array(tables)
         to = self._tables
-        self._put(self._ids[0], ids, 0)
+        self._ids[0, : len(rows)].copy_(ids)
         self._put(self._positions[0], starts, 0)
         self._put(to.indexes, row_indexes(rows, tables, self._cache.block_size), 0)
         self._put(to.lengths, (starts + 1).astype(np.int32), 1)
-        to.block_tables[: len(rows), : blocks.shape[1]].copy_(torch.from_numpy(blocks))
+        to.block_tables[: len(rows), : blocks.shape[1]].copy_(upload(blocks, self._cache.device))
         to.block_tables[len(rows) :, :1] = 0
 
     def _put(self, buffer: Any, values: Any, padding: int) -> None:
         padded = np.full(self._size, padding, dtype=values.dtype)
         padded[: len(values)] = values
-        buffer.copy_(torch.from_numpy(padded))
+        buffer.copy_(upload(padded, self._cache.device))
 
     def _compute(self) -> Any:
         self._holder.context = ForwardContext(num_tokens=self._size, attention=self._plan)
@@ -121,6 +122,7 @@ class GraphedForward:
         why_not: str = "",
     ) -> None:
         self._plain = plain
+        self.device = cache.device
         self.sizes = sizes_up_to(max_num_seqs)
         self._steps = {size: RecordedStep(model, holder, cache, size) for size in self.sizes}
         self.reason = ""
@@ -155,6 +157,14 @@ class GraphedForward:
     ) -> Any:
         """See ``StepForward.forward``."""
         single = len(kept) == len(ids) == len(rows) and virtual is None and not any(adapters)
-        if not single or not self.sizes or len(rows) > self.sizes[-1]:
+        if not single or not self.takes(len(rows)):
             return self._plain.forward(ids, rows, adapters, kept, virtual)
+        return self.decode(upload(ids, self.device), rows)
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether there is a step for so many single tokens."""
+        return bool(self.sizes) and num_rows <= self.sizes[-1]
+
+    def decode(self, ids: Any, rows: Sequence[Row]) -> Any:
+        """Logits [len(rows), V] of single tokens, of the base model: ``ids`` int64 [len(rows)] are on the device."""
         return self._steps[self.sizes[bisect_left(self.sizes, len(rows))]].run(ids, rows)
