@@ -53,12 +53,14 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     its weights are in. ``kv_block_size``: the KV cache is made of blocks of so many tokens, which sequences that begin
     alike have together; None is 16 on CUDA and contiguous slots on CPU, where blocks are for trying them out, with
     ``kernels`` "torch" alone. ``cuda_graphs``: "auto" records the decode steps of a few sizes as CUDA graphs at start,
-    where KV is in blocks, "none" never. ``threads`` None is the physical cores this process may use, by affinity and
-    within the CPU quota of its control groups. ``speculation``: "auto" computes tokens ahead that an earlier place of
-    the text suggests, where our own kernels run and few sequences do; the text is the same. ``draft_model``: a
-    directory or a model URI of a smaller model of the same vocabulary, which is asked what may come where nothing else
-    suggests it; its own keys and values are as for "auto". ``max_logits_bytes``: of the logits that one request may ask
-    for (context and generation together), which the engine and its caller's process hold in memory; 0 gives none.
+    where KV is in blocks, "none" never. ``launch_ahead``: "auto" launches such a step before the tokens of the last are
+    read, where every sequence only goes on by a token drawn on the device; the text is the same. ``threads`` None is
+    the physical cores this process may use, by affinity and within the CPU quota of its control groups.
+    ``speculation``: "auto" computes tokens ahead that an earlier place of the text suggests, where our own kernels run
+    and few sequences do; the text is the same. ``draft_model``: a directory or a model URI of a smaller model of the
+    same vocabulary, which is asked what may come where nothing else suggests it; its own keys and values are as for
+    "auto". ``max_logits_bytes``: of the logits that one request may ask for (context and generation together), which
+    the engine and its caller's process hold in memory; 0 gives none.
     ``batch_invariant``: results are bitwise the same alone and in any batch, also where they are not by themselves (by
     torch's kernels): each sequence is computed alone, and no prefix is reused (docs/determinism.md). ``max_adapters``
     bounds the LoRA adapters that have names; ``adapter_memory`` the bytes of those loaded, and of the ones that came
@@ -86,6 +88,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     kv_block_size: BlockSize | None = None
     cuda_graphs: Literal["auto", "none"] = "auto"
+    launch_ahead: Literal["auto", "none"] = "auto"
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
     batch_invariant: bool = False

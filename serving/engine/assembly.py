@@ -41,13 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A generating engine has all but the embedder, an embedding engine only that."""
+    """A generating engine has all but the embedder (``ahead`` where steps are), an embedding engine only that."""
 
     info: EngineInfo
     cache: Any = None
     scheduler: Any = None
     runner: Any = None
     lora: Any = None
+    ahead: GraphedForward | None = None  # what steps are launched by ahead of others
     embedder: Any = None
 
 
@@ -80,6 +81,8 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
     forward = step_forward(loaded, cache, lora, settings)
     num_tokens = settings.max_num_batched_tokens or step_size(forward, cache, loaded.vocab_size, settings.max_num_seqs)
     speculation = _speculation(bundle, loaded, settings, memory, num_tokens)
+    not_ahead = why_not_ahead(forward, settings)
+    ahead = forward if isinstance(forward, GraphedForward) and not not_ahead else None
     info = EngineInfo(
         content_hash=bundle.content_hash,
         tasks=bundle.tasks,
@@ -102,7 +105,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         threads=torch.get_num_threads(),
         pid=os.getpid(),
         max_logits_bytes=settings.max_logits_bytes,
-        paged=_paged_info(loaded, cache, forward),
+        paged=_paged_info(loaded, cache, forward, not_ahead),
         capabilities=Capabilities(
             structured_output=bool(bundle.tokenizer_dir), beam_search=True, lora_tasks=True, prompt_tables=width > 0
         ),
@@ -114,7 +117,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         speculation=speculation,
         batch_invariant=alone,
     )
-    return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora)
+    return EngineParts(info, cache, scheduler, Runner(forward, cache, batch_invariant=alone), lora, ahead)
 
 
 def _speculation(
@@ -152,7 +155,18 @@ def _why_no_kernel(loaded: LoadedModel, cache: PagedKVCache) -> str:
     return next(filter(None, reasons), "")
 
 
-def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward) -> PagedInfo | None:
+def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
+    """Why no step is launched before the tokens of the last are read; empty where steps are."""
+    if settings.launch_ahead == "none":
+        return "the setting launch_ahead is 'none'"
+    if settings.batch_invariant:
+        return "with batch_invariant each sequence is computed alone"
+    if not isinstance(forward, GraphedForward) or not forward.sizes or forward.device.type != "cuda":
+        return "decode steps are not recorded as CUDA graphs"  # others wait for the device while they are launched
+    return ""
+
+
+def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_ahead: str) -> PagedInfo | None:
     if not isinstance(cache, PagedKVCache):
         return None
     reason = _why_no_kernel(loaded, cache)
@@ -163,6 +177,8 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward) -> Pa
         attention_reason=reason,
         cuda_graphs=tuple(graphs.sizes) if graphs else (),
         cuda_graphs_reason=graphs.reason if graphs else "the setting cuda_graphs is 'none'",
+        launch_ahead=not not_ahead,
+        launch_ahead_reason=not_ahead,
     )
 
 

@@ -33,6 +33,7 @@ from .grammars import TEXTS, Compilation, Grammars
 from .inflight import InflightRequest, InflightRequests
 from .interface import AdapterInfo, Client, EngineInfo, EngineOutput, Health
 from .kv_cache import PrefixKey
+from .launch_ahead import LaunchAhead
 from .logits_processors import LogitsProcessors
 from .masks import Masks
 from .native import library
@@ -77,6 +78,7 @@ class EngineCore:
         scheduler, cache = self._scheduler, self._parts.cache
         self._exits = Exits(self._inflight, scheduler, cache, self._embeddings, self._grammars)
         self._delivery = Delivery(self._inflight, scheduler, cache, self._exits, self._add_member)
+        self._ahead = LaunchAhead(self._parts.ahead, scheduler, cache)
         self._next_id = 0
         self._steps = 0
         self._last_step = time.monotonic()
@@ -254,9 +256,10 @@ class EngineCore:
         self._expire()
         if self._grammars:
             self._end_waits()
-        runs = self._scheduler.schedule() if self._scheduler is not None else []
+        launched = self._ahead.launched
+        runs = launched or (self._scheduler.schedule() if self._scheduler is not None else [])
         if runs:
-            self._run(runs)
+            self._run(runs, self._forward_ahead if launched or self._ahead.takes(runs) else self._forward)
             self._scheduler.ran(runs, time.monotonic() - began)
         if self._embeddings:
             self._embed()
@@ -267,12 +270,13 @@ class EngineCore:
         self._goes_on = bool(runs) and self._scheduler.has_work()
         return self._inflight.drain()
 
-    def _run(self, runs: list[Run]) -> None:
+    def _run(self, runs: list[Run], forward: Callable[[list[Run]], None]) -> None:
         known = [run.sequence.num_tokens for run in runs]
         try:
-            self._forward(runs)
+            forward(runs)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(runs))
+            self._ahead.drop()
             if len(runs) == 1:
                 self._exits.fail(self._inflight.of(runs[0].sequence), InternalError(_brief(error)))
                 return
@@ -281,7 +285,13 @@ class EngineCore:
             for run, num_tokens in zip(runs, known, strict=True):
                 if run.sequence.status == "running" and run.sequence.num_tokens == num_tokens:
                     run.sequence.num_computed = run.start
-                    self._run([run])
+                    self._run([run], self._forward)
+
+    def _forward_ahead(self, runs: list[Run]) -> None:
+        """Launch what follows ``runs``, where that is certain, and then give out what came of these."""
+        began = time.monotonic()
+        wanted, sampled = self._ahead.step(runs)
+        self._delivery.give_out_sampled(wanted, sampled, began)
 
     def _forward(self, runs: list[Run]) -> None:
         """Run, and give out what came of it."""
@@ -389,6 +399,7 @@ class EngineCore:
         cache = self._parts.cache
         if cache is not None:
             cache.check_integrity()
+            self._ahead.check_integrity()
             running = len(self._scheduler.running)
             unfinished = sum(len(inflight.unfinished) for inflight in self._inflight)
             if running + len(self._scheduler.waiting) + len(self._scheduler.held) != unfinished:
@@ -398,6 +409,7 @@ class EngineCore:
         """End every request with ``Failed("shutting_down")`` and give memory back; returns the last events."""
         if not self._closed:
             self._closed = True
+            self._ahead.drop()
             for inflight in self._inflight:
                 self._exits.fail(inflight, ShuttingDown("the engine is shutting down"))
             self._grammars.close()

@@ -75,6 +75,12 @@ class Delivery:
         for group in searches.values():
             self._search(group)
 
+    def give_out_sampled(self, runs: Sequence[Run], sampled: Sequence[Sampled], began: float) -> None:
+        """Give each of ``runs`` its token, which was drawn on the device, of the step that ``began`` then."""
+        self._began, self._batch_size = began, len(runs)
+        for run, one in zip(runs, sampled, strict=True):
+            self._deliver(run.sequence, [one], None)
+
     def end_complete(self, sequences: Sequence[SequenceState]) -> frozenset[SequenceState]:
         """Those that are found to be at their end, or at a dead one, when it is known what may come next."""
         over = []

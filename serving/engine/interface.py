@@ -53,13 +53,17 @@ class Capabilities(Struct, frozen=True, kw_only=True):
 
 class PagedInfo(Struct, frozen=True, kw_only=True):
     """``kv_block_size`` tokens a block; decodes attend by "triton" or "torch" (``attention_reason``: why not by the
-    first); ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none is)."""
+    first); ``cuda_graphs`` are the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none is).
+    ``launch_ahead``: whether a step is launched before the last one's tokens are read (``launch_ahead_reason``: why
+    not)."""
 
     kv_block_size: int
     attention: Literal["triton", "torch"]
     attention_reason: str = ""
     cuda_graphs: tuple[int, ...] = ()
     cuda_graphs_reason: str = ""
+    launch_ahead: bool = False
+    launch_ahead_reason: str = ""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

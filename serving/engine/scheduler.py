@@ -163,6 +163,21 @@ class Scheduler:
         runs = self._step(True)
         return sorted(runs + self._best_effort(runs), key=lambda run: run.num_tokens > 1)
 
+    def following(self, runs: Sequence[Run]) -> list[Run]:
+        """The step after ``runs``, single tokens that are being computed and not known yet: what ``schedule`` would
+        plan if none of them ended its text. Empty where it might plan anything else, or there is nothing more to do."""
+        if not runs or len(runs) < len(self.running):
+            return []
+        last = self.running[-1]
+        if self.running[0].provisioned != last.provisioned or (self.budget.lingers and not last.provisioned):
+            return []
+        going = [run.sequence for run in runs if run.sequence.num_generated + 1 < run.sequence.stop_rule.max_tokens]
+        if self.waiting and (len(going) < self.max_num_seqs or (self.waiting.has_provisioned and not last.provisioned)):
+            return []
+        if not all(self.cache.grow(sequence.id, sequence.num_tokens + 1) for sequence in going):
+            return []
+        return [Run(sequence, sequence.num_tokens, 1) for sequence in going]
+
     def ran(self, runs: Sequence[Run], seconds: float) -> None:
         """``runs`` took ``seconds``: what the next steps are planned by."""
         if runs and not any(run.num_drafted for run in runs):

@@ -15,6 +15,7 @@ from mlflow_llm.serving.bundle import Bundle, EmbeddingSpec
 from mlflow_llm.serving.engine import fp8
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.embedder import load_embedder
+from mlflow_llm.serving.engine.launch_ahead import LaunchAhead
 from mlflow_llm.serving.settings import EngineSettings
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -56,6 +57,37 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
     outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(40)))
     assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
     core.close()
+
+
+def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is launched before the last one's tokens are read is launched without a wait for the device, drawn
+    in each way; the texts are those of steps launched one by one."""
+    follow, followed = LaunchAhead._follow, []
+
+    def watched(self: LaunchAhead, step: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = follow(self, step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        followed.append(launched is not None)
+        return launched
+
+    monkeypatch.setattr(LaunchAhead, "_follow", watched)
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 20}]
+    ways.append({"temperature": 0.9, "typical_p": 0.8})
+    requests = [request_of(str(i), prompt_of(9 + i, i), seed=i, max_tokens=40 + i, **way) for i, way in enumerate(ways)]
+    texts = []
+    for setting in ("auto", "none"):
+        settings = EngineSettings(max_num_seqs=6, launch_ahead=setting, device="cuda", kv_cache_memory=1 << 26)
+        core = EngineCore(tiny_bundle, settings)
+        assert core.info.paged is not None
+        assert core.info.paged.launch_ahead == (setting == "auto"), core.info.paged.launch_ahead_reason
+        texts.append({name: outcome.tokens[0] for name, outcome in run(core, *requests).items()})
+        core.check_integrity()
+        core.close()
+    assert texts[0] == texts[1]
+    assert sum(followed) > 30
 
 
 def test_vectors_are_those_of_the_processor(tmp_path: Any) -> None:
