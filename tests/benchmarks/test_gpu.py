@@ -19,17 +19,21 @@ def test_a_table_of_a_tiny_model(tmp_path: Path) -> None:
     ratios."""
     gpu.make_weights("tiny", "cpu", tmp_path)
     args = argparse.Namespace(
-        size="tiny", device="cpu", sequences=[1, 3], prompt=20, new=6, cuda_graphs="auto", model=tmp_path
-    )
+        size="tiny", device="cpu", sequences=[1, 3], prompt=20, new=6, cuda_graphs="auto", launch_ahead="auto",
+        model=tmp_path,
+    )  # fmt: skip
     ours = json.loads(json.dumps(gpu.run_ours(args)))
     assert set(ours["steps"]) == {"1", "3"}
     assert all(seconds > 0 for seconds in ours["steps"].values())
     assert ours["attention"] == "torch"
-    assert len(ours["reasons"]) == 2
+    assert (len(ours["reasons"]), ours["ahead"]) == (3, False)
     fp8 = json.loads(json.dumps(gpu.run_ours(args, "fp8")))
-    assert "few rows are multiplied by floats" in fp8["reasons"][2]
-    lines = gpu.table(args, ours, fp8, {"steps": {"1": ours["steps"]["1"] * 2}}, 1e9).splitlines()
-    assert [line.split("|")[6].strip() for line in lines[2:]] == ["2.00", "–"]
+    assert "few rows are multiplied by floats" in fp8["reasons"][3]
+    slower = {"steps": {"1": ours["steps"]["1"] * 2}}
+    lines = gpu.table(args, ours, slower, fp8, slower, 1e9).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+    assert [row[7] for row in cells] == ["2.00", "–"]
+    assert [row[3] for row in cells] == [row[6] for row in cells]
     assert len({line.count("|") for line in lines}) == 1
     assert "nan" not in "".join(lines)
 
