@@ -1,7 +1,8 @@
 // The C interface that serving/engine/native/library.py binds. No Python in here: one build serves every version.
 //
 // Built without special flags: what is compiled for newer processors is entered only after mlt_supported() said so. One
-// library holds the kernels of one instruction set: AVX-512 or NEON; native_avx2.cpp and native_sve.cpp make those for AVX2 and SVE.
+// library holds the kernels of one instruction set: AVX-512 or NEON; native_avx2.cpp makes the one for AVX2, native_sve.cpp
+// that for SVE.
 
 #include <cstdint>
 
