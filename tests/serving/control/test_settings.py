@@ -37,7 +37,7 @@ ENGINE = [
     ("threads", 10**30, "an integer from 1 to 1024, or null"),
     ("kv_cache_memory", "4GiB", "a number of bytes, an integer of 1 or more, or null"),
     ("dtype", "foo", "one of 'auto', 'bfloat16', 'float16', 'float32'"),
-    ("quantization", "int2", "one of 'int4', 'int8', 'none'"),
+    ("quantization", "int2", "one of 'fp8', 'int4', 'int8', 'none'"),
     ("device", "tpu", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
     ("compile", "yes", "true or false"),
     ("idle_timeout", -5, "a number from 0 to 31536000"),
