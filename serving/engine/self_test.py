@@ -32,9 +32,9 @@ STEPS = (
     ((0, 8, 1), (2, 3, 1)),
 )
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}  # relative to the largest logit
-# int8 is near on the whole, not at each place: the norm of the difference over the norm of what is right, each row
-# less its mean. SmolLM2-135M has 0.29 on these random tokens (fp8, few rows: 0.17), tiny random models up to 0.16; logits
-# of another model have 1.4, all zeros 1. So are experts in less than float32, where a token's last bits may choose
+# int8 is near on the whole, not at each place: the norm of the difference over the norm of what is right, each row less
+# its mean. SmolLM2-135M has 0.29 on these random tokens (fp8, few rows: 0.17), tiny random models up to 0.16; logits of
+# another model have 1.4, all zeros 1. So are experts in less than float32, where a token's last bits may choose
 # another: tiny random Mixtrals in bfloat16, two layers of four experts, have up to 0.43 by that.
 WHOLE_TOLERANCE = 0.6
 UNSAID_WINDOW = ("PhimoeForCausalLM",)  # their masks have windows that their layers do not tell the attention of
