@@ -199,7 +199,7 @@ class IoLoop:
         self._count_time()
         self._run_commands()
         more = self._receive()
-        if self._flush() or more:
+        if self._flush() or more or self._was_welcomed():
             self.rest()
         elif self._wait() or self._is_dead():
             self._receive()  # what it said before it died
@@ -235,6 +235,10 @@ class IoLoop:
     def _refusal(self) -> str:
         has_handshake = self._connection is not None and self._connection.connected
         return self._reconnect.refusal(self.state.refused, has_handshake=has_handshake)
+
+    def _was_welcomed(self) -> bool:
+        """Whether a welcome has been read that ``_watch`` has not seen: nothing else need come after it."""
+        return self.phase == "connecting" and self.state.welcome
 
     def _is_dead(self) -> bool:
         """The broken connection says it first, after the last message; this is for one that does not break."""

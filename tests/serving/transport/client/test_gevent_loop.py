@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlflow_llm.serving.transport import protocol as m
 from mlflow_llm.serving.transport.client import io_loop
 from mlflow_llm.serving.transport.client.gevent_client import GeventPoller
 from mlflow_llm.serving.transport.client.io_loop import IoLoop
+from mlflow_llm.serving.transport.client.poller import ThreadPoller
 from mlflow_llm.serving.transport.client.protocol_state import ClientState
 
 INFO = EngineInfo(
@@ -95,12 +96,14 @@ def loop(engine: OneEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     state = ClientState("c")
     made = Loop(GeventPoller(), engine, state, stall_timeout=60.0, keep=True, rest=lambda: gevent.sleep(0))
     running = gevent.spawn(made.run)
-    assert isinstance(engine.hears(), m.Hello)
-    engine.says(m.Welcome("1", INFO, Health(status="ready")))
-    until(lambda: made.phase == "connected")
-    yield made
-    made.stop()
-    running.join(60)
+    try:
+        assert isinstance(engine.hears(), m.Hello)
+        engine.says(m.Welcome("1", INFO, Health(status="ready")))
+        until(lambda: made.phase == "connected")
+        yield made
+    finally:
+        made.stop()
+        running.join(60)
 
 
 def submit(loop: Loop, engine: OneEngine) -> Reader:
@@ -157,6 +160,29 @@ def test_what_breaks_on_the_way_ends_the_loop(loop: Loop, engine: OneEngine, cap
     assert failed.kind == "engine_died"
     assert loop.stopping
     assert "the engine's client ends" in caplog.text
+
+
+class NeverPolled(ThreadPoller):
+    def poll(self, seconds: float, take: Callable[[int], bool]) -> Collection[int]:
+        pytest.fail("it waits though all has come")
+
+
+def test_a_welcome_between_two_turns_is_seen_in_the_next(tmp_path: Path) -> None:
+    """Nothing need come after it, and no time pass: the loop is connected without having waited."""
+    engine = OneEngine(tmp_path)
+
+    def answer() -> None:
+        if loop.phase == "connecting" and not loop.state.welcome:
+            assert isinstance(engine.hears(), m.Hello)
+            engine.says(m.Welcome("1", INFO, Health(status="ready")))
+            until(lambda: loop._connection is not None and loop._connection._socket.poll(0))
+
+    loop = Loop(NeverPolled(), engine, ClientState("c"), stall_timeout=60.0, keep=True, rest=answer)
+    try:
+        loop.open()
+        assert loop.phase == "connected"
+    finally:
+        loop.close()
 
 
 def test_an_engine_that_says_something_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
