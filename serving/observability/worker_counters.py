@@ -37,7 +37,8 @@ def merge_ended(directory: Path, pid: int) -> None:
         for kind in KINDS:
             path = directory / f"{kind}_{pid}.db"
             if path.exists():
-                _add(path, directory / f"{kind}_ended.db")
+                if path.stat().st_size:  # else it ended just when it had made the file
+                    _add(path, directory / f"{kind}_ended.db")
                 path.unlink()
 
 

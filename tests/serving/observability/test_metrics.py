@@ -226,3 +226,16 @@ def test_counters_of_ended_workers_are_merged(tmp_path: Path, ended: Callable[[i
     merge_ended(tmp_path / "gone", 1)
     assert sorted(path.name for path in tmp_path.glob("*.db")) == ["counter_ended.db", "histogram_ended.db"]
     assert sorted(scrape().splitlines()) == sorted(whole.splitlines())
+
+
+def test_a_worker_that_ended_when_it_had_just_made_its_files_counted_nothing(
+    tmp_path: Path, ended: Callable[[int], int]
+) -> None:
+    """They are empty, or have a size and nothing in them; those of others are merged, and the arbiter goes on."""
+    for kind in KINDS:
+        (tmp_path / f"{kind}_1.db").touch()
+        (tmp_path / f"{kind}_2.db").write_bytes(bytes(2**16))
+    for pid in (1, ended(3), 2):
+        merge_ended(tmp_path, pid)
+    assert {path.name for path in tmp_path.glob("*.db")} == {f"{kind}_ended.db" for kind in KINDS}
+    assert b"requests_total" in (tmp_path / "counter_ended.db").read_bytes()
