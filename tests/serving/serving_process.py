@@ -113,6 +113,9 @@ def running(
         try:
             _await(server, seconds, until)
             yield server
+        except BaseException:
+            print(server.log()[-8000:])  # shown with the test that failed
+            raise
         finally:
             _end(process)
             _await_engines(Path(runtime))
