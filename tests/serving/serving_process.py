@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from mlflow_llm.serving.settings import EngineSettings
 
 INSTANT_CORE = "mlflow_llm.serving.testing.instant_core:InstantCore"
 GATED_CORE = "gated_core:GatedCore"
+PORTS = range(12_000, 32_000)  # below Linux' ip_local_port_range
 
 # ``running(in_worker=…)``: gunicorn forks its workers, and each runs the code before it makes its application
 SERVE = """
@@ -53,10 +55,29 @@ class Running:
         self.process.send_signal(signal.SIGTERM)
 
 
+def _ports() -> Iterator[int]:
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    own = PORTS[process::8]
+    first = os.getpid() % len(own)
+    return itertools.cycle([*own[first:], *own[:first]])
+
+
+_own_ports = _ports()
+
+
 def free_port() -> int:
+    """A port that nothing else takes before a server does: it belongs to this process of tests, each in its turn, and
+    the kernel gives it to no connection and to nobody who asks for any."""
+    return next(filter(_is_free, _own_ports))
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 @contextlib.contextmanager

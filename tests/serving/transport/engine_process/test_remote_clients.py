@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zmq
+from serving_process import free_port
 from transport_place import SETTINGS, completion, eventually, timeless
 
 from mlflow_llm.serving.errors import PackagingError, Unavailable
@@ -39,9 +40,7 @@ def write_key(path):
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def undisturbed(bundle, request):
