@@ -8,6 +8,9 @@ For linears that share an input, with ``H`` the mean of x x^T over the tokens of
 2. Columns are rounded one after the other, and what a rounding did wrong is made good by those that follow (GPTQ:
    Frantar et al. 2022, arxiv.org/abs/2210.17323). A group's scale and zero point are chosen when it is reached: those
    of the clipped ranges that leave the least error.
+3. Sweeps over all columns give each value, and each group its scale, what leaves the least error beside all others as
+   they now are (coordinate descent: QuantEase, Behdin et al. 2023, arxiv.org/abs/2309.01885): the first columns were
+   rounded before the others' errors were known.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ LEVELS = 15  # values are 0..15
 EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # of the mean of H's diagonal: the first by which it has an inverse
+SWEEPS = 3
 SMALLEST = 2.0**-14  # of float16's scales, where no digit is lost
 AT_ONCE = 1 << 30  # bytes of H's that are collected in one run over the tokens
 SEQUENCES, LENGTH, SEED = 16, 128, 0
@@ -101,9 +105,10 @@ class _Inputs:
 def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> list[_Inputs]:
     found = [_Inputs(torch.zeros(k, k), torch.zeros(k)) for k in map(_width, linears)]
     hooks = [one.register_forward_pre_hook(inputs.add) for one, inputs in zip(linears, found, strict=True)]
+    body = getattr(model, model.base_model_prefix, model)  # without the head, which nothing is collected of
     try:
         for text in texts:
-            model(input_ids=torch.tensor([list(text)]), use_cache=False)
+            body(input_ids=torch.tensor([list(text)]), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -118,7 +123,8 @@ def quantised(weights: Sequence[torch.Tensor], products: torch.Tensor, sizes: to
     largest = whole.abs().max().clamp_min(1e-30)  # scales are then of float16's range, whatever the model's are
     factors = factors / largest
     products = products / factors[:, None] / factors
-    made = _rounded(whole / largest, products, _inverse(products), 1 / factors)
+    whole = whole / largest
+    made = _swept(whole, products, _rounded(whole, products, _inverse(products), 1 / factors))
     rows = [len(weight) for weight in weights]
     values, scale, zero = ([part.clone() for part in one.split(rows)] for one in (made.values, made.scale, made.zero))
     return [GroupedWeight(values[i], scale[i], zero[i], made.inputs) for i in range(len(rows))]
@@ -200,3 +206,41 @@ def _rounded(
             group[:, i:] -= wrong[:, i : i + 1] * inverse[k, k:last]
         weight[:, last:] -= wrong @ inverse[first:last, last:]
     return GroupedWeight(values, scales.half(), zeros.to(torch.uint8), inputs.float())
+
+
+def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) -> GroupedWeight:
+    """``made`` with values and scales that leave less of ``(made - weight) H (made - weight)^T``. Tensors are [K, N]
+    here: a column of the weight is contiguous."""
+    wanted, values = weight.t().contiguous(), made.values.t().float().contiguous()
+    scales, zeros = made.scale.t().float().contiguous(), made.zero.t().float().contiguous()
+    mean = products.diagonal().mean().clamp_min(1e-12)
+    damped = products / mean + torch.eye(len(products)) * DAMPINGS[0]
+    grouped = (values.view(len(zeros), GROUP, -1) - zeros[:, None]) * scales[:, None]
+    slope = damped @ (grouped.view_as(wanted) - wanted)  # of the error, at each value
+    for _ in range(SWEEPS):
+        for group, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+            rows = slice(group * GROUP, (group + 1) * GROUP)
+            moved = _group_swept(values[rows], scale, zero, slope[rows].clone(), damped[rows, rows])
+            slope.addmm_(damped[:, rows], moved)
+    scale = scales.t().contiguous().half()
+    return GroupedWeight(values.t().contiguous().to(torch.uint8), scale, made.zero, made.inputs)
+
+
+def _group_swept(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, slope: torch.Tensor, products: torch.Tensor
+) -> torch.Tensor:
+    """Changes ``values`` [GROUP, N] and ``scale`` [N] in place. Returns by how much the weights moved [GROUP, N]."""
+    centred = values - zero
+    curve = (centred * (products @ centred)).sum(0)
+    step = torch.where(curve > 0, (slope * centred).sum(0) / curve, 0.0)
+    rescaled = (scale - step).clamp(SMALLEST, 1.0).half().float()  # weights are at most 1
+    moved = centred * (rescaled - scale)
+    slope += products @ moved
+    scale.copy_(rescaled)
+    for i in range(GROUP):
+        found = ((centred[i] - slope[i] / (products[i, i] * scale)).round() + zero).clamp(0, LEVELS)
+        change = (found - values[i]) * scale
+        values[i] = found
+        moved[i] += change
+        slope[i + 1 :] += products[i, i + 1 :, None] * change
+    return moved
