@@ -1,8 +1,9 @@
 """What bfloat16 or int8 gains and costs, beside float32: of keys and values alone, or of the whole model in bfloat16
-(--dtype bfloat16). Prompts, decodes, and how far texts differ.
+(--dtype bfloat16). Or what weights of four bits do, beside int8 (--int4). Prompts, decodes, and how far texts differ.
 
     python benchmarks/bfloat16.py --model .cache/models/smollm2 [--quantization int8] [--dtype bfloat16]
     python benchmarks/bfloat16.py --model .cache/models/smollm2 --kv-cache-dtype int8 [--quantization int8]
+    python benchmarks/bfloat16.py --model .cache/models/smollm2 --int4 LOGGED/model
 
 Both engines are in one process and take turns, prompt by prompt; times are medians (--rounds 0: none are taken). Texts
 that are scored are the project's own documents; perplexity is that of each token given up to `--window` before it.
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-cache-dtype", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--int4", help="the files of --model as it was logged with quantize='int4'")
     parser.add_argument("--prompts", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--length", type=int, default=165, help="of the sequences that decode")
@@ -100,9 +102,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=24)
     args = parser.parse_args()
+    if args.int4 and (args.quantization, args.dtype, args.kv_cache_dtype) != ("none", "float32", "bfloat16"):
+        parser.error("--int4 stands beside int8, and takes no --quantization, --dtype or --kv-cache-dtype")
     from transformers import AutoTokenizer
 
-    bundle = Bundle(content_hash="bench", tasks=("completions",), model_dir=args.model, tokenizer_dir="")
     settings: dict[str, Any] = {
         "max_model_len": 8192,
         "prefix_caching": False,
@@ -110,13 +113,25 @@ def main() -> None:
         "kv_cache_memory": 2 << 30,
     }
     narrow = args.kv_cache_dtype
-    kinds = ("float32", narrow)
     each: dict[str, dict[str, Any]] = {
-        "float32": {"kv_cache_dtype": "float32"},
-        narrow: {"kv_cache_dtype": narrow, "dtype": args.dtype},
+        "float32": {"kv_cache_dtype": "float32", "quantization": args.quantization},
+        narrow: {"kv_cache_dtype": narrow, "dtype": args.dtype, "quantization": args.quantization},
     }
+    if args.int4:
+        narrow = "int4"
+        each = {"int8": {"quantization": "int8"}, narrow: {"quantization": "int4"}}
+    whole, kinds = next(iter(each)), tuple(each)
+    folders = {"int4": args.int4}
     cores = {
-        kind: EngineCore(bundle, EngineSettings(quantization=args.quantization, **settings, **more))
+        kind: EngineCore(
+            Bundle(
+                content_hash="bench",
+                tasks=("completions",),
+                model_dir=folders.get(kind, args.model),
+                tokenizer_dir="",
+            ),
+            EngineSettings(**settings, **more),
+        )
         for kind, more in each.items()
     }
     rows: list[dict[str, Any]] = []
@@ -130,7 +145,7 @@ def main() -> None:
                     times[kind].append(found)
         ms = [1e3 * statistics.median(times[kind]) for kind in kinds]
         ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
-        rows.append({"what": what, "float32": ms[0], narrow: ms[1], "times as fast": ratio})
+        rows.append({"what": what, whole: ms[0], narrow: ms[1], "times as fast": ratio})
 
     for length in args.prompts if args.rounds else ():
         compared(f"prompt of {length}, ms", lambda core, turn, n=length: seconds_to_first(core, drawn(n, turn)))
@@ -150,10 +165,8 @@ def main() -> None:
     found = {kind: texts(cores[kind], prompts, 64) for kind in kinds}
     same = [a == b for a, b in zip(*found.values(), strict=True)]
     rows.append({"what": "greedy texts of 64 tokens that are the same", narrow: f"{sum(same)} of {len(same)}"})
-    publish(
-        f"kv-{narrow}" if narrow == "int8" else narrow, rows, quantization=args.quantization, dtype=args.dtype,
-        rounds=args.rounds,
-    )  # fmt: skip
+    said = {} if args.int4 else {"quantization": args.quantization, "dtype": args.dtype}
+    publish(f"kv-{narrow}" if narrow == "int8" else narrow, rows, rounds=args.rounds, **said)
 
 
 if __name__ == "__main__":
