@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from .quantization import can_quantize, quantize_rows
 from .stored_weights import FORMATS, PARTS, Quantization
 
 SHARD = "4GB"
+# The last part of a path: q_proj, qkv_proj, Wqkv, query_key_value, c_attn, kv_a_proj_with_mqa, q_b_proj
+ATTENDS = re.compile(r"(?:^|\.)(?:[^.]*qkv[^.]*|query[^.]*|key|value|c_attn|[qkv]|[qkv]{1,2}_[^.]*)$")
 NARROW = (torch.bfloat16, torch.float16)
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -64,7 +67,7 @@ def quantize_files(
         values, scale = quantize_rows(weight.detach().flatten(0, 1))
         tensors |= {name: values.view_as(weight), f"{name}_scale": scale.view(*weight.shape[:-1], 1)}
     if quantization == "int4":
-        grouped = [group for group in groups if _bears_four_bits([weight_of(one) for one in group.values()])]
+        grouped = [group for group in groups if _bears_four_bits(group)]
         tensors |= _in_four_bits(model, grouped, texts)
     for name, module in chosen.items():
         if f"{name}.weight_packed" not in tensors:
@@ -101,11 +104,13 @@ def _in_four_bits(
     return found
 
 
-def _bears_four_bits(weights: Sequence[torch.Tensor]) -> bool:
-    """Not what has more inputs than outputs, as a second half of an MLP: its inputs are products, of which few are
-    large, and its four bits cost as much perplexity as those of all others (docs/quantize.md)."""
+def _bears_four_bits(group: dict[str, nn.Module]) -> bool:
+    """Not what makes queries, keys and values, whose four bits cost more than those of all others, weight for weight.
+    Not what has more inputs than outputs, as a second half of an MLP: its inputs are products, of which few are large.
+    (docs/quantize.md)"""
+    weights = [weight_of(one) for one in group.values()]
     rows, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    return columns % GROUP == 0 and rows >= columns
+    return columns % GROUP == 0 and rows >= columns and not any(map(ATTENDS.search, group))
 
 
 def _is_linear(module: nn.Module) -> bool:

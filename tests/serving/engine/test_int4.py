@@ -18,7 +18,7 @@ from mlflow_llm.serving.engine import calibration, stored_weights
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native.weight import NativeWeight
-from mlflow_llm.serving.engine.weight_writer import quantize_files
+from mlflow_llm.serving.engine.weight_writer import ATTENDS, quantize_files
 from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 
@@ -145,8 +145,8 @@ def test_a_token_is_the_same_in_any_batch(models: tuple[Bundle, Bundle]) -> None
 
 
 def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
-    """Two values a byte and scales of half a float in place of linears; those whose width is no multiple of a group in
-    int8; the same files from the same model."""
+    """Two values a byte and scales of half a float in place of linears; queries, keys, values, and those whose width is
+    no multiple of a group in int8; the same files from the same model."""
     found = load_file(Path(models[1].model_dir) / "model.safetensors")
     parts = {name.rpartition(".")[2]: value for name, value in found.items() if ".0.mlp.up_proj." in name}
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in parts.items()}
@@ -156,12 +156,32 @@ def test_what_is_stored(models: tuple[Bundle, Bundle], tmp_path: Path) -> None:
         "weight_zero": (torch.uint8, (48, 2)),
         "weight_inputs": (torch.float32, (64,)),
     }
-    assert found["model.layers.0.mlp.down_proj.weight"].dtype == torch.int8
+    assert found["model.layers.0.self_attn.o_proj.weight_packed"].dtype == torch.uint8
+    for name in ("mlp.down_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        assert found[f"model.layers.0.{name}.weight"].dtype == torch.int8
     assert stored_weights.quantization_of(models[1].model_dir) == "int4"
     shutil.copytree(models[0].model_dir, tmp_path / "again")
     quantize_files(tmp_path / "again", ("completions",), "int4")
     first, second = (Path(folder) / "model.safetensors" for folder in (models[1].model_dir, tmp_path / "again"))
     assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "eight"),
+    [
+        *(
+            (name, True)
+            for name in ("q_proj", "qkv_proj", "Wqkv", "query_key_value", "c_attn", "q", "kv_b_proj", "q_lin")
+        ),
+        *(
+            (name, False)
+            for name in ("o_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "up_proj", "in_proj", "out_lin")
+        ),
+    ],
+)
+def test_queries_keys_and_values_by_name(name: str, eight: bool) -> None:
+    """Linears that make queries, keys or values are known by the names that architectures give them."""
+    assert bool(ATTENDS.search(f"model.layers.0.attention.{name}")) is eight
 
 
 def test_of_weights_as_they_came(models: tuple[Bundle, Bundle]) -> None:
