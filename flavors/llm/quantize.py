@@ -58,9 +58,9 @@ def quantize_weights(
     texts = tokenised(default_texts() if calibration is None else calibration, tokenizer) if quantize == "int4" else []
     written = quantize_files(config_file(model_dir).parent, tasks, quantize, texts)
     logger.info(
-        "%d linears in %s: %d bytes of weights instead of %d",
-        written.linears,
-        quantize,
+        "linears quantised: %d to int4, %d to int8; %d bytes of weights instead of %d",
+        written.four_bits,
+        written.linears - written.four_bits,
         written.bytes_after,
         written.bytes_before,
     )

@@ -32,9 +32,11 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tok
 
 
 class Written(Struct, frozen=True, kw_only=True):
-    """How many linears were quantised, and the bytes of all weights before and after."""
+    """How many linears were quantised, how many of them to four bits and not to eight, and the bytes of all weights
+    before and after."""
 
     linears: int
+    four_bits: int
     bytes_before: int
     bytes_after: int
 
@@ -76,6 +78,7 @@ def quantize_files(
     kinds = sorted({type(module).__name__ for module in chosen.values()})
     ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
     count = len(chosen) + len(routed)
+    four_bits = sum(f"{name}.weight_packed" in tensors for name in chosen)
     del model, body, groups, routed
     before = _size(folder)
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
@@ -85,7 +88,7 @@ def quantize_files(
     for file in folder.glob("*.safetensors*"):
         file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer makes them private
     stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises where it could not be served
-    return Written(linears=count, bytes_before=before, bytes_after=_size(folder))
+    return Written(linears=count, four_bits=four_bits, bytes_before=before, bytes_after=_size(folder))
 
 
 def _in_four_bits(
