@@ -132,7 +132,7 @@ inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32
 template <bool FAST>  // see multiply_add
 struct VectorBytes {
     template <size_t... S>
-    static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
+    __attribute__((noinline)) static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
                       ByteBlock& block) {
         static_assert(KEPT_VECTORS == 4);
         const int8_t* const q[] = {queries.parts[S % BOTH][i + S / BOTH]...};
@@ -141,13 +141,11 @@ struct VectorBytes {
         for (int d = 0; d < dim; d += 4, keys += KEPT_BLOCK * 4) {
             const __m512i key0 = _mm512_load_si512(keys), key1 = _mm512_load_si512(keys + 64);
             const __m512i key2 = _mm512_load_si512(keys + 128), key3 = _mm512_load_si512(keys + 192);
-            (
-                [&] {
-                    const __m512i x = four_bytes(q[S] + d);
-                    multiply_add<Kind::INT8, FAST>(sum0[S], key0, x), multiply_add<Kind::INT8, FAST>(sum1[S], key1, x);
-                    multiply_add<Kind::INT8, FAST>(sum2[S], key2, x), multiply_add<Kind::INT8, FAST>(sum3[S], key3, x);
-                }(),
-                ...);
+            __m512i x;
+            ((x = four_bytes(q[S] + d), multiply_add<Kind::INT8, FAST>(sum0[S], key0, x),
+              multiply_add<Kind::INT8, FAST>(sum1[S], key1, x), multiply_add<Kind::INT8, FAST>(sum2[S], key2, x),
+              multiply_add<Kind::INT8, FAST>(sum3[S], key3, x)),
+             ...);
         }
         (
             [&] {
@@ -158,36 +156,36 @@ struct VectorBytes {
             ...);
     }
 
-    // The values of C vectors of dimensions from d on.
+    // The values of C vectors of dimensions, by weights of two parts a query.
     template <int C, size_t... S>
-    static void mix(std::index_sequence<S...>, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
-                    Partial* states) {
-        const int8_t* const weights[] = {block.weights[S % BOTH][i + S / BOTH]...};
+    __attribute__((noinline)) static void weighed(std::index_sequence<S...>, const uint8_t* values, int dim,
+                                                  const int8_t* high, const int8_t* low, int32_t (*sums)[4 * LANES]) {
+        const int8_t* const weights[] = {(S % BOTH == HIGH ? high : low) + S / BOTH * KEPT_BLOCK...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
         __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
-        values += d * 4;
         for (int t = 0; t < KEPT_BLOCK; t += 4, values += dim * 4) {
             const __m512i value0 = _mm512_load_si512(values);
             const __m512i value1 = C > 1 ? _mm512_load_si512(values + 64) : value0;
             const __m512i value2 = C > 2 ? _mm512_load_si512(values + 128) : value0;
             const __m512i value3 = C > 3 ? _mm512_load_si512(values + 192) : value0;
-            (
-                [&] {
-                    const __m512i w = four_bytes(weights[S] + t);
-                    multiply_add<Kind::INT8, FAST>(sum0[S], w, value0);
-                    if constexpr (C > 1) multiply_add<Kind::INT8, FAST>(sum1[S], w, value1);
-                    if constexpr (C > 2) multiply_add<Kind::INT8, FAST>(sum2[S], w, value2);
-                    if constexpr (C > 3) multiply_add<Kind::INT8, FAST>(sum3[S], w, value3);
-                }(),
-                ...);
+            __m512i w;
+            ((w = four_bytes(weights[S] + t), multiply_add<Kind::INT8, FAST>(sum0[S], w, value0),
+              C > 1 ? multiply_add<Kind::INT8, FAST>(sum1[S], w, value1) : void(),
+              C > 2 ? multiply_add<Kind::INT8, FAST>(sum2[S], w, value2) : void(),
+              C > 3 ? multiply_add<Kind::INT8, FAST>(sum3[S], w, value3) : void()),
+             ...);
         }
+        ((_mm512_store_si512(sums[S], sum0[S]), _mm512_store_si512(sums[S] + LANES, sum1[S]),
+          _mm512_store_si512(sums[S] + 2 * LANES, sum2[S]), _mm512_store_si512(sums[S] + 3 * LANES, sum3[S])),
+         ...);
+    }
+
+    // The values of C vectors of dimensions from d on.
+    template <int C, size_t... S>
+    static void mix(std::index_sequence<S...> all, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
+                    Partial* states) {
         alignas(64) int32_t sums[sizeof...(S)][4 * LANES];
-        (
-            [&] {
-                _mm512_store_si512(sums[S], sum0[S]), _mm512_store_si512(sums[S] + LANES, sum1[S]);
-                _mm512_store_si512(sums[S] + 2 * LANES, sum2[S]), _mm512_store_si512(sums[S] + 3 * LANES, sum3[S]);
-            }(),
-            ...);
+        weighed<C>(all, values + d * 4, dim, block.weights[HIGH][i], block.weights[LOW][i], sums);
         for (int m = 0; m < int(sizeof...(S)) / BOTH; m++)
             fold(block, i + m, sums[BOTH * m + HIGH], sums[BOTH * m + LOW], C, d, states[i + m]);
     }
