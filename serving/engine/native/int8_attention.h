@@ -127,13 +127,12 @@ inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32
     }
 }
 
-// Products by vectors. Sums are numbered by a pack, two of a query (its parts): folds rather than loops, every one then
-// has a constant index and stays in a register.
+// Products by vectors. Sums are numbered by a pack, two of a query (its parts), and stay in registers (see tile()).
 template <bool FAST>  // see multiply_add
 struct VectorBytes {
     template <size_t... S>
-    __attribute__((noinline)) static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim, const uint8_t* keys,
-                      ByteBlock& block) {
+    __attribute__((noinline)) static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim,
+                                                const uint8_t* keys, ByteBlock& block) {
         static_assert(KEPT_VECTORS == 4);
         const int8_t* const q[] = {queries.parts[S % BOTH][i + S / BOTH]...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};

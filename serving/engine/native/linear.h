@@ -47,6 +47,7 @@ constexpr bool PAIRS_OF_ROWS = true;  // multiplied together, where the processo
 constexpr bool PAIRS_OF_ROWS = false;
 #endif
 constexpr int FETCH_AHEAD = 1024;  // bytes: what takes every second line of weights is not foreseen by the processor
+constexpr int FETCHED_FROM = 5;  // rows from which the next panel is fetched while one is multiplied: fewer wait for memory alone
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
@@ -355,22 +356,21 @@ __attribute__((always_inline)) inline void put_row(const Linear& w, const Sums& 
 }
 
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
-// added to. Folds rather than loops: every accumulator then has a constant index and stays in a register.
+// added to. `next`, or null: the panel that is to be near after this one. Folds rather than loops, without lambdas, in a
+// function of its own: every accumulator then has a constant index and stays in a register (tests/engine/test_registers.py).
 template <Kind KIND, bool FAST, size_t... M>
-inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x, int stride,
-                 const float* x_scale, float* y, bool add) {
+__attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x, int stride,
+                 const float* x_scale, float* y, bool add, const char* next) {
     Sum<KIND> left[] = {(void(M), zero<KIND>())...}, right[] = {(void(M), zero<KIND>())...};
     const int32_t* const x_end = x + w.K / w.lane();
     const char* weights = (const char*)w.packed + panel * w.panel_bytes();
     for (const int32_t* at = x; at < x_end; at++, weights += 128) {
         const __m512i w0 = _mm512_load_si512(weights), w1 = _mm512_load_si512(weights + 64);
-        (
-            [&] {
-                const __m512i b = _mm512_set1_epi32(at[M * stride]);
-                multiply_add<KIND, FAST>(left[M], b, w0);
-                multiply_add<KIND, FAST>(right[M], b, w1);
-            }(),
-            ...);
+        if (next) __builtin_prefetch(next, 0, 2), __builtin_prefetch(next + 64, 0, 2), next += 128;
+        __m512i b;
+        ((b = _mm512_set1_epi32(at[M * stride]), multiply_add<KIND, FAST>(left[M], b, w0),
+          multiply_add<KIND, FAST>(right[M], b, w1)),
+         ...);
     }
     const int n = panel * PANEL;
     (put_row<KIND, M>(w, left, n, x_scale, y, add), ...);
@@ -379,7 +379,7 @@ inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const in
 
 // The same by one half of the panel.
 template <Kind KIND, bool FAST, size_t... M>
-inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
+__attribute__((noinline)) inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
                       const float* x_scale, float* y, bool add) {
     const int n = panel * PANEL + half * LANES;
     if (n >= w.N) return;
@@ -400,15 +400,15 @@ inline void pair_tile(std::index_sequence<PAIR...>, const Linear& w, int panel, 
 
 template <Kind KIND, bool FAST, int M = TILE>
 inline void tile_of(int rows, const Linear& w, int panel, const int32_t* x, int stride, const float* s, float* y,
-                    bool add) {
+                    bool add, const char* next) {
     if constexpr (M > rows_of(KIND))
-        if (rows < M) return tile_of<KIND, FAST, M - rows_of(KIND)>(rows, w, panel, x, stride, s, y, add);
+        if (rows < M) return tile_of<KIND, FAST, M - rows_of(KIND)>(rows, w, panel, x, stride, s, y, add, next);
     constexpr std::make_index_sequence<M> each;
     if constexpr (PAIRS_OF_ROWS && FAST && of_bytes(KIND) && M > 1) {
         constexpr std::make_index_sequence<(M + 1) / 2> pairs;
         for (int half = 0; half < 2; half++) pair_tile<KIND, M>(pairs, w, panel, half, x, stride, s, y, add);
     } else if constexpr (M <= WHOLE) {
-        tile<KIND, FAST>(each, w, panel, x, stride, s, y, add);
+        tile<KIND, FAST>(each, w, panel, x, stride, s, y, add, next);
     } else {
         half_tile<KIND, FAST>(each, w, panel, 0, x, stride, s, y, add);
         half_tile<KIND, FAST>(each, w, panel, 1, x, stride, s, y, add);
@@ -435,7 +435,9 @@ inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish fin
                 const int32_t* rows = (const int32_t*)x.values + size_t(a) * EACH * stride;
                 const float* scale = x.scale ? x.scale + a : nullptr;
                 float* out = y + size_t(a) * w.N;
-                tile_of<KIND, FAST>((b - a) * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD);
+                const bool fetches = i == 0 && tiles <= near && b - a >= FETCHED_FROM && panel + 1 < last;
+                const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
+                tile_of<KIND, FAST>((b - a) * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
                 if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
             }
 }
