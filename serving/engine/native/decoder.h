@@ -140,7 +140,8 @@ class Decoder {
     void join_mlp(int index, int t);
     void finish_logits(float* logits) const;
     void rotate_row(const Layer& layer, const Step& step, int t);
-    void attend(const Layer& layer, const Step& step, const Item& item);
+    void attend(const Layer& layer, const Step& step, int item);
+    NextBlock first_block(const Layer& layer, const Step& step, const Item& item) const;
     void attend_bf16(const Layer& layer, const Step& step, const Item& item);
     int row_of(const Item& item, int i) const { return item.together ? together[item.row + i] : item.row + i; }
     // Of a row's softmaxes over a segment: the first of those that split[] has begun.

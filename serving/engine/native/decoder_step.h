@@ -172,7 +172,7 @@ inline void Decoder::layer(Team& team, const Layer& layer, int index, const Step
             adapt(step, group, index, V, normed, H, qkv.data() + A + KV, wide_row, KV);
         },
         [&](int t) { rotate_row(layer, step, t); });
-    team.each(int(items.size()), [&](int i) { attend(layer, step, items[i]); });
+    team.each(int(items.size()), [&](int i) { attend(layer, step, i); });
     team.each(T, [&](int t) {
         if (split[t] >= 0) join(t);
         keep(step, t, index, O);
@@ -348,7 +348,16 @@ inline void Decoder::rotate_row(const Layer& layer, const Step& step, int t) {
     }
 }
 
-inline void Decoder::attend(const Layer& layer, const Step& step, const Item& item) {
+// What an item reads first, of keys and values in int8.
+inline NextBlock Decoder::first_block(const Layer& layer, const Step& step, const Item& item) const {
+    const Row& row = rows[row_of(item, 0)];
+    const int from = std::max(seen_from(layer, row.position), item.segment * SEGMENT) / KEPT_BLOCK * KEPT_BLOCK;
+    const auto head = kept<const uint8_t>(layer, step, step.runs[row.run], item.kv_head);
+    return {head.keys(from), head.values(from)};
+}
+
+inline void Decoder::attend(const Layer& layer, const Step& step, int number) {
+    const Item& item = items[number];
     if (shape.kv == Kind::BF16) return attend_bf16(layer, step, item);
     const int D = shape.head_dim, G = shape.kv_heads, wide_row = (shape.heads + 2 * G) * D;
     const float* q[QUERY_ROWS * MAX_GROUP];
@@ -368,8 +377,12 @@ inline void Decoder::attend(const Layer& layer, const Step& step, const Item& it
         queries.count = n, queries.cap = shape.score_cap;
         for (int i = 0; i < n; i++) queries.set(i, q[i], D, lo[i], hi[i]);
         const auto head = kept<const uint8_t>(layer, step, run, item.kv_head);
+        NextBlock after;  // mostly the same thread takes the next item
+        if (number + 1 < int(items.size())) after = first_block(layer, step, items[number + 1]);
         return attend_segments(item, n, longest, [&](int segment, Partial* states) {
-            attend_int8(D, queries, head, segment, states);
+            const int then = (segment + 1) * SEGMENT;
+            const bool goes_on = item.segment < 0 && then < longest;
+            attend_int8(D, queries, head, segment, goes_on ? NextBlock{head.keys(then), head.values(then)} : after, states);
         });
     }
     const Queries queries{n, q, lo, hi, shape.score_cap};

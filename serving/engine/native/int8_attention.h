@@ -80,6 +80,21 @@ inline __m512i four_bytes(const int8_t* from) {
     return _mm512_set1_epi32(bytes);
 }
 
+// The block whose turn comes after, or null. It is not where the processor would look for it: keys and values take turns,
+// and a page ends with nearly every block.
+struct NextBlock {
+    const uint8_t *keys = nullptr, *values = nullptr;
+};
+
+// Into the second cache, as many cache lines from `next` on, which moves past them. A few between products: the processor
+// waits where many are asked for at once.
+template <int LINES>
+inline void fetch_lines(const uint8_t*& next) {
+    if (!next) return;
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * CACHE_LINE, 0, 2);
+    next += LINES * CACHE_LINE;
+}
+
 // Queries that see tokens [lo, hi) of one KV head each.
 struct ByteQueries {
     int count, lo[BYTE_QUERIES], hi[BYTE_QUERIES];
@@ -132,7 +147,7 @@ template <bool FAST>  // see multiply_add
 struct VectorBytes {
     template <size_t... S>
     __attribute__((noinline)) static void score(std::index_sequence<S...>, const ByteQueries& queries, int i, int dim,
-                                                const uint8_t* keys, ByteBlock& block) {
+                                                const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
         static_assert(KEPT_VECTORS == 4);
         const int8_t* const q[] = {queries.parts[S % BOTH][i + S / BOTH]...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
@@ -140,6 +155,7 @@ struct VectorBytes {
         for (int d = 0; d < dim; d += 4, keys += KEPT_BLOCK * 4) {
             const __m512i key0 = _mm512_load_si512(keys), key1 = _mm512_load_si512(keys + 64);
             const __m512i key2 = _mm512_load_si512(keys + 128), key3 = _mm512_load_si512(keys + 192);
+            fetch_lines<KEPT_VECTORS>(next);
             __m512i x;
             ((x = four_bytes(q[S] + d), multiply_add<Kind::INT8, FAST>(sum0[S], key0, x),
               multiply_add<Kind::INT8, FAST>(sum1[S], key1, x), multiply_add<Kind::INT8, FAST>(sum2[S], key2, x),
@@ -158,7 +174,8 @@ struct VectorBytes {
     // The values of C vectors of dimensions, by weights of two parts a query.
     template <int C, size_t... S>
     __attribute__((noinline)) static void weighed(std::index_sequence<S...>, const uint8_t* values, int dim,
-                                                  const int8_t* high, const int8_t* low, int32_t (*sums)[4 * LANES]) {
+                                                  const int8_t* high, const int8_t* low, int32_t (*sums)[4 * LANES],
+                                                  const uint8_t* next) {
         const int8_t* const weights[] = {(S % BOTH == HIGH ? high : low) + S / BOTH * KEPT_BLOCK...};
         __m512i sum0[] = {(void(S), _mm512_setzero_si512())...}, sum1[] = {(void(S), _mm512_setzero_si512())...};
         __m512i sum2[] = {(void(S), _mm512_setzero_si512())...}, sum3[] = {(void(S), _mm512_setzero_si512())...};
@@ -167,6 +184,7 @@ struct VectorBytes {
             const __m512i value1 = C > 1 ? _mm512_load_si512(values + 64) : value0;
             const __m512i value2 = C > 2 ? _mm512_load_si512(values + 128) : value0;
             const __m512i value3 = C > 3 ? _mm512_load_si512(values + 192) : value0;
+            fetch_lines<C>(next);
             __m512i w;
             ((w = four_bytes(weights[S] + t), multiply_add<Kind::INT8, FAST>(sum0[S], w, value0),
               C > 1 ? multiply_add<Kind::INT8, FAST>(sum1[S], w, value1) : void(),
@@ -182,9 +200,10 @@ struct VectorBytes {
     // The values of C vectors of dimensions from d on.
     template <int C, size_t... S>
     static void mix(std::index_sequence<S...> all, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
-                    Partial* states) {
+                    Partial* states, const uint8_t* next) {
         alignas(64) int32_t sums[sizeof...(S)][4 * LANES];
-        weighed<C>(all, values + d * 4, dim, block.weights[HIGH][i], block.weights[LOW][i], sums);
+        weighed<C>(all, values + d * 4, dim, block.weights[HIGH][i], block.weights[LOW][i], sums,
+                   next ? next + d * KEPT_BLOCK : nullptr);
         for (int m = 0; m < int(sizeof...(S)) / BOTH; m++)
             fold(block, i + m, sums[BOTH * m + HIGH], sums[BOTH * m + LOW], C, d, states[i + m]);
     }
@@ -192,10 +211,10 @@ struct VectorBytes {
     // Up to 4 vectors of values from dimension d on.
     template <class Queries, int C = 4>
     static void mix_wide(Queries together, int i, int dim, int d, const uint8_t* values, const ByteBlock& block,
-                         Partial* states) {
+                         Partial* states, const uint8_t* next) {
         if constexpr (C > 1)
-            if (dim - d < C * LANES) return mix_wide<Queries, C - 1>(together, i, dim, d, values, block, states);
-        mix<C>(together, i, dim, d, values, block, states);
+            if (dim - d < C * LANES) return mix_wide<Queries, C - 1>(together, i, dim, d, values, block, states, next);
+        mix<C>(together, i, dim, d, values, block, states, next);
     }
 
     template <class Work, int M = TOGETHER>
@@ -205,14 +224,14 @@ struct VectorBytes {
         work(std::make_index_sequence<M * BOTH>());
     }
 
-    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block) {
-        for (int i = 0; i < queries.count; i += TOGETHER)
-            together(queries.count, i, [&](auto m) { score(m, queries, i, dim, keys, block); });
+    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
+        for (int i = 0; i < queries.count; i += TOGETHER, next = nullptr)
+            together(queries.count, i, [&](auto m) { score(m, queries, i, dim, keys, block, next); });
     }
-    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states) {
-        for (int i = 0; i < count; i += TOGETHER)
+    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states, const uint8_t* next) {
+        for (int i = 0; i < count; i += TOGETHER, next = nullptr)
             together(count, i, [&](auto m) {
-                for (int d = 0; d < dim; d += 4 * LANES) mix_wide(m, i, dim, d, values, block, states);
+                for (int d = 0; d < dim; d += 4 * LANES) mix_wide(m, i, dim, d, values, block, states, next);
             });
     }
 };
@@ -223,8 +242,9 @@ template <class Tiles>
 struct TiledBytes {
     Tiles tiles;
 
-    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block) {
+    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
         constexpr int ROW = KEPT_BLOCK * 4;
+        fetch(next, dim);
         for (int i = 0; i < queries.count; i += TILE_ROWS)
             for (int t = 0; t < KEPT_BLOCK; t += 2 * LANES) {
                 clear();
@@ -241,8 +261,9 @@ struct TiledBytes {
 
     // All products of KEPT_BLOCK dimensions before the first of them is folded: one takes long, and many go side by side.
     // The scores have become weights: their place takes the sums.
-    void mix(int count, int dim, const uint8_t* values, ByteBlock& block, Partial* states) {
+    void mix(int count, int dim, const uint8_t* values, ByteBlock& block, Partial* states, const uint8_t* next) {
         constexpr int ROW = KEPT_BLOCK * 4;
+        fetch(next, dim);
         for (int c = 0; c < dim; c += KEPT_BLOCK) {
             const int some = std::min(dim - c, KEPT_BLOCK);
             for (int i = 0; i < count; i += TILE_ROWS) {
@@ -262,6 +283,10 @@ struct TiledBytes {
     }
 
   private:
+    static void fetch(const uint8_t* block, int dim) {
+        if (!block) return;
+        for (int at = 0; at < KEPT_BLOCK * dim; at += CACHE_LINE) __builtin_prefetch(block + at);
+    }
     void clear() {
         tiles.template zero<0>(), tiles.template zero<1>();
         tiles.template zero<2>(), tiles.template zero<3>();
@@ -358,11 +383,6 @@ __attribute__((noinline)) inline void weigh(const ByteQueries& queries, const fl
         weigh_some(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES), block, states);
 }
 
-// The next block is not where the processor would look for it: keys and values take turns.
-inline void fetch_ahead(const uint8_t* from, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += CACHE_LINE) _mm_prefetch((const char*)from + at, _MM_HINT_T0);
-}
-
 // Tokens of a block whose scales are no numbers.
 inline uint64_t strange_of(const float* scales) {
     uint64_t strange = 0;
@@ -374,10 +394,10 @@ inline uint64_t strange_of(const float* scales) {
 }
 
 // The softmax of each query over what it sees of segment `segment`, into `states`. Bytes of what none sees are read, and
-// count for nothing.
+// count for nothing. `after` is the block that is read after this call's.
 template <class Products>
 void attend_int8(Products& products, int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
-                 Partial* states) {
+                 NextBlock after, Partial* states) {
     ByteBlock block;
     int first = INT32_MAX, last = 0;
     for (int i = 0; i < queries.count; i++) {
@@ -388,24 +408,26 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
     last = std::min(last, (segment + 1) * SEGMENT);
     for (int at = first; at < last; at += KEPT_BLOCK) {
         const KeptBlock key(kept.keys(at), dim, 0), value(kept.values(at), dim, 0);
-        const bool goes_on = at + KEPT_BLOCK < last;
-        if (goes_on) fetch_ahead(kept.keys(at + KEPT_BLOCK), KEPT_BLOCK * kept_bytes(dim));
+        const int then = at + KEPT_BLOCK;
+        const NextBlock next = then < last ? NextBlock{kept.keys(then), kept.values(then)} : after;
+        const uint8_t *key_scales = next.keys, *value_scales = next.values;
+        if (next.keys) key_scales += KEPT_BLOCK * dim, value_scales += KEPT_BLOCK * dim;
+        fetch_lines<KEPT_VECTORS>(key_scales), fetch_lines<KEPT_VECTORS>(value_scales);
         block.strange = strange_of(key.scales) | strange_of(value.scales);
-        products.score(queries, dim, key.bytes, block);
+        products.score(queries, dim, key.bytes, block, next.keys);
         for (int i = 0; i < queries.count; i++)
             block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
-        if (goes_on) fetch_ahead(kept.values(at + KEPT_BLOCK), KEPT_BLOCK * kept_bytes(dim));
         weigh(queries, key.scales, value.scales, block, states);
-        products.mix(queries.count, dim, value.bytes, block, states);
+        products.mix(queries.count, dim, value.bytes, block, states, next.values);
     }
     for (int i = 0; i < queries.count; i++) states[i].most *= 1.0f / LOG2E;  // merge() has powers of e
 }
 
 inline void attend_int8(int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
-                        Partial* states) {
+                        NextBlock after, Partial* states) {
     const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
     const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
-    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, states); };
+    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, after, states); };
     if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
     else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
     else if (CHOOSES_BYTE_PRODUCTS && byte_products()) by(VectorBytes<CHOOSES_BYTE_PRODUCTS>());
