@@ -1,5 +1,6 @@
 """Many sequences over one long prompt: what each costs to start, in time and memory, and a step of all of them, where
-the prompt's keys and values are read in place and where each has a copy.
+the prompt's keys and values are read in place and where each has a copy. Then, through the engine's loop, the time to
+the first token of a request whose prompt is found again but for its end, beside that of one that nobody sent before.
 
     python benchmarks/shared_prefix.py --model .cache/models/smollm2 --sequences 32 --prompt 4000
 """
@@ -17,15 +18,20 @@ import psutil
 import torch
 
 from mlflow_llm.serving.bundle import Bundle
+from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.kv_cache import PrefixKey, Row
 from mlflow_llm.serving.engine.loader import load_model
 from mlflow_llm.serving.engine.native import library
 from mlflow_llm.serving.engine.native_decoder import NativeDecoder
 from mlflow_llm.serving.engine.slot_cache import KEPT_IN_BF16, KEPT_IN_INT8, SlotKVCache
+from mlflow_llm.serving.events import Finished, Tokens
+from mlflow_llm.serving.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.settings import EngineSettings
 
 CHUNK = 512  # tokens of the prompt in a step
 OWN = 64  # tokens that each sequence has behind the prompt
+END = 20  # tokens in which a request differs from the one before, through the loop
+PAIRS = 5
 KEY = PrefixKey("", "")
 
 
@@ -65,6 +71,41 @@ def measure(loaded: Any, kept: Any, args: argparse.Namespace, *, by_reference: b
     return f"{1000 * miss:.0f} | {hit:.1f} | {each:.1f} | {1000 * statistics.median(steps):.0f}"
 
 
+def seconds_to_first(core: EngineCore, name: str, prompt: list[int]) -> float:
+    request = ValidRequest(
+        request_id=name,
+        task="completions",
+        model="bench",
+        sequences=(Sequence(prompt_token_ids=tuple(prompt)),),
+        sampling=Sampling(max_tokens=2, min_tokens=2, temperature=0.0),
+        stream=True,
+        cache_salt="bench",
+    )
+    began, first = time.perf_counter(), 0.0
+    core.add(request, b"bench")
+    while True:
+        for _, _, event in core.step():
+            if isinstance(event, Tokens) and not first:
+                first = time.perf_counter() - began
+            elif isinstance(event, Finished):
+                return first
+
+
+def hits(bundle: Bundle, args: argparse.Namespace) -> str:
+    """Medians of some pairs: a prompt of the length and END more, and the same with another end."""
+    common = {"packed_cache": 0, "speculation": "none", "kv_cache_memory": 2 << 30}
+    core = EngineCore(bundle, EngineSettings(quantization=args.quantization, **common))
+    draw = np.random.default_rng(1)
+    misses, found = [], []
+    for i in range(PAIRS):
+        tokens = draw.integers(10, core.info.vocab_size, args.prompt + END).tolist()
+        misses.append(seconds_to_first(core, f"miss {i}", tokens))
+        found.append(seconds_to_first(core, f"hit {i}", tokens[: args.prompt] + tokens[: args.prompt - 1 : -1]))
+    share = statistics.median(hit / miss for hit, miss in zip(found, misses, strict=True))
+    miss, hit = (1000 * statistics.median(times) for times in (misses, found))
+    return f"first token of {args.prompt} + {END} tokens: {miss:.0f} ms, found again {hit:.1f} ms, {share:.3f} of it"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -72,7 +113,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4000, help="tokens that all sequences begin with")
     parser.add_argument("--quantization", choices=("none", "int8"), default="int8")
     args = parser.parse_args()
-    bundle = Bundle(content_hash="benchmark", tasks=("completions",), model_dir=str(args.model), tokenizer_dir="")
+    bundle = Bundle(
+        content_hash="benchmark", tasks=("completions",), model_dir=str(args.model), tokenizer_dir=str(args.model)
+    )
     settings = EngineSettings(quantization=args.quantization, max_model_len=args.prompt + OWN)
     loaded = load_model(bundle, settings)
     if loaded.decoder is None:
@@ -87,6 +130,7 @@ def main() -> None:
         for by_reference in (False, True):
             row = measure(loaded, kept, args, by_reference=by_reference)
             print(f"| {name} | {'read in place' if by_reference else 'copied'} | {row} |", flush=True)
+    print(f"\n{hits(bundle, args)}")
 
 
 if __name__ == "__main__":

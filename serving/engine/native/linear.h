@@ -47,7 +47,7 @@ constexpr bool PAIRS_OF_ROWS = true;  // multiplied together, where the processo
 constexpr bool PAIRS_OF_ROWS = false;
 #endif
 constexpr int FETCH_AHEAD = 1024;  // bytes: what takes every second line of weights is not foreseen by the processor
-constexpr int FETCHED_FROM = 5;  // rows from which the next panel is fetched while one is multiplied: fewer wait for memory alone
+constexpr int FETCHED_FROM = 5;    // rows from which the next panel is fetched meanwhile: with fewer, memory is all that counts
 constexpr int PANELS = 4; // at least, that a thread takes at a time
 constexpr int NEAR = 256 << 10;  // bytes of activations taken at a time
 constexpr int LEVELS = 127;
@@ -359,8 +359,8 @@ __attribute__((always_inline)) inline void put_row(const Linear& w, const Sums& 
 // added to. `next`, or null: the panel that is to be near after this one. Folds rather than loops, without lambdas, in a
 // function of its own: every accumulator then has a constant index and stays in a register (tests/serving/engine/test_registers.py).
 template <Kind KIND, bool FAST, size_t... M>
-__attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x, int stride,
-                 const float* x_scale, float* y, bool add, const char* next) {
+__attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x,
+                                           int stride, const float* x_scale, float* y, bool add, const char* next) {
     Sum<KIND> left[] = {(void(M), zero<KIND>())...}, right[] = {(void(M), zero<KIND>())...};
     const int32_t* const x_end = x + w.K / w.lane();
     const char* weights = (const char*)w.packed + panel * w.panel_bytes();
@@ -379,8 +379,8 @@ __attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Line
 
 // The same by one half of the panel.
 template <Kind KIND, bool FAST, size_t... M>
-__attribute__((noinline)) inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int half, const int32_t* x, int stride,
-                      const float* x_scale, float* y, bool add) {
+__attribute__((noinline)) inline void half_tile(std::index_sequence<M...>, const Linear& w, int panel, int half,
+                                                const int32_t* x, int stride, const float* x_scale, float* y, bool add) {
     const int n = panel * PANEL + half * LANES;
     if (n >= w.N) return;
     Sum<KIND> sums[] = {(void(M), zero<KIND>())...};
