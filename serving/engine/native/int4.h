@@ -93,15 +93,14 @@ inline void put_int4(const Linear& w, __m512 sum, int n, float x_scale, float* y
     _mm512_mask_storeu_ps(y + n, mask, value);
 }
 
+inline __m512i four_of(const uint8_t* from) { return _mm512_set1_epi32(*(const int32_t*)from); }
+
 // As many rows as there are indexes, by one panel; see tile() of linear.h. `row` is the bytes of one.
 template <size_t... M>
-inline void int4_tile(std::index_sequence<M...>, const Linear& w, int panel, const uint8_t* x, size_t row,
-                      const float* x_scale, float* y, bool add) {
+__attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const Linear& w, int panel, const uint8_t* x,
+                                                size_t row, const float* x_scale, float* y, bool add) {
     __m512 left[] = {(void(M), _mm512_setzero_ps())...}, right[] = {(void(M), _mm512_setzero_ps())...};
     const __m512i low = _mm512_set1_epi8(15);
-    const auto multiply_add = [](__m512i& sum, __m512i weights, __m512i activations) {
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(activations));  // unsigned by signed
-    };
     const uint8_t* weights = (const uint8_t*)w.packed + panel * w.panel_bytes();
     for (int k = 0; k < w.K; k += INT4_GROUP, weights += INT4_GROUP_BYTES) {
         __m512i a[] = {(void(M), _mm512_setzero_si512())...}, b[] = {(void(M), _mm512_setzero_si512())...};
@@ -110,27 +109,24 @@ inline void int4_tile(std::index_sequence<M...>, const Linear& w, int panel, con
             const __m512i w0 = _mm512_and_si512(v0, low), w1 = _mm512_and_si512(v1, low);
             const __m512i w2 = _mm512_and_si512(_mm512_srli_epi16(v0, 4), low);
             const __m512i w3 = _mm512_and_si512(_mm512_srli_epi16(v1, 4), low);
-            (
-                [&] {
-                    const int32_t* at = (const int32_t*)(x + M * row + k + i);
-                    const __m512i x0 = _mm512_set1_epi32(at[0]), x1 = _mm512_set1_epi32(at[1]);
-                    multiply_add(a[M], w0, x0), multiply_add(b[M], w1, x0);
-                    multiply_add(a[M], w2, x1), multiply_add(b[M], w3, x1);
-                }(),
-                ...);
+            const uint8_t* at = x + k + i;
+            __m512i each;
+            ((each = four_of(at + M * row), multiply_add<Kind::INT8>(a[M], w0, each), multiply_add<Kind::INT8>(b[M], w1, each),
+              each = four_of(at + M * row + 4), multiply_add<Kind::INT8>(a[M], w2, each),
+              multiply_add<Kind::INT8>(b[M], w3, each)),
+             ...);
         }
         const uint8_t* after = weights + INT4_GROUP / 2 * PANEL;
         const __m512 s0 = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)after));
         const __m512 s1 = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(after + 32)));
         const __m512 z0 = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(after + 64))));
         const __m512 z1 = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(after + 80))));
-        (
-            [&] {
-                const __m512 sum = _mm512_set1_ps(((const float*)(x + M * row + w.K))[k / INT4_GROUP]);
-                left[M] = _mm512_fmadd_ps(s0, _mm512_fnmadd_ps(z0, sum, _mm512_cvtepi32_ps(a[M])), left[M]);
-                right[M] = _mm512_fmadd_ps(s1, _mm512_fnmadd_ps(z1, sum, _mm512_cvtepi32_ps(b[M])), right[M]);
-            }(),
-            ...);
+        const uint8_t* sums = x + w.K + k / INT4_GROUP * sizeof(float);
+        __m512 sum;
+        ((sum = _mm512_set1_ps(*(const float*)(sums + M * row)),
+          left[M] = _mm512_fmadd_ps(s0, _mm512_fnmadd_ps(z0, sum, _mm512_cvtepi32_ps(a[M])), left[M]),
+          right[M] = _mm512_fmadd_ps(s1, _mm512_fnmadd_ps(z1, sum, _mm512_cvtepi32_ps(b[M])), right[M])),
+         ...);
     }
     const int n = panel * PANEL;
     (put_int4(w, left[M], n, x_scale[M], y + M * w.N, add), ...);

@@ -23,6 +23,7 @@ MANY = 8  # products in a turn of the loop
 
 KERNELS = {  # a part of the name, and how many of them there are at least: row counts, kinds of weights
     "mlt::tile<": 3 * 12,
+    "mlt::int4_tile<": 6,
     "mlt::VectorBytes<false>::score<": 3,
     "mlt::VectorBytes<false>::weighed<": 3,
 }
