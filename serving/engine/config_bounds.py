@@ -21,6 +21,9 @@ from msgspec import Struct
 
 from ..errors import PackagingError, shown
 
+# transformers takes ``tie_weights`` from the class of all models while it loads one: what another thread built meanwhile
+# would have an output head of random numbers, and could leave all later models so.
+BUILDING = threading.RLock()
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_CONFIG_BYTES = 16 << 20
 MAX_MODULES = 500_000  # the largest open models have 100,000
@@ -92,7 +95,8 @@ def stored(folder: Path) -> Stored:
 
 @contextlib.contextmanager
 def in_proportion(folder: str | Path) -> Iterator[None]:
-    """What this thread builds within is bounded by the weights in ``folder``. Raises ``PackagingError``.
+    """What this thread builds within is bounded by the weights in ``folder``; no other thread builds within meanwhile.
+    Raises ``PackagingError``.
 
     To be built on torch's meta device, or as ``from_pretrained`` does it: tensors have their memory only afterwards.
     """
@@ -117,16 +121,17 @@ def in_proportion(folder: str | Path) -> Iterator[None]:
             if elements > there.max_elements:
                 raise _out_of_proportion(f"{elements} parameters", there)
 
-    hooks = (
-        nn.register_module_module_registration_hook(count_module),
-        nn.register_module_parameter_registration_hook(count_tensor),
-        nn.register_module_buffer_registration_hook(count_tensor),
-    )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with BUILDING:
+        hooks = (
+            nn.register_module_module_registration_hook(count_module),
+            nn.register_module_parameter_registration_hook(count_tensor),
+            nn.register_module_buffer_registration_hook(count_tensor),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def check_config(file: Path, there: Stored) -> None:

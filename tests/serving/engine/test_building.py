@@ -1,0 +1,56 @@
+"""Models are built one at a time in a process: transformers changes the class of all models while it loads one."""
+
+import threading
+
+import pytest
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from mlflow_llm.serving.engine import config_bounds
+from mlflow_llm.serving.engine.loader import from_pretrained
+from mlflow_llm.serving.settings import EngineSettings
+
+
+@pytest.fixture
+def folder(tmp_path):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    make_model(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_no_other_thread_builds_while_one_does(folder):
+    """``tie_weights`` is gone from all models while one is loaded: what another thread built then had no head."""
+    tie_weights, taken = PreTrainedModel.tie_weights, []
+
+    class Watched:
+        @staticmethod
+        def from_pretrained(*args, **kwargs):
+            other = threading.Thread(target=lambda: taken.append(config_bounds.BUILDING.acquire(blocking=False)))
+            other.start()
+            other.join()
+            return AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+
+    model = from_pretrained(Watched, folder, EngineSettings(), "float32")
+    assert taken == [False]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert PreTrainedModel.tie_weights is tie_weights
+
+
+def test_models_of_many_threads_have_their_tied_heads(folder):
+    models = []
+
+    def load():
+        models.append(from_pretrained(AutoModelForCausalLM, folder, EngineSettings(), "float32"))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [model.lm_head.weight is model.model.embed_tokens.weight for model in models] == [True] * 8
