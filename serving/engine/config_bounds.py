@@ -21,8 +21,8 @@ from msgspec import Struct
 
 from ..errors import PackagingError, shown
 
-# transformers takes ``tie_weights`` from the class of all models while it loads one: what another thread built meanwhile
-# would have an output head of random numbers, and could leave all later models so.
+# transformers takes ``tie_weights`` from the class of all models while it loads one: what another thread builds then
+# has an output head of random numbers, and can leave all later models so.
 BUILDING = threading.RLock()
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_CONFIG_BYTES = 16 << 20
