@@ -105,7 +105,8 @@ __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const
     for (int k = 0; k < w.K; k += INT4_GROUP, weights += INT4_GROUP_BYTES) {
         __m512i a[] = {(void(M), _mm512_setzero_si512())...}, b[] = {(void(M), _mm512_setzero_si512())...};
         for (int i = 0; i < INT4_GROUP; i += 8) {
-            const __m512i v0 = _mm512_loadu_si512(weights + i * 16), v1 = _mm512_loadu_si512(weights + i * 16 + 64);
+            __m512i v0 = _mm512_loadu_si512(weights + i * 16), v1 = _mm512_loadu_si512(weights + i * 16 + 64);
+            asm("" : "+v"(v0), "+v"(v1));  // loaded once: gcc would read them for both halves, across cache lines
             const __m512i w0 = _mm512_and_si512(v0, low), w1 = _mm512_and_si512(v1, low);
             const __m512i w2 = _mm512_and_si512(_mm512_srli_epi16(v0, 4), low);
             const __m512i w3 = _mm512_and_si512(_mm512_srli_epi16(v1, 4), low);
