@@ -93,8 +93,6 @@ inline void put_int4(const Linear& w, __m512 sum, int n, float x_scale, float* y
     _mm512_mask_storeu_ps(y + n, mask, value);
 }
 
-inline __m512i four_of(const uint8_t* from) { return _mm512_set1_epi32(*(const int32_t*)from); }
-
 // As many rows as there are indexes, by one panel; see tile() of linear.h. `row` is the bytes of one.
 template <size_t... M>
 __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const Linear& w, int panel, const uint8_t* x,
@@ -112,8 +110,8 @@ __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const
             const __m512i w3 = _mm512_and_si512(_mm512_srli_epi16(v1, 4), low);
             const uint8_t* at = x + k + i;
             __m512i each;
-            ((each = four_of(at + M * row), multiply_add<Kind::INT8>(a[M], w0, each), multiply_add<Kind::INT8>(b[M], w1, each),
-              each = four_of(at + M * row + 4), multiply_add<Kind::INT8>(a[M], w2, each),
+            ((each = four_bytes(at + M * row), multiply_add<Kind::INT8>(a[M], w0, each), multiply_add<Kind::INT8>(b[M], w1, each),
+              each = four_bytes(at + M * row + 4), multiply_add<Kind::INT8>(a[M], w2, each),
               multiply_add<Kind::INT8>(b[M], w3, each)),
              ...);
         }

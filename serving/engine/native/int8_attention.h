@@ -74,12 +74,6 @@ inline __m512 whole_sum(__m512i high, __m512i low, int32_t offset) {
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_set1_epi32(offset)));
 }
 
-inline __m512i four_bytes(const int8_t* from) {
-    int32_t bytes;
-    std::memcpy(&bytes, from, 4);
-    return _mm512_set1_epi32(bytes);
-}
-
 // The block whose turn comes after, or null. It is not where the processor would look for it: keys and values take turns,
 // and a page ends with nearly every block.
 struct NextBlock {

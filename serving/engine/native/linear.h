@@ -294,6 +294,13 @@ inline std::atomic<bool>& byte_products() {
     return use;
 }
 
+// The same four bytes in every lane.
+inline __m512i four_bytes(const void* from) {
+    int32_t bytes;
+    std::memcpy(&bytes, from, 4);
+    return _mm512_set1_epi32(bytes);
+}
+
 template <Kind KIND>
 using Sum = std::conditional_t<of_bytes(KIND), __m512i, __m512>;
 
@@ -357,7 +364,8 @@ __attribute__((always_inline)) inline void put_row(const Linear& w, const Sums& 
 
 // As many rows as there are indexes, by one panel. `x` steps by `stride` 32-bit lanes a row; `y` [.., N] is written, or
 // added to. `next`, or null: the panel that is to be near after this one. Folds rather than loops, without lambdas, in a
-// function of its own: every accumulator then has a constant index and stays in a register (tests/serving/engine/test_registers.py).
+// function of its own: every accumulator then has a constant index and stays in a register
+// (tests/serving/engine/test_registers.py).
 template <Kind KIND, bool FAST, size_t... M>
 __attribute__((noinline)) inline void tile(std::index_sequence<M...>, const Linear& w, int panel, const int32_t* x,
                                            int stride, const float* x_scale, float* y, bool add, const char* next) {
