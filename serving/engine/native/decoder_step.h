@@ -374,7 +374,7 @@ inline void Decoder::attend(const Layer& layer, const Step& step, int number) {
     if (shape.kv == Kind::INT8) {
         static thread_local ByteQueries own;
         ByteQueries& queries = own;
-        queries.count = n, queries.cap = shape.score_cap;
+        queries.count = n, queries.cap = shape.score_cap, queries.words = by_words();
         for (int i = 0; i < n; i++) queries.set(i, q[i], D, lo[i], hi[i]);
         const auto head = kept<const uint8_t>(layer, step, run, item.kv_head);
         NextBlock after;  // mostly the same thread takes the next item

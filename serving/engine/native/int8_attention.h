@@ -12,9 +12,12 @@
 // As in attention.h the blocks of a SEGMENT fold into one running softmax, and segments are merged in order.
 #pragma once
 
+#include <numeric>
+
 #include "attention.h"
 #include "linear.h"
 #include "tiles.h"
+#include "words.h"
 
 namespace mlt {
 
@@ -92,24 +95,34 @@ inline void fetch_lines(const uint8_t*& next) {
 // Queries that see tokens [lo, hi) of one KV head each.
 struct ByteQueries {
     int count, lo[BYTE_QUERIES], hi[BYTE_QUERIES];
-    float cap;  // as in attention.h
+    float cap;   // as in attention.h
+    bool words;  // each is a row of words.h rather than two of bytes
     float unit[BYTE_QUERIES];
     int32_t offset[BYTE_QUERIES];  // what the offset of the keys' bytes gives
-    alignas(64) int8_t parts[BOTH][BYTE_QUERIES][MAX_HEAD];
+    union {
+        alignas(64) int8_t parts[BOTH][BYTE_QUERIES][MAX_HEAD];
+        alignas(64) int16_t rows[BYTE_QUERIES][MAX_HEAD];
+    };
 
     // Query i is q [dim], which carries the scaling.
     void set(int i, const float* q, int dim, int from, int to) {
         lo[i] = from, hi[i] = to;
         unit[i] = row_scale(q, dim) * (float(LEVELS) / FINEST);  // NaN where a value is
         const __m512 by = _mm512_set1_ps(1.0f / unit[i]);
+        __m512i sum = _mm512_setzero_si512();
         for (int d = 0; d < dim; d += LANES) {
             const __m512i level = levels_of(_mm512_loadu_ps(q + d), by);
+            sum = _mm512_add_epi32(sum, level);
+            if (words) {
+                store_words(rows[i] + d, level);
+                continue;
+            }
             _mm_storeu_si128((__m128i*)(parts[HIGH][i] + d), _mm512_cvtepi32_epi8(high_of(level)));
             _mm_storeu_si128((__m128i*)(parts[LOW][i] + d), _mm512_cvtepi32_epi8(low_of(level)));
         }
-        int32_t sum = 0;
-        for (int d = 0; d < dim; d++) sum += 128 * parts[HIGH][i][d] + parts[LOW][i][d];
-        offset[i] = BYTE_OFFSET * sum;
+        alignas(64) int32_t lanes[LANES];
+        _mm512_store_si512(lanes, sum);
+        offset[i] = BYTE_OFFSET * std::accumulate(lanes, lanes + LANES, 0);
     }
 };
 
@@ -119,19 +132,23 @@ struct ByteBlock {
     float fade[BYTE_QUERIES];                       // of the values so far
     float unit[BYTE_QUERIES];                       // of the weights
     uint64_t strange;  // tokens that have a key or value that is no number: then neither is what sees them
-    alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+    alignas(64) int32_t scores[BOTH][BYTE_QUERIES][KEPT_BLOCK];  // of words HIGH alone, as they are
     alignas(64) float weighed[LANES][KEPT_BLOCK];  // of sixteen that are in work
-    alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+    union {
+        alignas(64) int8_t weights[BOTH][BYTE_QUERIES][KEPT_BLOCK];
+        alignas(64) int16_t rows[BYTE_QUERIES][KEPT_BLOCK];  // the same, of words
+    };
 };
 
-// Query i's sums so far of `vectors` vectors of dimensions from d on, with those of a block.
+// Query i's sums so far of `vectors` vectors of dimensions from d on, with those of a block; `low` null: `high` is all of it.
 inline void fold(const ByteBlock& block, int i, const int32_t* high, const int32_t* low, int vectors, int d,
                  Partial& state) {
     if (block.from[i] >= block.to[i]) return;
     const __m512 fade = _mm512_set1_ps(block.fade[i]), unit = _mm512_set1_ps(block.unit[i]);
     for (int c = 0; c < vectors * LANES; c += LANES) {
         float* to = state.values + d + c;
-        const __m512 sum = whole_sum(_mm512_load_si512(high + c), _mm512_load_si512(low + c), 0);
+        const __m512i all = _mm512_load_si512(high + c);
+        const __m512 sum = low ? whole_sum(all, _mm512_load_si512(low + c), 0) : _mm512_cvtepi32_ps(all);
         _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), fade, _mm512_mul_ps(sum, unit)));
     }
 }
@@ -230,6 +247,38 @@ struct VectorBytes {
     }
 };
 
+// Products by words (words.h): a sum is one of 32 bits, below 2^31.
+struct WordBytes;
+
+#ifdef MLT_AVX2
+
+struct WordBytes {
+    static constexpr int COLUMNS = 2 * LANES;
+
+    void score(const ByteQueries& queries, int dim, const uint8_t* keys, ByteBlock& block, const uint8_t* next) {
+        for (int i = 0; i < queries.count; i += WORD_ROWS, next = nullptr)
+            for (int t = 0; t < KEPT_BLOCK; t += COLUMNS) {
+                const int some = std::min(queries.count - i, WORD_ROWS);
+                word_sums_of<false>(some, (const char*)keys + t * 4, KEPT_BLOCK * 4, queries.rows[i], MAX_HEAD, dim,
+                                    block.scores[HIGH][i] + t, KEPT_BLOCK, (const char*)next);
+                if (next) next += dim * COLUMNS;
+            }
+    }
+    void mix(int count, int dim, const uint8_t* values, const ByteBlock& block, Partial* states, const uint8_t* next) {
+        alignas(64) int32_t sums[WORD_ROWS][COLUMNS];
+        for (int i = 0; i < count; i += WORD_ROWS, next = nullptr)
+            for (int d = 0; d < dim; d += COLUMNS) {
+                const int some = std::min(count - i, WORD_ROWS), columns = std::min(dim - d, COLUMNS);
+                word_sums_of<true>(some, (const char*)values + d * 4, dim * 4, block.rows[i], KEPT_BLOCK, KEPT_BLOCK, sums[0],
+                                   COLUMNS, (const char*)next);
+                if (next) next += KEPT_BLOCK * COLUMNS;
+                for (int m = 0; m < some; m++) fold(block, i + m, sums[m], nullptr, columns / LANES, d, states[i + m]);
+            }
+    }
+};
+
+#endif
+
 // Products by tiles: of heads whose width is a multiple of a tile's row. 0 to 3 are sums, of both parts and two columns
 // of tiles; 4 and 5 queries, or weights; 6 and 7 keys, or values.
 template <class Tiles>
@@ -297,6 +346,7 @@ struct TiledBytes {
 // The scores of a block become weights in the queries' softmaxes, and those with the scales of values whole numbers; the
 // sixteen queries from `first` on among those that see some of it. Each thing is done for all of them before the next:
 // what one takes is a chain of instructions that wait for each other, and those of several run side by side.
+template <bool WORDS>
 inline void weigh_some(const ByteQueries& queries, const float* key_scales, const float* value_scales, const int* seeing,
                        const uint64_t* inside, int count, ByteBlock& block, Partial* states) {
     const auto add = [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); };
@@ -313,9 +363,11 @@ inline void weigh_some(const ByteQueries& queries, const float* key_scales, cons
 #pragma GCC unroll 4
         for (int t = 0; t < KEPT_BLOCK; t += LANES) {
             const __m512i high = _mm512_load_si512(block.scores[HIGH][i] + t);
-            const __m512i low = _mm512_load_si512(block.scores[LOW][i] + t);
-            __m512 score = _mm512_mul_ps(whole_sum(high, low, queries.offset[i]), _mm512_load_ps(key_scales + t));
-            score = _mm512_mul_ps(score, unit);
+            const __m512i low = WORDS ? high : _mm512_load_si512(block.scores[LOW][i] + t);
+            const __m512 whole = WORDS ? _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_set1_epi32(queries.offset[i])))
+                                       : whole_sum(high, low, queries.offset[i]);
+            const __m512 score_by_key = _mm512_mul_ps(whole, _mm512_load_ps(key_scales + t));
+            __m512 score = _mm512_mul_ps(score_by_key, unit);
             if (queries.cap != 0.0f)
                 score = _mm512_mul_ps(capped(score, queries.cap, 2.0f / queries.cap), _mm512_set1_ps(LOG2E));
             score = _mm512_mask_blend_ps(__mmask16(inside[m] >> t), none, score);
@@ -356,13 +408,16 @@ inline void weigh_some(const ByteQueries& queries, const float* key_scales, cons
 #pragma GCC unroll 4
         for (int v = 0; v < KEPT_VECTORS; v++) {
             const __m512i level = levels_of(_mm512_load_ps(block.weighed[m] + v * LANES), by);
-            highs[v] = high_of(level), lows[v] = low_of(level);
+            if (WORDS) store_words(block.rows[i] + v * LANES, level);
+            else highs[v] = high_of(level), lows[v] = low_of(level);
         }
+        if (WORDS) continue;
         store_bytes(highs, block.weights[HIGH][i]), store_bytes(lows, block.weights[LOW][i]);
     }
 }
 
 // Compiled once: where a product meets a sum the compiler may join them in one place and not in another.
+template <bool WORDS>
 __attribute__((noinline)) inline void weigh(const ByteQueries& queries, const float* key_scales,
                                             const float* value_scales, ByteBlock& block, Partial* states) {
     uint64_t inside[BYTE_QUERIES];
@@ -374,7 +429,7 @@ __attribute__((noinline)) inline void weigh(const ByteQueries& queries, const fl
         seeing[n++] = i;
     }
     for (int m = 0; m < n; m += LANES)
-        weigh_some(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES), block, states);
+        weigh_some<WORDS>(queries, key_scales, value_scales, seeing + m, inside + m, std::min(n - m, LANES), block, states);
 }
 
 // Tokens of a block whose scales are no numbers.
@@ -411,7 +466,7 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
         products.score(queries, dim, key.bytes, block, next.keys);
         for (int i = 0; i < queries.count; i++)
             block.from[i] = std::max(queries.lo[i] - at, 0), block.to[i] = std::min(queries.hi[i] - at, KEPT_BLOCK);
-        weigh(queries, key.scales, value.scales, block, states);
+        weigh<std::is_same_v<Products, WordBytes>>(queries, key.scales, value.scales, block, states);
         products.mix(queries.count, dim, value.bytes, block, states, next.values);
     }
     for (int i = 0; i < queries.count; i++) states[i].most *= 1.0f / LOG2E;  // merge() has powers of e
@@ -419,9 +474,12 @@ void attend_int8(Products& products, int dim, const ByteQueries& queries, const 
 
 inline void attend_int8(int dim, const ByteQueries& queries, const KeptHead<const uint8_t>& kept, int segment,
                         NextBlock after, Partial* states) {
+    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, after, states); };
+#ifdef MLT_AVX2
+    if (queries.words) return by(WordBytes());
+#endif
     const bool many = queries.count >= TILED_FROM && dim % TILE_BYTES == 0;
     const TileUse use = many ? tile_use().load(std::memory_order_relaxed) : TileUse::NONE;
-    const auto by = [&](auto&& products) { attend_int8(products, dim, queries, kept, segment, after, states); };
     if (use == TileUse::HARDWARE) by(TiledBytes<HardwareTiles>());
     else if (use == TileUse::EMULATED) by(TiledBytes<EmulatedTiles>());
     else if (CHOOSES_BYTE_PRODUCTS && byte_products()) by(VectorBytes<CHOOSES_BYTE_PRODUCTS>());

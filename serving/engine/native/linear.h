@@ -24,6 +24,7 @@
 #include "simd.h"
 #include "threads.h"
 #include "tiles.h"
+#include "words.h"
 
 namespace mlt {
 
@@ -55,6 +56,15 @@ constexpr int INT4_GROUP = 32;  // k's that share a scale, of weights of four bi
 constexpr size_t INT4_GROUP_BYTES = PANEL * (INT4_GROUP / 2 + 3);
 
 enum class Kind : int { F32 = 0, INT8 = 1, BF16 = 2, INT4 = 3, W8A16 = 4 };
+
+// Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
+inline std::atomic<bool>& byte_products() {
+    static std::atomic<bool> use{CHOOSES_BYTE_PRODUCTS && has_byte_products()};
+    return use;
+}
+
+// Whether what meets bytes is 16-bit numbers. Tiles, which are emulated in tests, take bytes.
+inline bool by_words() { return HAS_WORDS && !byte_products() && tile_use() == TileUse::NONE; }
 
 // Whether weights are bytes, by bytes.
 constexpr bool of_bytes(Kind kind) { return kind == Kind::INT8 || kind == Kind::W8A16; }
@@ -102,7 +112,8 @@ struct Linear {
     size_t panel_bytes() const { return kind == Kind::INT4 ? K / INT4_GROUP * INT4_GROUP_BYTES : size_t(K) / lane() * PANEL * 4; }
     // Of a row of activations, prepared.
     size_t row_bytes() const {
-        return kind == Kind::INT4 ? K + sizeof(float) * (K / INT4_GROUP) : size_t(K) / lane() * 4 * rows_of(kind);
+        if (kind == Kind::INT4) return K + sizeof(float) * (K / INT4_GROUP);
+        return of_bytes(kind) && by_words() ? K * sizeof(int16_t) : size_t(K) / lane() * 4 * rows_of(kind);
     }
     ~Linear() {
         if (owned) std::free(packed), std::free(scale), std::free(offset), std::free(bias), std::free(input);
@@ -176,6 +187,15 @@ inline float quantize_row_twice(const float* x, int K, uint8_t* q) {
         _mm_storeu_si128((__m128i*)(q + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(high, offset)));
         _mm_storeu_si128((__m128i*)(q + K + k), _mm512_cvtepi32_epi8(_mm512_add_epi32(low, offset)));
     }
+    return scale;
+}
+
+// One row as whole numbers up to 127 * `finer`, in words; returns their scale. What quantize_row() and quantize_row_twice()
+// make of it, 1 and 128 times as fine.
+inline float quantize_row_words(const float* x, int K, int finer, int16_t* q) {
+    const float scale = row_scale(x, K) * (1.0f / finer);
+    const __m512 by = _mm512_set1_ps(1.0f / scale);
+    for (int k = 0; k < K; k += LANES) store_words(q + k, _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), by)));
     return scale;
 }
 
@@ -266,6 +286,11 @@ class Prepared {
     }
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
+        if (of_bytes(w.kind) && by_words()) {
+            int16_t* to = (int16_t*)(bytes.data() + size_t(t) * w.row_bytes());
+            scales[t] = quantize_row_words(row, w.K, w.kind == Kind::W8A16 ? 128 : 1, to);
+            return;
+        }
         if (w.kind == Kind::INT8) scales[t] = quantize_row(row, w.K, bytes.data() + size_t(t) * w.K);
         if (w.kind == Kind::W8A16) scales[t] = quantize_row_twice(row, w.K, bytes.data() + size_t(t) * w.row_bytes());
         if (w.kind == Kind::BF16) to_bf16(row, w.K, (uint16_t*)bytes.data() + size_t(t) * w.K);
@@ -287,12 +312,6 @@ class Prepared {
     std::vector<uint8_t, Aligned<uint8_t>> bytes;
     std::vector<float> scales;
 };
-
-// Whether bytes are multiplied by the instruction for it, where not all processors of this library have it.
-inline std::atomic<bool>& byte_products() {
-    static std::atomic<bool> use{CHOOSES_BYTE_PRODUCTS && has_byte_products()};
-    return use;
-}
 
 // The same four bytes in every lane.
 inline __m512i four_bytes(const void* from) {
@@ -333,13 +352,20 @@ inline __m512 joined(__m512i sum, __m512i low) {
     return KIND == Kind::W8A16 ? _mm512_fmadd_ps(value, _mm512_set1_ps(128.0f), _mm512_cvtepi32_ps(low)) : value;
 }
 
-// The sum of a row, and that of its low bytes, by 16 columns from n on, as it goes to y.
-template <Kind KIND>
-inline void put(const Linear& w, Sum<KIND> sum, Sum<KIND> low, int n, const float* x_scale, float* y, bool add) {
+// The value of 16 columns from n on as it goes to y.
+inline void put_value(const Linear& w, __m512 value, int n, float* y, bool add) {
     const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
+    if (w.bias) value = _mm512_add_ps(value, _mm512_load_ps(w.bias + n));
+    if (add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, y + n));
+    _mm512_mask_storeu_ps(y + n, mask, value);
+}
+
+// The same of a row's sum, and that of its low bytes. OFFSET: the bytes of activations have it.
+template <Kind KIND, bool OFFSET = BYTE_OFFSET != 0>
+inline void put(const Linear& w, Sum<KIND> sum, Sum<KIND> low, int n, const float* x_scale, float* y, bool add) {
     __m512 value;
     if constexpr (of_bytes(KIND)) {
-        if (BYTE_OFFSET) {
+        if (OFFSET) {
             const __m512i offset = _mm512_load_si512(w.offset + n);
             sum = _mm512_sub_epi32(sum, offset), low = _mm512_sub_epi32(low, offset);
         }
@@ -348,9 +374,7 @@ inline void put(const Linear& w, Sum<KIND> sum, Sum<KIND> low, int n, const floa
     } else {
         value = sum;
     }
-    if (w.bias) value = _mm512_add_ps(value, _mm512_load_ps(w.bias + n));
-    if (add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, y + n));
-    _mm512_mask_storeu_ps(y + n, mask, value);
+    put_value(w, value, n, y, add);
 }
 
 // Of the sums of some rows that of number M, if it is the first of its row of activations.
@@ -592,7 +616,12 @@ inline TileUse tiles_for(const Linear& w) {
 }
 
 template <Kind KIND>
+inline void multiply_words(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);
+
+template <Kind KIND>
 inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    if constexpr (HAS_WORDS && of_bytes(KIND))
+        if (by_words()) return multiply_words<KIND>(w, x, T, y, finish, first, last);
     const TileUse use = tiles_for(w);
     if constexpr (CHOOSES_BYTE_PRODUCTS && of_bytes(KIND))
         if (use == TileUse::NONE && byte_products())
@@ -654,6 +683,8 @@ inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finis
 }  // namespace mlt
 
 #include "int4.h"
-#ifdef __aarch64__
+#ifdef MLT_AVX2
+#include "word_panels.h"
+#elif defined(__aarch64__)
 #include "row_pairs.h"
 #endif

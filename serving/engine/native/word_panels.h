@@ -1,0 +1,50 @@
+// Weights of bytes by rows of words (words.h), as linear.h has panels of them.
+#pragma once
+
+#include "linear.h"
+
+namespace mlt {
+
+constexpr int EXACT_WORDS = 1024;  // of W8A16, whose products a sum of 32 bits takes
+
+// Some rows by 32 columns of a panel, `next` as word_sums_of() has it.
+template <Kind KIND>
+inline void word_tile(const Linear& w, int panel, const int16_t* x, int rows, const float* x_scale, float* y, bool add,
+                      const char* next) {
+    alignas(64) int32_t sums[WORD_ROWS][PANEL], high[WORD_ROWS][PANEL] = {}, low[WORD_ROWS][PANEL] = {};
+    const int each = KIND == Kind::W8A16 ? EXACT_WORDS : w.K;
+    const char* weights = (const char*)w.packed + panel * w.panel_bytes();
+    for (int k = 0; k < w.K; k += each) {
+        const int some = std::min(each, w.K - k);
+        word_sums_of<true>(rows, weights + size_t(k) * PANEL, PANEL * 4, x + k, w.K, some, sums[0], PANEL,
+                           next ? next + size_t(k) * PANEL : nullptr);
+        if (KIND == Kind::W8A16)
+            for (int m = 0; m < rows; m++)
+                for (int n = 0; n < PANEL; n++) high[m][n] += sums[m][n] >> 7, low[m][n] += sums[m][n] & 127;
+    }
+    for (int m = 0; m < rows; m++)
+        for (int n = 0; n < PANEL && panel * PANEL + n < w.N; n += LANES) {
+            const int32_t* sum = KIND == Kind::W8A16 ? high[m] : sums[m];
+            put<KIND, false>(w, _mm512_load_si512(sum + n), _mm512_load_si512(low[m] + n), panel * PANEL + n, x_scale + m,
+                             y + size_t(m) * w.N, add);
+        }
+}
+
+template <Kind KIND>
+inline void multiply_words(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    const int tiles = (T + WORD_ROWS - 1) / WORD_ROWS;
+    const int near = std::max(1, NEAR / (w.K * int(sizeof(int16_t)) * WORD_ROWS));
+    for (int from = 0; from < tiles; from += near)
+        for (int panel = first; panel < last; panel++)
+            for (int i = from; i < std::min(from + near, tiles); i++) {
+                const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
+                const bool fetches = i == from && panel + 1 < last;
+                const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
+                const int16_t* rows = (const int16_t*)x.values + size_t(a) * w.K;
+                float* out = y + size_t(a) * w.N;
+                word_tile<KIND>(w, panel, rows, b - a, x.scale + a, out, finish == Finish::ADD, next);
+                if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
+            }
+}
+
+}  // namespace mlt
