@@ -16,7 +16,12 @@ namespace mlt {
 constexpr int BLOCK = 32;     // keys and values of a block of 64-wide heads are half of a 32 KiB cache
 constexpr int SEGMENT = 512;  // tokens; what one thread takes of a long context
 constexpr int MAX_HEAD = 256;
-constexpr int TOGETHER = 3;   // queries whose scores are taken at a time: 24 sums, 2 vectors of keys and a broadcast
+constexpr int TOGETHER = 3;   // queries that are taken at a time
+#ifdef MLT_AVX512
+constexpr int MIXED = 18;  // sums of values at a time: of 32 registers, beside 3 weights and a value
+#else
+constexpr int MIXED = 6;  // of two registers of AVX2's 16, or of four of NEON's 32
+#endif
 constexpr int TRANSPOSED = 5; // queries from which transposing a block's keys pays
 
 constexpr int SHARED_BLOCK = 64;  // tokens: what is read in another's slot is whole blocks of these
@@ -97,47 +102,40 @@ inline void score_one(const float* q, const float* k, float* scores) {
     }
 }
 
-// The same of as many queries as there are indexes, by the block's transpose `kt` [V * LANES, BLOCK].
+// Of each query the sum of lanes `at` and at + 2 of a quarter, for sixteen tokens of a block's transpose `kt` [V * LANES, BLOCK].
 template <int V, size_t... M>
-inline void score(std::index_sequence<M...>, const float* const* q, const float* kt, float (*scores)[BLOCK]) {
-    static_assert(BLOCK == 2 * LANES);
-    constexpr int COUNT = sizeof...(M);
-    const float* const query[] = {q[M]...};
-    __m512 quarters[4][COUNT][2];
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; part++) {
-        __m512 lane[4][COUNT][2];
-#pragma GCC unroll 4
-        for (int l = 0; l < 4; l++) {
-            const int at = 4 * part + l;
-            const __m512 k0 = _mm512_load_ps(kt + at * BLOCK), k1 = _mm512_load_ps(kt + at * BLOCK + LANES);
-            // an addition of zero rather than a product alone, which the compiler could join with the addition after it
-            ((lane[l][M][0] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][at]), k0, _mm512_setzero_ps()),
-              lane[l][M][1] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][at]), k1, _mm512_setzero_ps())),
-             ...);
-        }
-        for (int d = 1; d < V; d++)
-#pragma GCC unroll 4
-            for (int l = 0; l < 4; l++) {
-                const int at = d * LANES + 4 * part + l;
-                const __m512 k0 = _mm512_load_ps(kt + at * BLOCK), k1 = _mm512_load_ps(kt + at * BLOCK + LANES);
-                (
-                    [&] {
-                        const __m512 x = _mm512_set1_ps(query[M][at]);
-                        lane[l][M][0] = _mm512_fmadd_ps(x, k0, lane[l][M][0]);
-                        lane[l][M][1] = _mm512_fmadd_ps(x, k1, lane[l][M][1]);
-                    }(),
-                    ...);
-            }
-        for (int m = 0; m < COUNT; m++)
-            for (int h = 0; h < 2; h++)
-                quarters[part][m][h] = _mm512_add_ps(_mm512_add_ps(lane[0][m][h], lane[2][m][h]),
-                                                     _mm512_add_ps(lane[1][m][h], lane[3][m][h]));
+__attribute__((always_inline)) inline void score_lanes(std::index_sequence<M...>, const float* const (&query)[sizeof...(M)],
+                                                       const float* kt, int at, __m512 (&sums)[sizeof...(M)]) {
+    __m512 first[] = {(void(M), _mm512_setzero_ps())...}, third[] = {(void(M), _mm512_setzero_ps())...};
+    for (int d = at; d < V * LANES; d += LANES) {
+        const __m512 k0 = _mm512_load_ps(kt + d * BLOCK), k2 = _mm512_load_ps(kt + (d + 2) * BLOCK);
+        ((first[M] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][d]), k0, first[M]),
+          third[M] = _mm512_fmadd_ps(_mm512_set1_ps(query[M][d + 2]), k2, third[M])),
+         ...);
     }
-    for (int m = 0; m < COUNT; m++)
-        for (int h = 0; h < 2; h++)
-            _mm512_store_ps(scores[m] + h * LANES, _mm512_add_ps(_mm512_add_ps(quarters[0][m][h], quarters[1][m][h]),
-                                                                 _mm512_add_ps(quarters[2][m][h], quarters[3][m][h])));
+    ((sums[M] = _mm512_add_ps(first[M], third[M])), ...);
+}
+
+// The same of as many queries as there are indexes, by the block's transpose. Few sums at a time, in folds: all stay in
+// registers (tests/serving/engine/test_registers.py).
+template <int V, size_t... M>
+__attribute__((noinline)) inline void score(std::index_sequence<M...> all, const float* const* q, const float* kt,
+                                            float (*scores)[BLOCK]) {
+    const float* const query[] = {q[M]...};
+    alignas(64) float quarters[4][sizeof...(M)][LANES];
+    for (int t = 0; t < BLOCK; t += LANES, kt += LANES) {
+        for (int part = 0; part < 4; part++) {
+            __m512 even[sizeof...(M)], odd[sizeof...(M)];
+            score_lanes<V>(all, query, kt, 4 * part, even);
+            (_mm512_store_ps(quarters[part][M], even[M]), ...);
+            score_lanes<V>(all, query, kt, 4 * part + 1, odd);
+            (_mm512_store_ps(quarters[part][M], _mm512_add_ps(_mm512_load_ps(quarters[part][M]), odd[M])), ...);
+        }
+        const auto sum = [&](size_t m, int part) {
+            return _mm512_add_ps(_mm512_load_ps(quarters[part][m]), _mm512_load_ps(quarters[part + 1][m]));
+        };
+        (_mm512_store_ps(scores[M] + t, _mm512_add_ps(sum(M, 0), sum(M, 2))), ...);
+    }
 }
 
 template <int V, int M = TOGETHER>
@@ -168,32 +166,34 @@ inline float weigh(float* scores, int from, int to, Partial& state) {
     return fade;
 }
 
-// The values of tokens [from, to) by the weights of as many queries as there are indexes, token by token in order.
-template <int V, size_t... M>
-inline void mix(std::index_sequence<M...>, const float (*weights)[BLOCK], const float* fades, const float* v, int from,
-                int to, Partial* const* states) {
-    __m512 sums[sizeof...(M)][V];
-    for (int d = 0; d < V; d++)
-        ((sums[M][d] = _mm512_mul_ps(_mm512_load_ps(states[M]->values + d * LANES), _mm512_set1_ps(fades[M]))), ...);
-    for (int t = from; t < to; t++) {
-        __m512 value[V];
-        for (int d = 0; d < V; d++) value[d] = _mm512_loadu_ps(v + t * V * LANES + d * LANES);
-        (
-            [&] {
-                const __m512 w = _mm512_set1_ps(weights[M][t]);
-                for (int d = 0; d < V; d++) sums[M][d] = _mm512_fmadd_ps(w, value[d], sums[M][d]);
-            }(),
-            ...);
+// Vectors of the values, from dimension d on, of tokens [from, to) by the weights of COUNT queries, token by token in order.
+// Sums are numbered by a pack, COUNT of a vector, in folds as in score().
+template <int COUNT, size_t... S>
+__attribute__((noinline)) inline void mix(std::index_sequence<S...>, const float (*weights)[BLOCK], const float* fades,
+                                          const float* v, int dim, int d, int from, int to, Partial* const* states) {
+    float* const place[] = {states[S % COUNT]->values + d + S / COUNT * LANES...};
+    __m512 sum[] = {_mm512_mul_ps(_mm512_load_ps(place[S]), _mm512_set1_ps(fades[S % COUNT]))...};
+    v += size_t(from) * dim + d;
+    for (int t = from; t < to; t++, v += dim) {
+        __m512 w[COUNT], value;
+        ((S < COUNT ? void(w[S % COUNT] = _mm512_set1_ps(weights[S % COUNT][t])) : void()), ...);
+        ((S % COUNT == 0 ? void(value = _mm512_loadu_ps(v + S / COUNT * LANES)) : void(),
+          sum[S] = _mm512_fmadd_ps(w[S % COUNT], value, sum[S])),
+         ...);
     }
-    for (int d = 0; d < V; d++) (_mm512_store_ps(states[M]->values + d * LANES, sums[M][d]), ...);
+    (_mm512_store_ps(place[S], sum[S]), ...);
 }
 
-template <int V, int M>
+template <int V, int M = TOGETHER>
 inline void mix_of(int count, const float (*weights)[BLOCK], const float* fades, const float* v, int from, int to,
                    Partial* const* states) {
     if constexpr (M > 1)
         if (count < M) return mix_of<V, M - 1>(count, weights, fades, v, from, to, states);
-    mix<V>(std::make_index_sequence<M>(), weights, fades, v, from, to, states);
+    constexpr int C = std::min(V, MIXED / M), D = V * LANES;
+    int d = 0;
+    for (; d + C * LANES <= D; d += C * LANES)
+        mix<M>(std::make_index_sequence<M * C>(), weights, fades, v, D, d, from, to, states);
+    if constexpr (V % C != 0) mix<M>(std::make_index_sequence<M * (V % C)>(), weights, fades, v, D, d, from, to, states);
 }
 
 // Queries that see some tokens of one block, [from[i], to[i]) of it.
@@ -207,7 +207,6 @@ struct BlockQueries {
 // Folds one block into the queries' softmaxes. `kt` is the block's keys transposed, or null where that does not pay.
 template <int V>
 inline void attend_block(const BlockQueries& at, const float* keys, const float* kt, const float* values) {
-    constexpr int MIXED = V <= 6 ? TOGETHER : 1;  // queries whose sums stay in registers
     alignas(64) float weights[TOGETHER][BLOCK];
     float fades[TOGETHER];
     if (kt) score_of<V>(at.count, at.q, kt, weights);
@@ -222,10 +221,9 @@ inline void attend_block(const BlockQueries& at, const float* keys, const float*
     }
     // Queries that see the same tokens are mixed together; no token that a query does not see is read for it, since it
     // may be no number.
-    const int step = alike ? MIXED : 1;
+    const int step = alike ? TOGETHER : 1;
     for (int i = 0; i < at.count; i += step)
-        mix_of<V, MIXED>(std::min(step, at.count - i), weights + i, fades + i, values, at.from[i], at.to[i],
-                         at.state + i);
+        mix_of<V>(std::min(step, at.count - i), weights + i, fades + i, values, at.from[i], at.to[i], at.state + i);
 }
 
 // Queries `q[i]` that see tokens [lo[i], hi[i]) of one KV head.
