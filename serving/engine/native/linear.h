@@ -30,6 +30,11 @@ namespace mlt {
 
 constexpr int PANEL = 32;
 #ifdef MLT_AVX512
+constexpr bool NARROW = false;
+#else
+constexpr bool NARROW = true;  // a vector is several registers (narrow_vectors.h)
+#endif
+#ifdef MLT_AVX512
 constexpr int BYTE_OFFSET = 128;
 constexpr bool CHOOSES_BYTE_PRODUCTS = false;
 inline bool has_byte_products() { return true; }
@@ -617,6 +622,8 @@ inline TileUse tiles_for(const Linear& w) {
 
 template <Kind KIND>
 inline void multiply_words(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);
+template <Kind KIND>
+inline void multiply_floats(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);
 
 template <Kind KIND>
 inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
@@ -626,6 +633,8 @@ inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish fin
     if constexpr (CHOOSES_BYTE_PRODUCTS && of_bytes(KIND))
         if (use == TileUse::NONE && byte_products())
             return multiply_panels<KIND, true>(w, x, T, y, finish, first, last);
+    if constexpr (NARROW && KIND == Kind::BF16)
+        if (use == TileUse::NONE) return multiply_floats<KIND>(w, x, T, y, finish, first, last);
     if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
     else if (use == TileUse::EMULATED) multiply_tiles<KIND, EmulatedTiles>(w, x, T, y, finish, first, last);
     else multiply_panels<KIND>(w, x, T, y, finish, first, last);
@@ -633,9 +642,15 @@ inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish fin
 
 inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);
 
+template <Kind KIND>
+inline void multiply_float32(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    if constexpr (NARROW) multiply_floats<KIND>(w, x, T, y, finish, first, last);
+    else multiply_panels<KIND>(w, x, T, y, finish, first, last);
+}
+
 // The columns of some panels of y [T, N] = x W^T + b.
 inline void multiply_range(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    if (w.kind == Kind::F32) multiply_panels<Kind::F32>(w, x, T, y, finish, first, last);
+    if (w.kind == Kind::F32) multiply_float32<Kind::F32>(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT4) multiply_int4(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::INT8) multiply_narrow<Kind::INT8>(w, x, T, y, finish, first, last);
     else if (w.kind == Kind::W8A16) multiply_narrow<Kind::W8A16>(w, x, T, y, finish, first, last);
@@ -683,8 +698,12 @@ inline void multiply(Team& team, const Linear& w, Rows x, int T, float* y, Finis
 }  // namespace mlt
 
 #include "int4.h"
+#ifndef MLT_AVX512
+#include "narrow_tiles.h"
+#endif
 #ifdef MLT_AVX2
 #include "word_panels.h"
-#elif defined(__aarch64__)
+#endif
+#ifdef __aarch64__
 #include "row_pairs.h"
 #endif
