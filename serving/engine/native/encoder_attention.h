@@ -14,30 +14,35 @@
 
 namespace mlt {
 
-constexpr int QUERIES = 12;  // at a time: 24 sums, 2 vectors of b and a broadcast of 32 registers
+#ifdef MLT_AVX512
+constexpr int PRODUCT_SUMS = 24;  // vectors under way, beside 2 of b and a broadcast of 32 registers
+#else
+constexpr int PRODUCT_SUMS = 6;  // of two registers of AVX2's 16, or of four of NEON's 32
+#endif
+constexpr int QUERIES = 12;  // at a time
 constexpr int KEYS = 2 * LANES;
 
-// y [rows, V vectors] = a [rows, K] b [K, V vectors]; a row, or a k, is that many floats after the one before it.
+// y [rows, V vectors] = a [rows, K] b [K, V vectors]; a row, or a k, is that many floats after the one before it. In folds, in a
+// function of its own, as tile() of linear.h is.
 template <int V, size_t... M>
-inline void product(std::index_sequence<M...>, const float* a, int a_row, const float* b, int b_row, int K, float* y,
-                    int y_row) {
+__attribute__((noinline)) inline void product(std::index_sequence<M...>, const float* a, int a_row, const float* b, int b_row,
+                                              int K, float* y, int y_row) {
     __m512 left[] = {(void(M), _mm512_setzero_ps())...}, right[] = {(void(M), _mm512_setzero_ps())...};
     for (int k = 0; k < K; k++, b += b_row) {
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + (V - 1) * LANES);
-        (
-            [&] {
-                const __m512 x = _mm512_set1_ps(a[M * a_row + k]);
-                left[M] = _mm512_fmadd_ps(x, b0, left[M]);
-                if constexpr (V == 2) right[M] = _mm512_fmadd_ps(x, b1, right[M]);
-            }(),
-            ...);
+        __m512 x;
+        ((x = _mm512_set1_ps(a[M * a_row + k]), left[M] = _mm512_fmadd_ps(x, b0, left[M]),
+          V == 2 ? void(right[M] = _mm512_fmadd_ps(x, b1, right[M])) : void()),
+         ...);
     }
     (_mm512_storeu_ps(y + M * y_row, left[M]), ...);
     if constexpr (V == 2) (_mm512_storeu_ps(y + M * y_row + LANES, right[M]), ...);
 }
 
-template <int V, int M = QUERIES>
+template <int V, int M = PRODUCT_SUMS / V>
 inline void product_of(int rows, const float* a, int a_row, const float* b, int b_row, int K, float* y, int y_row) {
+    for (; rows > M; rows -= M, a += M * a_row, y += M * y_row)
+        product<V>(std::make_index_sequence<M>(), a, a_row, b, b_row, K, y, y_row);
     if constexpr (M > 1)
         if (rows < M) return product_of<V, M - 1>(rows, a, a_row, b, b_row, K, y, y_row);
     product<V>(std::make_index_sequence<M>(), a, a_row, b, b_row, K, y, y_row);

@@ -637,7 +637,7 @@ inline void multiply_narrow(const Linear& w, Rows x, int T, float* y, Finish fin
         if (use == TileUse::NONE) return multiply_floats<KIND>(w, x, T, y, finish, first, last);
     if (use == TileUse::HARDWARE) multiply_tiles<KIND, HardwareTiles>(w, x, T, y, finish, first, last);
     else if (use == TileUse::EMULATED) multiply_tiles<KIND, EmulatedTiles>(w, x, T, y, finish, first, last);
-    else multiply_panels<KIND>(w, x, T, y, finish, first, last);
+    else if constexpr (!NARROW || of_bytes(KIND)) multiply_panels<KIND>(w, x, T, y, finish, first, last);
 }
 
 inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last);

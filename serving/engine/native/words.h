@@ -13,20 +13,24 @@ namespace mlt {
 #ifdef MLT_AVX2
 
 constexpr bool HAS_WORDS = true;
-constexpr int WORD_ROWS = 6;  // by sixteen columns: 12 sums, 4 words of weights of 16 registers
+constexpr int WORD_ROWS = 6;  // by sixteen columns: 12 sums, 2 registers of weights, one of a row and one of products
 constexpr int WIDE_ROWS = 2;  // by thirty-two
 
 // The same two words in every lane.
 inline Ints two_words(const int16_t* from) { return all(load_part<int32_t>(from)); }
 
-struct WordPair { Ints even, odd; };
-
-// Thirty-two bytes as 16-bit numbers.
+// The even ones of thirty-two bytes, or the odd ones, as 16-bit numbers.
 template <bool SIGNED>
-MLT_INLINE WordPair words_of(const char* bytes) {
+MLT_INLINE Ints even_of(const char* bytes) {
     const auto both = load_part<::__m256i>(bytes);
-    if constexpr (SIGNED) return {Ints(_mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8)), Ints(_mm256_srai_epi16(both, 8))};
-    else return {Ints(_mm256_and_si256(both, _mm256_set1_epi16(0xff))), Ints(_mm256_srli_epi16(both, 8))};
+    if constexpr (SIGNED) return Ints(_mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8));
+    else return Ints(_mm256_and_si256(both, _mm256_set1_epi16(0xff)));
+}
+
+template <bool SIGNED>
+MLT_INLINE Ints odd_of(const char* bytes) {
+    const auto both = load_part<::__m256i>(bytes);
+    return Ints(SIGNED ? _mm256_srai_epi16(both, 8) : _mm256_srli_epi16(both, 8));
 }
 
 // In assembly: gcc 12 would copy the sums, and put some into memory.
@@ -42,13 +46,11 @@ __attribute__((noinline)) void word_sums(std::index_sequence<M...>, const char* 
                                          size_t row, int K, int32_t* sums, size_t sums_row, const char* next) {
     Ints left[] = {(void(M), Ints{})...}, right[] = {(void(M), Ints{})...};
     for (const int16_t* const end = x + K; x < end; x += 4, bytes += step) {
-        const WordPair w0 = words_of<SIGNED>(bytes), w1 = words_of<SIGNED>(bytes + sizeof(Ints));
         if (next) __builtin_prefetch(next, 0, 2), next += 64;
-        Ints each;
-        ((each = two_words(x + M * row), add_word_products(left[M], each, w0.even), add_word_products(right[M], each, w1.even),
-          each = two_words(x + M * row + 2), add_word_products(left[M], each, w0.odd),
-          add_word_products(right[M], each, w1.odd)),
-         ...);
+        Ints w0 = even_of<SIGNED>(bytes), w1 = even_of<SIGNED>(bytes + sizeof(Ints)), each;
+        ((each = two_words(x + M * row), add_word_products(left[M], each, w0), add_word_products(right[M], each, w1)), ...);
+        w0 = odd_of<SIGNED>(bytes), w1 = odd_of<SIGNED>(bytes + sizeof(Ints));
+        ((each = two_words(x + M * row + 2), add_word_products(left[M], each, w0), add_word_products(right[M], each, w1)), ...);
     }
     ((std::memcpy(sums + M * sums_row, &left[M], sizeof(Ints)), std::memcpy(sums + M * sums_row + WIDTH, &right[M], sizeof(Ints))),
      ...);
@@ -61,14 +63,25 @@ __attribute__((noinline)) void wide_word_sums(std::index_sequence<M...>, const c
     Ints s0[] = {(void(M), Ints{})...}, s1[] = {(void(M), Ints{})...};
     Ints s2[] = {(void(M), Ints{})...}, s3[] = {(void(M), Ints{})...};
     for (const int16_t* const end = x + K; x < end; x += 4, bytes += step) {
-        const Ints even[] = {two_words(x + M * row)...}, odd[] = {two_words(x + M * row + 2)...};
         if (next) __builtin_prefetch(next, 0, 2), next += 64;
-        const WordPair w0 = words_of<SIGNED>(bytes), w1 = words_of<SIGNED>(bytes + sizeof(Ints));
-        ((add_word_products(s0[M], even[M], w0.even), add_word_products(s0[M], odd[M], w0.odd)), ...);
-        ((add_word_products(s1[M], even[M], w1.even), add_word_products(s1[M], odd[M], w1.odd)), ...);
-        const WordPair w2 = words_of<SIGNED>(bytes + 2 * sizeof(Ints)), w3 = words_of<SIGNED>(bytes + 3 * sizeof(Ints));
-        ((add_word_products(s2[M], even[M], w2.even), add_word_products(s2[M], odd[M], w2.odd)), ...);
-        ((add_word_products(s3[M], even[M], w3.even), add_word_products(s3[M], odd[M], w3.odd)), ...);
+        const auto at = [&](int part) { return bytes + part * sizeof(Ints); };
+        const Ints even[] = {two_words(x + M * row)...}, odd[] = {two_words(x + M * row + 2)...};
+        Ints w = even_of<SIGNED>(at(0));
+        (add_word_products(s0[M], even[M], w), ...);
+        w = odd_of<SIGNED>(at(0));
+        (add_word_products(s0[M], odd[M], w), ...);
+        w = even_of<SIGNED>(at(1));
+        (add_word_products(s1[M], even[M], w), ...);
+        w = odd_of<SIGNED>(at(1));
+        (add_word_products(s1[M], odd[M], w), ...);
+        w = even_of<SIGNED>(at(2));
+        (add_word_products(s2[M], even[M], w), ...);
+        w = odd_of<SIGNED>(at(2));
+        (add_word_products(s2[M], odd[M], w), ...);
+        w = even_of<SIGNED>(at(3));
+        (add_word_products(s3[M], even[M], w), ...);
+        w = odd_of<SIGNED>(at(3));
+        (add_word_products(s3[M], odd[M], w), ...);
     }
     ((std::memcpy(sums + M * sums_row, &s0[M], sizeof(Ints)), std::memcpy(sums + M * sums_row + WIDTH, &s1[M], sizeof(Ints)),
       std::memcpy(sums + M * sums_row + 2 * WIDTH, &s2[M], sizeof(Ints)),

@@ -17,15 +17,26 @@ from mlflow_llm.serving.engine.native import library
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(?P<name>.*)>:$")
 INSTRUCTION = re.compile(r"^ *(?P<at>[0-9a-f]+):\t(?P<name>\S+) *(?P<operands>.*)$")
-PRODUCT = re.compile(r"vpdpbusd|vdpbf16ps|vfmadd\d+ps")
-INTO_STACK = re.compile(r"%zmm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p")
+PRODUCT = re.compile(r"vpdpbusd|vdpbf16ps|vfmadd\d+ps|vpmaddwd")
+INTO_STACK = re.compile(r"%[yz]mm\d+,-?(0x[0-9a-f]+)?\(%r[sb]p")
 MANY = 8  # products in a turn of the loop
 
-KERNELS = {  # a part of the name, and how many of them there are at least: row counts, kinds of weights
-    "mlt::tile<": 3 * 12,
-    "mlt::int4_tile<": 6,
-    "mlt::VectorBytes<false>::score<": 3,
-    "mlt::VectorBytes<false>::weighed<": 3,
+KERNELS = {  # of a library a part of the name, and how many of them there are at least: row counts, kinds of weights
+    "_native.so": {
+        "mlt::tile<": 3 * 12,
+        "mlt::int4_tile<": 6,
+        "mlt::VectorBytes<false>::score<": 3,
+        "mlt::VectorBytes<false>::weighed<": 3,
+        "mlt::mix<": 9,
+        "mlt::product<": 24,
+    },
+    "_native_avx2.so": {
+        "mlt::narrow_sums<(mlt::Kind)0": 6,
+        "mlt::word_sums<": 8,
+        "mlt::wide_word_sums<": 4,
+        "mlt::mix<": 9,
+        "mlt::product<": 9,
+    },
 }
 
 
@@ -66,13 +77,14 @@ def spilled(instructions):
     )
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the registers of AVX-512")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the registers of x86-64")
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump, which comes with the compiler")
-def test_sums_stay_in_registers():
-    path = Path(library.__file__).with_name("_native.so")
+@pytest.mark.parametrize("name", KERNELS)
+def test_sums_stay_in_registers(name):
+    path = Path(library.__file__).with_name(name)
     command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", str(path)]
     found = functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    for part, least in KERNELS.items():
+    for part, least in KERNELS[name].items():
         kernels = {name: instructions for name, instructions in found.items() if part in name}
         assert len(kernels) >= least, f"{part} is not found by its name: {len(kernels)}"
         assert {name: count for name, instructions in kernels.items() if (count := spilled(instructions))} == {}
@@ -85,5 +97,6 @@ def test_a_loop_that_spills_is_found():
         return functions("\n".join(lines))["kernel"]
 
     assert spilled(loop(" 30:\tvmovdqa64 %zmm3,0x40(%rsp)")) == 1
+    assert spilled(loop(" 30:\tvmovaps %ymm3,-0x20(%rbp)")) == 1
     assert spilled(loop(" 30:\tvmovdqa64 %zmm3,(%rdi)")) == 0
     assert spilled(loop(" 30:\tvmovdqa64 0x40(%rsp),%zmm3")) == 0
