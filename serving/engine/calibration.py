@@ -15,6 +15,7 @@ For linears that share an input, with ``H`` the mean of x x^T over the tokens of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,13 @@ def own_text(model: Any) -> list[list[int]]:
     length = min(LENGTH, int(getattr(config, "max_position_embeddings", None) or LENGTH))
     begin = torch.randint(0, vocabulary, (SEQUENCES, 1), generator=generator)
     tokens = begin if first is None else torch.cat([torch.full_like(begin, first), begin], -1)
+    # transformers calls it "cache" since 5.24
+    kept = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache: Any = None
     given = tokens
     while tokens.shape[1] < length:
-        out = model(input_ids=given, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(input_ids=given, use_cache=True, **{kept: cache})
+        cache = getattr(out, kept)
         probabilities = out.logits[:, -1].float().softmax(-1)
         given = torch.multinomial(probabilities, 1, generator=generator)
         tokens = torch.cat([tokens, given], -1)

@@ -25,7 +25,7 @@ from .experts import EngineExperts
 from .forward_context import ContextHolder
 from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
-from .native.library import LANES, multiplies_int4
+from .native.library import LANES
 from .native.weight import BF16, F32, INT8, W8A16, NativeWeight, can_pack
 from .quantization import Int8Weight, can_quantize
 from .stored_weights import StoredLinear, joined, stored_of
@@ -192,11 +192,9 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
 
 def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any) -> PackedWeight:
     """Weights that were quantised before: in int8 to the bit as ``_pack`` quantises those that they were made of. Those
-    of four bits are multiplied as such by our own kernels with AVX-512 alone, and are floats elsewhere."""
+    of four bits are multiplied as such by our own kernels, and are floats elsewhere."""
     native = settings.kernels == "auto" and can_pack(like) and stored.shape[1] % LANES == 0
     if stored.zero is not None and stored.inputs is not None:
-        if native and not multiplies_int4():
-            return NativeWeight(stored.dense(), bias, BF16 if settings.dtype == "bfloat16" else F32)
         if native:
             return NativeWeight.of_int4(stored.unpacked(), stored.scale, stored.zero, stored.inputs, bias)
         return pack_float(stored.dense(like.dtype, like.device), bias)

@@ -24,6 +24,8 @@ inline void store_some(float* to, Ints lanes, Floats x) { _mm256_maskstore_ps(to
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats rounded(Floats a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Ints nearest(Floats a) { return Ints(_mm256_cvtps_epi32(a)); }
+inline Floats from_halves(Shorts a) { return _mm256_cvtph_ps(::__m128i(a)); }  // F16C
+inline Ints from_bytes(const uint8_t* a) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const ::__m128i*)a))); }
 
 inline Floats low_of_pairs(Floats a, Floats b) { return _mm256_unpacklo_ps(a, b); }
 inline Floats high_of_pairs(Floats a, Floats b) { return _mm256_unpackhi_ps(a, b); }
@@ -42,6 +44,7 @@ inline void low_bytes(const Ints (&a)[2], int8_t* to) {
     _mm_storeu_si128((::__m128i*)to, _mm_packus_epi16(_mm256_castsi256_si128(inner), _mm256_extracti128_si256(inner, 1)));
 }
 
+constexpr bool FEW_REGISTERS = true;  // sixteen, not thirty-two
 constexpr bool CHOOSES_BYTE_PRODUCTS = true;
 constexpr int BYTE_OFFSET = 128;  // bytes of activations are unsigned
 
@@ -59,6 +62,22 @@ inline Ints byte_products(Ints sum, Ints x, Ints w) {
     const ::__m256i row_even = _mm256_and_si256(row, _mm256_set1_epi16(0xff)), row_odd = _mm256_srli_epi16(row, 8);
     const Ints evens = Ints(_mm256_madd_epi16(row_even, even)), odds = Ints(_mm256_madd_epi16(row_odd, odd));
     return sum + (evens + odds);
+}
+
+// Bytes of at most 15 by signed ones of at most 127: a lane's sum of 32 products, in halves of 16 bits which none can exceed,
+// or as the instruction for it has it. In assembly as in words.h.
+template <bool FAST>
+inline __attribute__((always_inline)) void add_nibble_products(Ints& sum, Ints w, Ints x) {
+    if constexpr (FAST) {
+        sum = byte_products<true>(sum, w, x);
+    } else {
+        Ints products;
+        asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(x), "x"(w));
+    }
+}
+template <bool FAST>
+inline Floats whole_sums(Ints sum) {
+    return _mm256_cvtepi32_ps(FAST ? ::__m256i(sum) : _mm256_madd_epi16(::__m256i(sum), _mm256_set1_epi16(1)));
 }
 
 }  // namespace mlt

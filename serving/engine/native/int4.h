@@ -7,18 +7,14 @@
 //   row      K activations in int8 | K / INT4_GROUP sums of them in float
 //
 // The products of a group are summed exactly, in integers, groups in their order in float32: a row's result is bitwise
-// the same alone and in any batch, as in linear.h.
+// the same alone and in any batch, as in linear.h, and on every processor.
 #pragma once
-
-#include <stdexcept>
 
 #include "linear.h"
 
 namespace mlt {
 
-#ifdef MLT_AVX512
-
-constexpr int INT4_TILE = 6;  // rows at a time: 24 accumulators, 4 weights, an activation and a mask of 32 registers
+constexpr int INT4_TILE = 6;  // rows at a time: 24 sums of 32 registers, or 12 of 16
 
 inline uint8_t* int4_group(const Linear& w, int n, int k) {
     return (uint8_t*)w.packed + n / PANEL * w.panel_bytes() + size_t(k / INT4_GROUP) * INT4_GROUP_BYTES;
@@ -28,7 +24,15 @@ inline uint8_t* int4_place(const Linear& w, int n, int k) {
     return int4_group(w, n, k) + k % INT4_GROUP / 8 * (PANEL * 4) + n % PANEL * 4 + k % 4;
 }
 
-inline float from_half(uint16_t half) { return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_set1_epi16(int16_t(half)))); }
+// Of sixteen columns from n % PANEL on, as they lie after the values of a group.
+inline __m512 int4_scales(const uint8_t* group, int n) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(group + INT4_GROUP / 2 * PANEL + n * 2)));
+}
+
+inline __m512 int4_zeros(const uint8_t* group, int n) {
+    const auto zeros = (const __m128i*)(group + INT4_GROUP / 2 * PANEL + PANEL * 2 + n);
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(zeros)));
+}
 
 // Of `values` [N, K], each in a byte; `scale` in float16 and `zero` [N, K / INT4_GROUP]; `input` [K].
 inline void pack_int4(Linear& w, const uint8_t* values, const uint16_t* scale, const uint8_t* zero, const float* input,
@@ -49,12 +53,15 @@ inline void pack_int4(Linear& w, const uint8_t* values, const uint16_t* scale, c
 
 inline void unpack_int4(const Linear& w, float* dense) {
     parallel_for(w.N, [&](int n) {
+        alignas(64) float scales[LANES], zeros[LANES];
         for (int k = 0; k < w.K; k++) {
-            const uint8_t* after = int4_group(w, n, k) + INT4_GROUP / 2 * PANEL;
-            uint16_t scale;
-            std::memcpy(&scale, after + n % PANEL * 2, 2);
-            const int q = *int4_place(w, n, k) >> (k % 8 < 4 ? 0 : 4) & 15;
-            dense[size_t(n) * w.K + k] = float(q - after[PANEL * 2 + n % PANEL]) * from_half(scale) * w.input[k];
+            if (k % INT4_GROUP == 0) {
+                const uint8_t* group = int4_group(w, n, k);
+                _mm512_store_ps(scales, int4_scales(group, n % PANEL / LANES * LANES));
+                _mm512_store_ps(zeros, int4_zeros(group, n % PANEL / LANES * LANES));
+            }
+            const float q = float(*int4_place(w, n, k) >> (k % 8 < 4 ? 0 : 4) & 15);
+            dense[size_t(n) * w.K + k] = (q - zeros[n % LANES]) * scales[n % LANES] * w.input[k];
         }
     });
 }
@@ -86,17 +93,15 @@ inline float quantize_row_int4(const Linear& w, const float* x, uint8_t* row) {
 
 // The sum of 16 columns from n on, as it goes to y.
 inline void put_int4(const Linear& w, __m512 sum, int n, float x_scale, float* y, bool add) {
-    const __mmask16 mask = w.N - n >= LANES ? 0xffff : (1u << (w.N - n)) - 1;
-    __m512 value = _mm512_mul_ps(sum, _mm512_set1_ps(x_scale));
-    if (w.bias) value = _mm512_add_ps(value, _mm512_load_ps(w.bias + n));
-    if (add) value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, y + n));
-    _mm512_mask_storeu_ps(y + n, mask, value);
+    put_value(w, rounded(_mm512_mul_ps(sum, _mm512_set1_ps(x_scale))), n, y, add);
 }
 
+#ifdef MLT_AVX512
+
 // As many rows as there are indexes, by one panel; see tile() of linear.h. `row` is the bytes of one.
-template <size_t... M>
+template <bool FAST, size_t... M>
 __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const Linear& w, int panel, const uint8_t* x,
-                                                size_t row, const float* x_scale, float* y, bool add) {
+                                                size_t row, const float* x_scale, float* y, bool add, bool) {
     __m512 left[] = {(void(M), _mm512_setzero_ps())...}, right[] = {(void(M), _mm512_setzero_ps())...};
     const __m512i low = _mm512_set1_epi8(15);
     const uint8_t* weights = (const uint8_t*)w.packed + panel * w.panel_bytes();
@@ -115,11 +120,8 @@ __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const
               multiply_add<Kind::INT8>(b[M], w3, each)),
              ...);
         }
-        const uint8_t* after = weights + INT4_GROUP / 2 * PANEL;
-        const __m512 s0 = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)after));
-        const __m512 s1 = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(after + 32)));
-        const __m512 z0 = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(after + 64))));
-        const __m512 z1 = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(after + 80))));
+        const __m512 s0 = int4_scales(weights, 0), s1 = int4_scales(weights, LANES);
+        const __m512 z0 = int4_zeros(weights, 0), z1 = int4_zeros(weights, LANES);
         const uint8_t* sums = x + w.K + k / INT4_GROUP * sizeof(float);
         __m512 sum;
         ((sum = _mm512_set1_ps(*(const float*)(sums + M * row)),
@@ -132,37 +134,103 @@ __attribute__((noinline)) inline void int4_tile(std::index_sequence<M...>, const
     if (n + LANES < w.N) (put_int4(w, right[M], n + LANES, x_scale[M], y + M * w.N, add), ...);
 }
 
-template <int M = INT4_TILE>
+#else
+
+// The products of some rows by the lower or the upper halves of two registers of weights.
+template <bool FAST, bool UPPER, size_t... M>
+MLT_INLINE void add_nibbles(std::index_sequence<M...>, Ints (&s0)[sizeof...(M)], Ints (&s1)[sizeof...(M)],
+                            const uint8_t* weights, const uint8_t* x, size_t row) {
+    const Ints w0 = nibbles<UPPER>(load_part<Ints>(weights)), w1 = nibbles<UPPER>(load_part<Ints>(weights + sizeof(Ints)));
+    Ints each;
+    ((each = all(load_part<int32_t>(x + M * row + UPPER * 4)), add_nibble_products<FAST>(s0[M], w0, each),
+      add_nibble_products<FAST>(s1[M], w1, each)),
+     ...);
+}
+
+// The sums of a group by two registers' columns from `n` on, added to `sums` of all groups; `row_sum` for its zero points.
+template <bool FAST, size_t... M>
+MLT_INLINE void add_group(std::index_sequence<M...>, const Ints (&s0)[sizeof...(M)], const Ints (&s1)[sizeof...(M)],
+                          const uint8_t* group, int n, const uint8_t* row_sum, size_t row, float* sums, int columns) {
+    const uint8_t* after = group + INT4_GROUP / 2 * PANEL;
+    const Floats scale0 = from_halves(load_part<Shorts>(after + n * 2)), scale1 = from_halves(load_part<Shorts>(after + (n + WIDTH) * 2));
+    const Floats zero0 = __builtin_convertvector(from_bytes(after + PANEL * 2 + n), Floats);
+    const Floats zero1 = __builtin_convertvector(from_bytes(after + PANEL * 2 + n + WIDTH), Floats);
+    Floats each, sum;
+    ((each = Floats(all(load_part<int32_t>(row_sum + M * row))),
+      sum = fused(-zero0, each, whole_sums<FAST>(s0[M])), sum = fused(scale0, sum, load_part<Floats>(sums + M * columns)),
+      std::memcpy(sums + M * columns, &sum, sizeof sum),
+      sum = fused(-zero1, each, whole_sums<FAST>(s1[M])), sum = fused(scale1, sum, load_part<Floats>(sums + M * columns + WIDTH)),
+      std::memcpy(sums + M * columns + WIDTH, &sum, sizeof sum)),
+     ...);
+}
+
+// Added to `sums`: of some rows by the columns of two or four registers from `n` on. Those within a group stay in registers,
+// those of all groups go by way of memory, once for eight steps. `fetches`: the panel is not near yet.
+template <bool FAST, int REGISTERS, size_t... M>
+__attribute__((noinline)) void int4_sums(std::index_sequence<M...> rows, const uint8_t* group, int n, const uint8_t* x,
+                                         size_t row, int K, float* sums, bool fetches) {
+    constexpr int COLUMNS = REGISTERS * WIDTH, PAIR = 2 * sizeof(Ints);
+    const uint8_t* const end = x + K;
+    for (const uint8_t* row_sum = end; x < end; group += INT4_GROUP_BYTES, row_sum += sizeof(float)) {
+        Ints s0[] = {(void(M), Ints{})...}, s1[] = {(void(M), Ints{})...};
+        Ints s2[] = {(void(M), Ints{})...}, s3[] = {(void(M), Ints{})...};
+        const uint8_t* weights = group + n * 4;
+        for (const uint8_t* const next = x + INT4_GROUP; x < next; x += 8, weights += PANEL * 4) {
+            if (fetches) __builtin_prefetch(weights + FETCH_AHEAD), __builtin_prefetch(weights + FETCH_AHEAD + 64);
+            add_nibbles<FAST, false>(rows, s0, s1, weights, x, row), add_nibbles<FAST, true>(rows, s0, s1, weights, x, row);
+            if constexpr (REGISTERS == 4) {
+                add_nibbles<FAST, false>(rows, s2, s3, weights + PAIR, x, row);
+                add_nibbles<FAST, true>(rows, s2, s3, weights + PAIR, x, row);
+            }
+        }
+        asm("" : "+r"(sums));  // gcc would keep a second copy of them, on the stack
+        add_group<FAST>(rows, s0, s1, group, n, row_sum, row, sums, COLUMNS);
+        if constexpr (REGISTERS == 4) add_group<FAST>(rows, s2, s3, group, n + 2 * WIDTH, row_sum, row, sums + 2 * WIDTH, COLUMNS);
+    }
+}
+
+// Registers of columns at a time: as many as leave room for the sums of that many rows.
+constexpr int int4_registers(int rows) { return PARTS == 2 && FEW_REGISTERS && rows > 2 ? 2 : 4; }
+
+template <bool FAST, size_t... M>
+inline void int4_tile(std::index_sequence<M...> rows, const Linear& w, int panel, const uint8_t* x, size_t row,
+                      const float* x_scale, float* y, bool add, bool fetches) {
+    constexpr int REGISTERS = int4_registers(sizeof...(M)), COLUMNS = REGISTERS * WIDTH;
+    const uint8_t* group = (const uint8_t*)w.packed + panel * w.panel_bytes();
+    for (int from = 0; from < PANEL && panel * PANEL + from < w.N; from += COLUMNS) {
+        alignas(64) float sums[sizeof...(M)][COLUMNS] = {};
+        int4_sums<FAST, REGISTERS>(rows, group, from, x, row, w.K, sums[0], fetches && from == 0);
+        for (int n = 0; n < COLUMNS && panel * PANEL + from + n < w.N; n += LANES)
+            (put_int4(w, _mm512_load_ps(sums[M] + n), panel * PANEL + from + n, x_scale[M], y + M * w.N, add), ...);
+    }
+}
+
+#endif
+
+// FAST as multiply_add() has it.
+template <bool FAST, int M = INT4_TILE>
 inline void int4_tile_of(int rows, const Linear& w, int panel, const uint8_t* x, size_t row, const float* x_scale, float* y,
-                         bool add) {
+                         bool add, bool fetches) {
     if constexpr (M > 1)
-        if (rows < M) return int4_tile_of<M - 1>(rows, w, panel, x, row, x_scale, y, add);
-    int4_tile(std::make_index_sequence<M>(), w, panel, x, row, x_scale, y, add);
+        if (rows < M) return int4_tile_of<FAST, M - 1>(rows, w, panel, x, row, x_scale, y, add, fetches);
+    int4_tile<FAST>(std::make_index_sequence<M>(), w, panel, x, row, x_scale, y, add, fetches);
+}
+
+template <bool FAST>
+inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    const size_t row = w.row_bytes();
+    each_tile<INT4_TILE>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
+        const uint8_t* rows = (const uint8_t*)x.values + a * row;
+        float* out = y + size_t(a) * w.N;
+        int4_tile_of<FAST>(count, w, panel, rows, row, x.scale + a, out, finish == Finish::ADD, begins);
+        if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+    });
 }
 
 inline void multiply_int4(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    const size_t row = w.row_bytes();
-    const int near = std::max(INT4_TILE, int(NEAR / row) / INT4_TILE * INT4_TILE);
-    for (int from = 0; from < T; from += near)  // these rows stay in the second cache while panels pass
-        for (int panel = first; panel < last; panel++)
-            for (int t = from; t < std::min(from + near, T); t += INT4_TILE) {
-                const int count = std::min({INT4_TILE, T - t, from + near - t});
-                float* out = y + size_t(t) * w.N;
-                const uint8_t* rows = (const uint8_t*)x.values + t * row;
-                int4_tile_of(count, w, panel, rows, row, x.scale + t, out, finish == Finish::ADD);
-                if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
-            }
+    if constexpr (CHOOSES_BYTE_PRODUCTS)
+        if (byte_products()) return multiply_int4<true>(w, x, T, y, finish, first, last);
+    multiply_int4<false>(w, x, T, y, finish, first, last);
 }
-
-#else  // such weights are floats there: stored_weights.py
-
-inline void pack_int4(Linear&, const uint8_t*, const uint16_t*, const uint8_t*, const float*, const float*) {
-    throw std::runtime_error("weights of four bits need AVX-512 VNNI");
-}
-inline void unpack_int4(const Linear&, float*) {}
-inline float quantize_row_int4(const Linear&, const float*, uint8_t*) { return 0; }
-inline void multiply_int4(const Linear&, Rows, int, float*, Finish, int, int) {}
-
-#endif
 
 }  // namespace mlt

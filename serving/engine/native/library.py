@@ -211,11 +211,6 @@ def instruction_set() -> str:
     return name if tiles() == AMX else name.removesuffix("+amx")
 
 
-def multiplies_int4() -> bool:
-    """Whether weights of four bits are multiplied as such (``native/int4.h``)."""
-    return instruction_set().startswith("avx512")
-
-
 def library_path() -> Path:
     """The file of the kernels that run. Raises ``NotNative``."""
     required()

@@ -459,24 +459,40 @@ inline void gelu_tile(float* y, int rows, int panel, int N) {
         for (int n = panel * PANEL; n < end; n += LANES) _mm512_storeu_ps(y + n, gelu(_mm512_loadu_ps(y + n)));
 }
 
-template <Kind KIND, bool FAST = false>
-inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    constexpr int EACH = rows_of(KIND);
-    const int stride = w.K / w.lane();
-    const int tiles = (T * EACH + TILE - 1) / TILE;  // even ones: 32 rows are 11, 11 and 10 rather than 12, 12 and 8
-    const int near = std::max(1, NEAR / (w.K * 4 * TILE));  // tiles that stay in the second cache while panels pass
+// How many rows of activations, of `row` bytes each, stay in the second cache while panels pass: of whole tiles.
+template <int ROWS>
+inline int near_rows(size_t row) {
+    return std::max(1, int(NEAR / (row * ROWS))) * ROWS;
+}
+
+// Calls multiply(panel, a, count, first) for rows [a, a + count), ROWS of them at most, by each panel; `first` of those that
+// meet a panel one after the other. Even parts: 32 rows are 11, 11 and 10 rather than 12, 12 and 8.
+template <int ROWS, class Multiply>
+inline void each_tile(int T, size_t row, int first, int last, const Multiply& multiply) {
+    const int tiles = (T + ROWS - 1) / ROWS, near = near_rows<ROWS>(row) / ROWS;
     for (int from = 0; from < tiles; from += near)
         for (int panel = first; panel < last; panel++)
             for (int i = from; i < std::min(from + near, tiles); i++) {
                 const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
-                const int32_t* rows = (const int32_t*)x.values + size_t(a) * EACH * stride;
-                const float* scale = x.scale ? x.scale + a : nullptr;
-                float* out = y + size_t(a) * w.N;
-                const bool fetches = i == 0 && tiles <= near && b - a >= FETCHED_FROM && panel + 1 < last;
-                const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
-                tile_of<KIND, FAST>((b - a) * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
-                if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
+                multiply(panel, a, b - a, i == from);
             }
+}
+
+template <Kind KIND, bool FAST = false>
+inline void multiply_panels(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
+    constexpr int EACH = rows_of(KIND), ROWS = TILE / EACH;
+    const int stride = w.K / w.lane();
+    const size_t row = size_t(w.K) * 4 * EACH;
+    const bool at_once = T <= near_rows<ROWS>(row);
+    each_tile<ROWS>(T, row, first, last, [&](int panel, int a, int count, bool begins) {
+        const int32_t* rows = (const int32_t*)x.values + size_t(a) * EACH * stride;
+        const float* scale = x.scale ? x.scale + a : nullptr;
+        float* out = y + size_t(a) * w.N;
+        const bool fetches = begins && at_once && count >= FETCHED_FROM && panel + 1 < last;
+        const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
+        tile_of<KIND, FAST>(count * EACH, w, panel, rows, stride, scale, out, finish == Finish::ADD, next);
+        if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+    });
 }
 
 template <Kind KIND, int C, int A, int B, class Tiles>

@@ -87,18 +87,13 @@ inline void narrow_tile(int rows, const Linear& w, int panel, const int32_t* x, 
 
 template <Kind KIND>
 inline void multiply_floats(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    constexpr int ROWS = NARROW_ROWS<KIND>;
-    const int stride = w.K / w.lane(), tiles = (T + ROWS - 1) / ROWS;
-    const int near = std::max(1, NEAR / (stride * 4 * ROWS));
-    for (int from = 0; from < tiles; from += near)
-        for (int panel = first; panel < last; panel++)
-            for (int i = from; i < std::min(from + near, tiles); i++) {
-                const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
-                const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
-                float* out = y + size_t(a) * w.N;
-                narrow_tile<KIND>(b - a, w, panel, rows, stride, out, finish == Finish::ADD, i == from);
-                if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
-            }
+    const int stride = w.K / w.lane();
+    each_tile<NARROW_ROWS<KIND>>(T, size_t(stride) * 4, first, last, [&](int panel, int a, int count, bool begins) {
+        const int32_t* rows = (const int32_t*)x.values + size_t(a) * stride;
+        float* out = y + size_t(a) * w.N;
+        narrow_tile<KIND>(count, w, panel, rows, stride, out, finish == Finish::ADD, begins);
+        if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+    });
 }
 
 }  // namespace mlt

@@ -305,6 +305,14 @@ MLT_INLINE __m512i _mm512_cvtps_epi32(__m512 a) {
 MLT_INLINE __m512 _mm512_cvtepi32_ps(__m512i a) {
     return each_part<__m512>([&](int i) { return __builtin_convertvector(a.part[i], Floats); });
 }
+MLT_INLINE __m512 _mm512_cvtph_ps(__m256i a) {
+    return each_part<__m512>([&](int i) { return from_halves(a.part[i]); });
+}
+MLT_INLINE int32_t _mm512_reduce_add_epi32(__m512i a) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += a.part[i / WIDTH][i % WIDTH];
+    return sum;
+}
 MLT_INLINE __m512 _mm512_cvtepu32_ps(__m512i a) {
     return each_part<__m512>([&](int i) { return __builtin_convertvector(Words(a.part[i]), Floats); });
 }
@@ -315,6 +323,9 @@ MLT_INLINE __m128i _mm512_cvtepi32_epi8(__m512i a) {
 }
 MLT_INLINE __m512i _mm512_cvtepu16_epi32(__m256i a) {
     return each_part<__m512i>([&](int i) { return __builtin_convertvector(a.part[i], Ints); });
+}
+MLT_INLINE __m512i _mm512_cvtepu8_epi32(__m128i a) {
+    return each_part<__m512i>([&](int i) { return from_bytes((const uint8_t*)a.part + i * WIDTH); });
 }
 MLT_INLINE __m512i _mm512_cvtepi8_epi32(__m128i a) {
     typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
@@ -334,6 +345,12 @@ MLT_INLINE __m256i _mm512_cvtneps_pbh(__m512 a) {
 template <bool FAST>
 MLT_INLINE void add_byte_products(__m512i& sum, __m512i x, __m512i w) {
     sum = each_part<__m512i>([&](int i) { return byte_products<FAST>(sum.part[i], x.part[i], w.part[i]); });
+}
+
+// The lower (upper) four bits of each byte.
+template <bool UPPER>
+MLT_INLINE Ints nibbles(Ints x) {
+    return (UPPER ? Ints(Words(x) >> 4) : x) & 0x0f0f0f0f;
 }
 
 // Two bfloat16 of x by two of w: first the lower, then the upper.

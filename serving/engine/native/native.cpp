@@ -37,7 +37,7 @@ API int mlt_supported() {
     return getauxval(AT_HWCAP) & DOT_PRODUCT ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
 #elif defined(MLT_AVX2)
     __builtin_cpu_init();
-    const bool base = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool base = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && mlt::has_halves();
     return base ? 3 | (mlt::has_byte_products() ? 4 : 0) : 0;
 #else
     __builtin_cpu_init();
@@ -76,7 +76,7 @@ API int mlt_supported() {
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #elif defined(MLT_AVX2)
 #define MLT_INSTRUCTIONS "avx2"
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #else
 #define MLT_INSTRUCTIONS "avx512"
 #define MLT_AVX512  // g++ 12 does not define __AVX512F__ after the pragma

@@ -35,6 +35,13 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 }
 inline Floats rounded(Floats a) { return Floats(vrndnq_f32(float32x4_t(a))); }
 inline Ints nearest(Floats a) { return Ints(vcvtnq_s32_f32(float32x4_t(a))); }
+inline Ints from_bytes(const uint8_t* a) {
+    typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+    Bytes bytes;
+    std::memcpy(&bytes, a, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints);
+}
+inline Floats from_halves(Shorts a) { return Floats(vcvt_f32_f16(float16x4_t(a))); }
 
 inline Floats low_of_pairs(Floats a, Floats b) { return Floats(vzip1q_f32(float32x4_t(a), float32x4_t(b))); }
 inline Floats high_of_pairs(Floats a, Floats b) { return Floats(vzip2q_f32(float32x4_t(a), float32x4_t(b))); }
@@ -52,6 +59,7 @@ inline void low_bytes(const Ints (&a)[4], int8_t* to) {
     vst1q_s8(to, vcombine_s8(vmovn_s16(half(0)), vmovn_s16(half(2))));
 }
 
+constexpr bool FEW_REGISTERS = false;
 constexpr bool CHOOSES_BYTE_PRODUCTS = true;
 constexpr int BYTE_OFFSET = 0;  // bytes of activations are signed, as sdot takes them
 
@@ -60,6 +68,11 @@ template <bool FAST>
 inline Ints byte_products(Ints sum, Ints x, Ints w) {
     return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(x), int8x16_t(w)));
 }
+
+template <bool>
+inline void add_nibble_products(Ints& sum, Ints w, Ints x) { sum = byte_products<false>(sum, x, w); }
+template <bool>
+inline Floats whole_sums(Ints sum) { return __builtin_convertvector(sum, Floats); }
 
 // sum [2][2] += x [2 rows][8] by w [2 columns][8].
 inline __attribute__((always_inline)) void add_pair_products(Ints& sum, Ints x, Ints w) {

@@ -6,6 +6,7 @@
 #include <arm_sve.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "i8mm.h"
 
@@ -43,6 +44,16 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 }
 inline Floats rounded(Floats a) { return Floats(SveFloats(svrintn_f32_x(svptrue_b32(), SveFloats(a)))); }
 inline Ints nearest(Floats a) { return Ints(SveInts(svcvt_s32_f32_x(svptrue_b32(), SveFloats(rounded(a))))); }
+inline Ints from_bytes(const uint8_t* a) {
+    typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+    Bytes bytes;
+    std::memcpy(&bytes, a, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints);
+}
+inline Floats from_halves(Shorts a) {
+    const SveInts wide = SveInts(__builtin_convertvector(a, Ints));
+    return Floats(SveFloats(svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_s32(wide))));
+}
 
 inline Doubles even_of_pairs(Doubles a, Doubles b) { return Doubles(SveDoubles(svtrn1_f64(SveDoubles(a), SveDoubles(b)))); }
 inline Doubles odd_of_pairs(Doubles a, Doubles b) { return Doubles(SveDoubles(svtrn2_f64(SveDoubles(a), SveDoubles(b)))); }
@@ -68,6 +79,7 @@ inline void low_bytes(const Ints (&a)[2], int8_t* to) {
     svst1_s8(svptrue_pat_b8(SV_VL16), to, svuzp1_s8(bytes, bytes));
 }
 
+constexpr bool FEW_REGISTERS = false;
 constexpr bool CHOOSES_BYTE_PRODUCTS = true;
 constexpr int BYTE_OFFSET = 0;  // bytes of activations are signed, as sdot takes them
 
@@ -76,6 +88,11 @@ template <bool FAST>
 inline Ints byte_products(Ints sum, Ints x, Ints w) {
     return Ints(SveInts(svdot_s32(SveInts(sum), svreinterpret_s8_s32(SveInts(x)), svreinterpret_s8_s32(SveInts(w)))));
 }
+
+template <bool>
+inline void add_nibble_products(Ints& sum, Ints w, Ints x) { sum = byte_products<false>(sum, x, w); }
+template <bool>
+inline Floats whole_sums(Ints sum) { return __builtin_convertvector(sum, Floats); }
 
 // In each half of a register, sum [2][2] += x [2 rows][8] by w [2 columns][8].
 inline __attribute__((always_inline)) void add_pair_products(Ints& sum, Ints x, Ints w) {

@@ -32,19 +32,14 @@ inline void word_tile(const Linear& w, int panel, const int16_t* x, int rows, co
 
 template <Kind KIND>
 inline void multiply_words(const Linear& w, Rows x, int T, float* y, Finish finish, int first, int last) {
-    const int tiles = (T + WORD_ROWS - 1) / WORD_ROWS;
-    const int near = std::max(1, NEAR / (w.K * int(sizeof(int16_t)) * WORD_ROWS));
-    for (int from = 0; from < tiles; from += near)
-        for (int panel = first; panel < last; panel++)
-            for (int i = from; i < std::min(from + near, tiles); i++) {
-                const int a = int(int64_t(T) * i / tiles), b = int(int64_t(T) * (i + 1) / tiles);
-                const bool fetches = i == from && panel + 1 < last;
-                const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
-                const int16_t* rows = (const int16_t*)x.values + size_t(a) * w.K;
-                float* out = y + size_t(a) * w.N;
-                word_tile<KIND>(w, panel, rows, b - a, x.scale + a, out, finish == Finish::ADD, next);
-                if (finish == Finish::GELU) gelu_tile(out, b - a, panel, w.N);
-            }
+    each_tile<WORD_ROWS>(T, w.K * sizeof(int16_t), first, last, [&](int panel, int a, int count, bool begins) {
+        const bool fetches = begins && panel + 1 < last;
+        const char* next = fetches ? (const char*)w.packed + (panel + 1) * w.panel_bytes() : nullptr;
+        const int16_t* rows = (const int16_t*)x.values + size_t(a) * w.K;
+        float* out = y + size_t(a) * w.N;
+        word_tile<KIND>(w, panel, rows, count, x.scale + a, out, finish == Finish::ADD, next);
+        if (finish == Finish::GELU) gelu_tile(out, count, panel, w.N);
+    });
 }
 
 }  // namespace mlt

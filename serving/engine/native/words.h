@@ -56,32 +56,28 @@ __attribute__((noinline)) void word_sums(std::index_sequence<M...>, const char* 
      ...);
 }
 
-// The same by thirty-two columns.
+// The products of some rows' even and odd words by a register of bytes.
 template <bool SIGNED, size_t... M>
-__attribute__((noinline)) void wide_word_sums(std::index_sequence<M...>, const char* bytes, size_t step, const int16_t* x,
+MLT_INLINE void add_rows(std::index_sequence<M...>, Ints (&sums)[sizeof...(M)], const Ints (&even)[sizeof...(M)],
+                         const Ints (&odd)[sizeof...(M)], const char* bytes) {
+    const Ints w0 = even_of<SIGNED>(bytes);
+    (add_word_products(sums[M], even[M], w0), ...);
+    const Ints w1 = odd_of<SIGNED>(bytes);
+    (add_word_products(sums[M], odd[M], w1), ...);
+}
+
+// word_sums() by thirty-two columns.
+template <bool SIGNED, size_t... M>
+__attribute__((noinline)) void wide_word_sums(std::index_sequence<M...> rows, const char* bytes, size_t step, const int16_t* x,
                                               size_t row, int K, int32_t* sums, size_t sums_row, const char* next) {
     Ints s0[] = {(void(M), Ints{})...}, s1[] = {(void(M), Ints{})...};
     Ints s2[] = {(void(M), Ints{})...}, s3[] = {(void(M), Ints{})...};
     for (const int16_t* const end = x + K; x < end; x += 4, bytes += step) {
         if (next) __builtin_prefetch(next, 0, 2), next += 64;
-        const auto at = [&](int part) { return bytes + part * sizeof(Ints); };
         const Ints even[] = {two_words(x + M * row)...}, odd[] = {two_words(x + M * row + 2)...};
-        Ints w = even_of<SIGNED>(at(0));
-        (add_word_products(s0[M], even[M], w), ...);
-        w = odd_of<SIGNED>(at(0));
-        (add_word_products(s0[M], odd[M], w), ...);
-        w = even_of<SIGNED>(at(1));
-        (add_word_products(s1[M], even[M], w), ...);
-        w = odd_of<SIGNED>(at(1));
-        (add_word_products(s1[M], odd[M], w), ...);
-        w = even_of<SIGNED>(at(2));
-        (add_word_products(s2[M], even[M], w), ...);
-        w = odd_of<SIGNED>(at(2));
-        (add_word_products(s2[M], odd[M], w), ...);
-        w = even_of<SIGNED>(at(3));
-        (add_word_products(s3[M], even[M], w), ...);
-        w = odd_of<SIGNED>(at(3));
-        (add_word_products(s3[M], odd[M], w), ...);
+        add_rows<SIGNED>(rows, s0, even, odd, bytes), add_rows<SIGNED>(rows, s1, even, odd, bytes + sizeof(Ints));
+        add_rows<SIGNED>(rows, s2, even, odd, bytes + 2 * sizeof(Ints));
+        add_rows<SIGNED>(rows, s3, even, odd, bytes + 3 * sizeof(Ints));
     }
     ((std::memcpy(sums + M * sums_row, &s0[M], sizeof(Ints)), std::memcpy(sums + M * sums_row + WIDTH, &s1[M], sizeof(Ints)),
       std::memcpy(sums + M * sums_row + 2 * WIDTH, &s2[M], sizeof(Ints)),

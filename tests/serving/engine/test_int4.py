@@ -23,7 +23,6 @@ from mlflow_llm.serving.errors import PackagingError
 from mlflow_llm.serving.settings import EngineSettings
 
 WIDE: dict[str, Any] = COMMON | {"hidden_size": 64}
-native = pytest.mark.skipif(library.library() is None, reason="no compiler, or a processor without AVX-512 VNNI")
 
 
 def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
@@ -35,8 +34,8 @@ def weight_of(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     return values, (torch.rand(rows, groups) * 0.1).half(), zero, torch.rand(columns) + 0.5, torch.randn(rows)
 
 
-@native
 @pytest.mark.parametrize("shape", [(96, 64), (50, 96), (33, 32), (200, 352)])
+@pytest.mark.usefixtures("instructions")
 def test_the_kernel_is_its_definition(shape: tuple[int, int]) -> None:
     """Products are those of activations in int8, summed a group at a time; a row's are the same alone and in any batch,
     of its parts too, and the weights are given back as they were."""
